@@ -1,0 +1,53 @@
+# Everything here works from a fresh clone: what a target needs is installed into .venv first.
+
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.installed
+
+# `make test-gpu PY=python3` uses an interpreter that has everything already, and installs nothing.
+ifeq ($(origin PY),undefined)
+PY := $(VENV)/bin/python
+READY := $(STAMP)
+endif
+
+# Two ranks share a small machine; more threads than cores slow each other down.
+export OMP_NUM_THREADS ?= 1
+
+DEMO_RANKS = $$($(PY) -c 'import torch; print(torch.cuda.device_count() or 2)')
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check test-gpu bench clean
+
+help:  ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
+
+demo: $(READY)  ## train the example: 2 CPU ranks, or one rank per GPU; options in ARGS="..."
+	$(PY) -m torch.distributed.run --standalone --nproc-per-node "$(DEMO_RANKS)" \
+	    examples/byte_lm/train.py --config examples/byte_lm/run.toml $(ARGS)
+
+test: $(READY)  ## run all tests that need no GPU; options for pytest in ARGS="..."
+	$(PY) -m pytest -m "not gpu" $(ARGS)
+
+check: $(READY)  ## run the static checks and the quick tests
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-logo
+	$(PY) -m pytest -m "not gpu and not slow" -q
+
+test-gpu: $(READY)  ## run the tests that need GPUs
+	$(PY) -m pytest -m gpu $(ARGS)
+
+bench: $(READY)  ## run every benchmark in benchmarks/
+	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(PY) "$$script" $(ARGS); done
+
+clean:  ## remove caches and build outputs; .venv and runs/ stay
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("polyshard needs Python 3.11 or newer: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV); torch is large, so the first time takes minutes."
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[train,test,dev]'
+	touch $@

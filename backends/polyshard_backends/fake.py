@@ -1,0 +1,167 @@
+"""One rank of a pretended world, in one process: for dry runs, memory estimates and tests of host cost."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from polyshard.errors import CollectiveError, ConfigError, WorldSizeError
+from polyshard.interfaces import (
+    COMPLETED,
+    Collectives,
+    CollectivesCapabilities,
+    PluginContext,
+    RankAndSize,
+    ReduceOp,
+    Work,
+)
+
+from .groups import REDUCIBLE_DTYPES, check_source, own_group
+
+#: How many of the latest calls are kept: enough for a few steps of a large model, bounded for long runs.
+CALLS_KEPT = 16384
+
+
+class FakeCall(NamedTuple):
+    """One operation that was issued."""
+
+    operation: str
+    """Name of the method."""
+    numel: int
+    """Elements of the whole buffer: ``world_size`` slices for ``all_gather`` and ``reduce_scatter``."""
+    dtype: torch.dtype
+    """Dtype that would travel."""
+
+
+class _StreamWork:
+    """Orders the waiting stream after the one on which the operation was issued."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.current_stream().record_event()
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+class FakeCollectives(Collectives):
+    """Answers as if every rank had sent what this one sends.
+
+    ``all_gather`` fills every slice, ``reduce_scatter`` and ``all_reduce`` apply the operation to ``world_size`` equal
+    contributions, ``broadcast`` leaves the tensor as it is. Nothing travels.
+
+    Args:
+        context: its ``process_group``, where that has ``rank()`` and ``size()``, supplies what the options leave out.
+        rank: the pretended rank; 0 by default.
+        world_size: the pretended number of ranks; 1 by default.
+
+    Raises:
+        ConfigError: ``rank`` or ``world_size`` is not an integer.
+        WorldSizeError: ``world_size`` is below 1, or ``rank`` outside ``range(world_size)``.
+    """
+
+    def __init__(self, context: PluginContext, rank: int | None = None, world_size: int | None = None) -> None:
+        group = context.process_group
+        if isinstance(group, RankAndSize) and rank is None and world_size is None:
+            rank, world_size = group.rank(), group.size()
+        rank = 0 if rank is None else rank
+        world_size = 1 if world_size is None else world_size
+        for option, value in (("rank", rank), ("world_size", world_size)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ConfigError(f"collectives {context.name!r}: {option} is {value!r}; give an integer")
+        if world_size < 1 or not 0 <= rank < world_size:
+            raise WorldSizeError(
+                f"collectives {context.name!r}: rank {rank} of {world_size} does not exist; give a world_size of at "
+                f"least 1 and a rank from 0 to world_size - 1"
+            )
+        self._context = context
+        self._rank = rank
+        self._world_size = world_size
+        self._stream_ordered = context.device.type == "cuda"
+        self._capabilities = CollectivesCapabilities(
+            devices=frozenset({"cpu", "cuda", "meta", context.device.type}),
+            dtypes=REDUCIBLE_DTYPES,
+            reduce_ops=frozenset(ReduceOp),
+            widening=True,
+            stream_ordered=self._stream_ordered,
+            capturable=self._stream_ordered,
+            fixed_addresses=False,
+            can_communicate=False,
+        )
+        self.calls: deque[FakeCall] = deque(maxlen=CALLS_KEPT)
+        """The latest operations, oldest first."""
+
+    @property
+    def capabilities(self) -> CollectivesCapabilities:
+        return self._capabilities
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    @property
+    def device(self) -> torch.device:
+        return self._context.device
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
+        world_size = self._world_size
+        dtype = out.dtype
+        if shard.dtype is not dtype:
+            raise CollectiveError(
+                f"all_gather on rank {self._rank}: out is {dtype} and the shard {shard.dtype}; cast before the call"
+            )
+        n = shard.numel()
+        # The expanded source makes this one kernel for any world size. Where the shard is out's own slice, that slice
+        # is written with the values it holds.
+        out.view(world_size, n).copy_(shard.expand(world_size, n))
+        self.calls.append(FakeCall("all_gather", world_size * n, dtype))
+        return _StreamWork() if self._stream_ordered else COMPLETED
+
+    def reduce_scatter(
+        self,
+        out: torch.Tensor,
+        full: torch.Tensor,
+        *,
+        op: ReduceOp,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        scratch: torch.Tensor | None = None,
+    ) -> Work:
+        rank = self._rank
+        out.copy_(full.view(self._world_size, out.numel())[rank])
+        self._scale(out, op, prescale * postscale)
+        self.calls.append(FakeCall("reduce_scatter", full.numel(), full.dtype))
+        return _StreamWork() if self._stream_ordered else COMPLETED
+
+    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp, postscale: float = 1.0) -> Work:
+        self._scale(tensor, op, postscale)
+        self.calls.append(FakeCall("all_reduce", tensor.numel(), tensor.dtype))
+        return _StreamWork() if self._stream_ordered else COMPLETED
+
+    def _scale(self, tensor: torch.Tensor, op: ReduceOp, factor: float) -> None:
+        if op is ReduceOp.SUM:
+            factor *= self._world_size
+        if factor != 1.0:
+            tensor.mul_(factor if tensor.is_floating_point() else int(factor))
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+        check_source(src, self._rank, self._world_size)
+        self.calls.append(FakeCall("broadcast", tensor.numel(), tensor.dtype))
+        return COMPLETED
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return [obj] * self._world_size
+
+    def barrier(self) -> None:
+        return None
+
+    def partition(self, rank_lists: Sequence[Sequence[int]]) -> FakeCollectives:
+        members = own_group(rank_lists, self._rank, self._world_size)
+        return FakeCollectives(self._context, rank=members.index(self._rank), world_size=len(members))

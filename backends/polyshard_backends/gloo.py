@@ -1,0 +1,158 @@
+"""Collectives between processes on CPU, over torch.distributed's gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from polyshard.errors import CollectiveError
+from polyshard.interfaces import CollectivesCapabilities, ReduceOp, Work
+
+from .groups import check_same_dtype, check_slices
+from .process_group import (
+    GROUP_DTYPES,
+    ProcessGroupCollectives,
+    as_bytes,
+    receive_buffer,
+    reduce_rows,
+    torch_op,
+    translated,
+)
+
+_CAPABILITIES = CollectivesCapabilities(
+    devices=frozenset({"cpu"}),
+    dtypes=GROUP_DTYPES,
+    reduce_ops=frozenset(ReduceOp),
+    widening=True,
+    stream_ordered=False,
+    capturable=False,
+    fixed_addresses=False,
+    can_communicate=True,
+)
+
+
+class _GlooWork:
+    """An operation in flight, and the local part that follows it."""
+
+    __slots__ = ("_finish", "_operation", "_rank", "_timeout", "_work")
+
+    def __init__(
+        self, work: Any, operation: str, rank: int, timeout: timedelta, finish: Callable[[], None] | None = None
+    ) -> None:
+        self._work = work
+        self._operation = operation
+        self._rank = rank
+        self._timeout = timeout
+        self._finish = finish
+
+    def wait(self) -> None:
+        if self._work is None:
+            return
+        try:
+            self._work.wait(self._timeout)
+        except RuntimeError as error:
+            raise translated(error, self._operation, self._rank, self._timeout.total_seconds()) from error
+        self._work = None
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+
+class GlooCollectives(ProcessGroupCollectives):
+    """Ranks that are processes, with tensors in host memory.
+
+    One group serves gathers and reductions: gloo tells operations apart by number and works on two at a time, so that
+    they overlap without a second set of connections. ``reduce_scatter`` sends each rank its slice in the wire dtype and
+    sums on arrival, in ``out``'s dtype, which gives the same bits from run to run.
+
+    Args:
+        context: its ``process_group``, or the default group, says which processes take part. Where that group uses
+            another transport for the CPU, a gloo group over the same ranks is made at the first operation. Its
+            ``timeout`` limits every wait.
+
+    Raises:
+        StateError: ``torch.distributed`` is not initialised.
+        DeviceError: the context's device is not the CPU.
+        WorldSizeError: this process is not in the group.
+    """
+
+    transport = "gloo"
+    device_type = "cpu"
+    separate_reductions = False
+
+    @property
+    def capabilities(self) -> CollectivesCapabilities:
+        return _CAPABILITIES
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
+        check_slices("all_gather", out, shard, self._rank, self._world_size)
+        check_same_dtype("all_gather", out, shard, self._rank)
+        return self._issue("all_gather", self._all_gather, as_bytes(out), as_bytes(shard))
+
+    def reduce_scatter(
+        self,
+        out: torch.Tensor,
+        full: torch.Tensor,
+        *,
+        op: ReduceOp,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        scratch: torch.Tensor | None = None,
+    ) -> Work:
+        check_slices("reduce_scatter", full, out, self._rank, self._world_size)
+        received = receive_buffer(full, scratch)
+        rows = received.view(self._world_size, out.numel())
+
+        def finish() -> None:
+            with torch.no_grad():
+                reduce_rows(out, rows, op, prescale, postscale)
+
+        return self._issue("reduce_scatter", dist.all_to_all_single, as_bytes(received), as_bytes(full), finish=finish)
+
+    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp, postscale: float = 1.0) -> Work:
+        self._check_contiguous("all_reduce", tensor)
+        # Summed in fp32: fp16 overflows in a sum that its mean would fit.
+        narrow = tensor.dtype in (torch.float16, torch.bfloat16)
+        with torch.no_grad():
+            total = tensor.to(torch.float32) if narrow else tensor
+        summed = ReduceOp.SUM if op is ReduceOp.MEAN else op
+
+        def finish() -> None:
+            with torch.no_grad():
+                if op is ReduceOp.MEAN:
+                    total.div_(self._world_size, rounding_mode=None if total.is_floating_point() else "trunc")
+                if postscale != 1.0:
+                    total.mul_(postscale)
+                if narrow:
+                    tensor.copy_(total)
+
+        return self._issue("all_reduce", dist.all_reduce, total, op=torch_op(summed), finish=finish)
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+        source = self._root_of(src)
+        self._check_contiguous("broadcast", tensor)
+        return self._issue("broadcast", dist.broadcast, as_bytes(tensor), src=source)
+
+    def barrier(self) -> None:
+        self._issue("barrier", dist.barrier).wait()
+
+    def _check_contiguous(self, operation: str, tensor: torch.Tensor) -> None:
+        if not tensor.is_contiguous():
+            raise CollectiveError(f"{operation} on rank {self._rank}: the tensor must be contiguous")
+
+    def _issue(
+        self,
+        operation: str,
+        function: Callable[..., Any],
+        *tensors: torch.Tensor,
+        finish: Callable[[], None] | None = None,
+        **options: Any,
+    ) -> Work:
+        try:
+            work = function(*tensors, group=self.gather_group(), async_op=True, **options)
+        except RuntimeError as error:
+            raise self._translated(error, operation) from error
+        return _GlooWork(work, operation, self._rank, self._context.timeout, finish)

@@ -1,0 +1,327 @@
+"""What the backends over ``torch.distributed`` share: finding the group, making further ones, and plain exchanges."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from polyshard.errors import (
+    CollectiveAbortedError,
+    CollectiveError,
+    CollectiveTimeoutError,
+    DeviceError,
+    StateError,
+    WorldSizeError,
+)
+from polyshard.interfaces import BufferRole, Collectives, PluginContext, ReduceOp
+
+from .groups import own_group
+
+#: Dtypes that every version of gloo and NCCL knows by itself. Others travel as their bytes.
+_KNOWN_DTYPES = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8}
+)
+
+#: Dtypes that can be summed on both.
+GROUP_DTYPES = _KNOWN_DTYPES | {torch.bfloat16}
+
+_TORCH_OPS = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.MEAN: dist.ReduceOp.AVG,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+}
+
+
+class _FlatCollective(Protocol):
+    def __call__(self, output: torch.Tensor, input: torch.Tensor, /, *, group: Any, async_op: bool) -> Any: ...
+
+
+def torch_op(op: ReduceOp) -> Any:
+    """``torch.distributed``'s name for ``op``."""
+    return _TORCH_OPS[op]
+
+
+def flat_collective(new_name: str, old_name: str) -> _FlatCollective:
+    """The function of ``torch.distributed`` under its newer name, or under the older one where there is no newer."""
+    function: _FlatCollective = getattr(dist, new_name, None) or getattr(dist, old_name)
+    return function
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` itself, or, in a dtype that a transport may not know, its bytes."""
+    return tensor if tensor.dtype in _KNOWN_DTYPES else tensor.view(torch.uint8)
+
+
+def reduce_rows(out: torch.Tensor, rows: torch.Tensor, op: ReduceOp, prescale: float, postscale: float) -> None:
+    """``out = postscale * op(prescale * rows)`` over the first dimension.
+
+    ``rows``: ``[world_size, n]``, overwritten in some cases; ``out``: ``[n]``, of the same or a wider dtype. Sums are
+    taken in ``out``'s dtype, but at least in fp32.
+    """
+    if op in (ReduceOp.MAX, ReduceOp.MIN):
+        scaled = rows if prescale == 1.0 else rows.to(out.dtype) * prescale
+        out.copy_(scaled.amax(0) if op is ReduceOp.MAX else scaled.amin(0))
+        factor = postscale
+    else:
+        # fp16 overflows in a sum that its mean would fit; bf16 loses half of its digits.
+        narrow = out.dtype in (torch.float16, torch.bfloat16)
+        total = torch.empty(out.shape, dtype=torch.float32, device=out.device) if narrow else out
+        if op is ReduceOp.MEAN and total.is_floating_point():
+            torch.mean(rows, 0, dtype=total.dtype, out=total)
+        else:
+            torch.sum(rows, 0, dtype=total.dtype, out=total)
+            if op is ReduceOp.MEAN:
+                total.div_(rows.shape[0], rounding_mode="trunc")
+        if narrow:
+            out.copy_(total.mul_(prescale * postscale))
+            return
+        factor = prescale * postscale
+    if factor != 1.0:
+        out.mul_(factor)
+
+
+def receive_buffer(full: torch.Tensor, scratch: torch.Tensor | None) -> torch.Tensor:
+    """Memory shaped like ``full``: the caller's ``scratch`` (uint8), or new memory where there is none."""
+    if scratch is None:
+        return torch.empty_like(full)
+    nbytes = full.numel() * full.element_size()
+    if scratch.numel() < nbytes:
+        raise CollectiveError(
+            f"reduce_scatter was given {scratch.numel()} bytes of scratch and needs {nbytes}; ask scratch_nbytes"
+        )
+    return scratch[:nbytes].view(full.dtype)
+
+
+def translated(error: Exception, operation: str, rank: int, timeout_s: float) -> CollectiveError:
+    """``error`` from ``torch.distributed`` as one of polyshard's."""
+    text = str(error)
+    if "timed out" in text.lower() or "timeout" in text.lower():
+        return CollectiveTimeoutError(
+            f"{operation} on rank {rank} did not end within {timeout_s:g} s: {text}; look for a rank that failed, or "
+            f"that issued something else"
+        )
+    if "connection" in text.lower():
+        return CollectiveAbortedError(
+            f"{operation} on rank {rank} lost its peer: {text}; look at the rank that ended first"
+        )
+    return CollectiveError(f"{operation} on rank {rank} failed: {text}")
+
+
+def resolve_group(context: PluginContext) -> dist.ProcessGroup:
+    """The process group that ``context`` names: its group, its one-dimensional mesh's, or the default one.
+
+    Raises:
+        StateError: ``torch.distributed`` has no process group.
+        WorldSizeError: this process is not in the group, or the mesh has several dimensions and is not the world.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise StateError(
+            f"collectives {context.name!r} needs torch.distributed, which has no process group; launch with torchrun "
+            f"and call torch.distributed.init_process_group() first"
+        )
+    group: Any = context.process_group
+    if group is None and context.mesh is not None:
+        if context.mesh.ndim == 1:
+            group = context.mesh.get_group()
+        elif context.mesh.size() != dist.get_world_size():
+            raise WorldSizeError(
+                f"collectives {context.name!r}: the mesh has {context.mesh.ndim} dimensions and {context.mesh.size()} "
+                f"of {dist.get_world_size()} ranks; give the process group of the ranks that shard together"
+            )
+    if group is None:
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise WorldSizeError(
+            f"collectives {context.name!r}: {group!r} is not a process group that this process is in; give a "
+            f"torch.distributed.ProcessGroup that contains rank {dist.get_rank()}"
+        )
+    return group
+
+
+def group_backend(group: dist.ProcessGroup, device_type: str) -> str:
+    """Name of the transport that ``group`` uses for tensors of ``device_type``; empty for none."""
+    pairs = (entry.partition(":") for entry in dist.get_backend_config(group).split(","))
+    return next((backend for device, _, backend in pairs if device == device_type), "")
+
+
+def new_group(ranks: Sequence[int], backend: str, timeout: Any, *, everywhere: bool) -> dist.ProcessGroup | None:
+    """A new group of global ``ranks``, numbered in that order; None on other ranks.
+
+    ``everywhere``: every rank of the job makes this call; otherwise the members alone do.
+    """
+    options: dict[str, Any] = {}
+    if list(ranks) != sorted(ranks):
+        if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+            raise WorldSizeError(
+                f"a group of the ranks {list(ranks)}, in this order, needs a newer torch than {torch.__version__}; "
+                f"list the ranks in ascending order"
+            )
+        options["sort_ranks"] = False
+    group = dist.new_group(
+        list(ranks), timeout=timeout, backend=backend, use_local_synchronization=not everywhere, **options
+    )
+    return group if isinstance(group, dist.ProcessGroup) and dist.get_rank() in ranks else None
+
+
+class ProcessGroupCollectives(Collectives):
+    """Base of the backends over ``torch.distributed``.
+
+    Groups are made at the first operation, which every rank issues, or in ``partition``, which every rank calls: both
+    are points at which all ranks meet, as making a group requires.
+    """
+
+    #: The transport that the group must use, and the device type that it is used for.
+    transport: str
+    device_type: str
+    #: Whether reductions need a communicator of their own to overlap with gathers.
+    separate_reductions: bool
+
+    def __init__(self, context: PluginContext) -> None:
+        if context.device.type != self.device_type:
+            raise DeviceError(
+                f"collectives {context.name!r} serves {self.device_type} tensors and the model computes on "
+                f"{context.device}; move the model, or choose another backend"
+            )
+        self._enter(context, resolve_group(context))
+
+    def _enter(self, context: PluginContext, given: dist.ProcessGroup) -> None:
+        self._context = context
+        self._given = given
+        self._rank = given.rank()
+        self._world_size = given.size()
+        if self._rank < 0:
+            raise WorldSizeError(
+                f"collectives {context.name!r}: rank {dist.get_rank()} is not in the process group that it was given; "
+                f"give one that contains it"
+            )
+        self._owned: list[dist.ProcessGroup] = []
+        self._gathers: dist.ProcessGroup | None = None
+        self._reductions: dist.ProcessGroup | None = None
+        self._all_gather = flat_collective("all_gather_single", "all_gather_into_tensor")
+        self._closed = False
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    @property
+    def device(self) -> torch.device:
+        return self._context.device
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        return self._given
+
+    def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
+        return numel * wire_dtype.itemsize
+
+    def gather_group(self) -> dist.ProcessGroup:
+        """The group that gathers use; made here at the first operation."""
+        if self._gathers is None:
+            self._make_groups()
+        assert self._gathers is not None
+        return self._gathers
+
+    def reduction_group(self) -> dist.ProcessGroup:
+        """The group that reductions use; made here at the first operation."""
+        if self._reductions is None:
+            self._make_groups()
+        assert self._reductions is not None
+        return self._reductions
+
+    def _make_groups(self) -> None:
+        if self._closed:
+            raise StateError(
+                f"collectives {self._context.name!r} on rank {self._rank} were closed; construct them anew"
+            )
+        # Both at once: which of the two a rank needs first may differ between ranks, the order of making may not.
+        if group_backend(self._given, self.device_type) == self.transport:
+            self._gathers = self._given
+        else:
+            self._gathers = self._second_group()
+        self._reductions = self._second_group() if self.separate_reductions else self._gathers
+
+    def _second_group(self) -> dist.ProcessGroup:
+        ranks = dist.get_process_group_ranks(self._given)
+        everywhere = len(ranks) == dist.get_world_size()
+        if not everywhere and self._gathers is not None and self._splits_the_job():
+            return self._gathers
+        group = new_group(ranks, self.transport, self._context.timeout, everywhere=everywhere)
+        assert group is not None
+        self._owned.append(group)
+        return group
+
+    def _splits_the_job(self) -> bool:
+        """Whether torch makes groups by splitting the job's communicator, in which all of its ranks must take part."""
+        job: Any = dist.group.WORLD
+        return self.transport == "nccl" and job.bound_device_id is not None
+
+    def _root_of(self, src: int) -> int:
+        if not 0 <= src < self._world_size:
+            raise CollectiveError(
+                f"broadcast on rank {self._rank}: source {src} is not a group rank; use 0 to {self._world_size - 1}"
+            )
+        return dist.get_global_rank(self._given, src)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        pickled = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+        sizes = torch.empty(self._world_size, dtype=torch.int64, device=self.device)
+        self.all_gather(sizes, torch.tensor([pickled.numel()], device=self.device)).wait()
+        lengths = sizes.tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: pickled.numel()].copy_(pickled)
+        everything = torch.empty(self._world_size * padded.numel(), dtype=torch.uint8, device=self.device)
+        self.all_gather(everything, padded.to(self.device)).wait()
+        rows = everything.cpu().view(self._world_size, padded.numel())
+        return [pickle.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
+
+    def _translated(self, error: Exception, operation: str) -> CollectiveError:
+        return translated(error, operation, self._rank, self._context.timeout.total_seconds())
+
+    def partition(self, rank_lists: Sequence[Sequence[int]]) -> ProcessGroupCollectives:
+        own = own_group(rank_lists, self._rank, self._world_size)
+        global_ranks = dist.get_process_group_ranks(self._given)
+        everywhere = len(global_ranks) == dist.get_world_size()
+        if not everywhere and self._splits_the_job():
+            raise StateError(
+                f"collectives {self._context.name!r} on rank {self._rank} cannot partition a group of "
+                f"{len(global_ranks)} of {dist.get_world_size()} ranks once the job is bound to devices; partition the "
+                f"whole job, or call init_process_group without device_id"
+            )
+        made: list[dist.ProcessGroup] = []
+        for members in rank_lists if everywhere else [own]:
+            ranks = [global_ranks[member] for member in members]
+            for _ in range(2 if self.separate_reductions else 1):
+                group = new_group(ranks, self.transport, self._context.timeout, everywhere=everywhere)
+                if group is not None:
+                    made.append(group)
+        part = object.__new__(type(self))
+        part._enter_part(self, made)
+        return part
+
+    def _enter_part(self, whole: Any, made: list[dist.ProcessGroup]) -> None:
+        self._enter(whole._context, made[0])
+        self._gathers, self._reductions = made[0], made[-1]
+        self._owned = made
+
+    def abort(self, reason: str) -> None:
+        # Only groups made here: the user may go on using the given one.
+        for group in self._owned:
+            group.abort()
+
+    def close(self) -> None:
+        self._closed = True
+        self._gathers = self._reductions = None
+        while self._owned:
+            group = self._owned.pop()
+            if dist.is_initialized():
+                dist.destroy_process_group(group)

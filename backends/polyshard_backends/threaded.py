@@ -1,0 +1,232 @@
+"""Collectives between the threads of a ``ThreadedWorld``: real exchanges without processes, for tests on CPU."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from polyshard.errors import CollectiveError, ConfigError, DeviceError, WorldSizeError
+from polyshard.interfaces import Collectives, CollectivesCapabilities, PluginContext, ReduceOp, Work
+
+from .groups import REDUCIBLE_DTYPES, check_same_dtype, check_slices, check_source, own_group
+from .threaded_world import Meeting, ThreadedWorld
+
+__all__ = ["ThreadedCollectives", "ThreadedWorld"]
+
+_CAPABILITIES = CollectivesCapabilities(
+    devices=frozenset({"cpu"}),
+    dtypes=REDUCIBLE_DTYPES,
+    reduce_ops=frozenset(ReduceOp),
+    widening=True,
+    stream_ordered=False,
+    capturable=False,
+    fixed_addresses=False,
+    can_communicate=True,
+)
+
+
+class _Request(NamedTuple):
+    out: torch.Tensor
+    source: torch.Tensor
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+
+def _all_gather(requests: Sequence[_Request]) -> None:
+    with torch.no_grad():
+        for request in requests:
+            rows = request.out.view(len(requests), request.source.numel())
+            for row, other in zip(rows, requests, strict=True):
+                if row.data_ptr() != other.source.data_ptr():
+                    row.copy_(other.source.view(-1))
+
+
+def _broadcast(requests: Sequence[_Request], src: int) -> None:
+    with torch.no_grad():
+        for rank, request in enumerate(requests):
+            if rank != src:
+                request.out.copy_(requests[src].source)
+
+
+def _reduce_scatter(requests: Sequence[_Request], op: ReduceOp) -> None:
+    with torch.no_grad():
+        for rank, request in enumerate(requests):
+            shape = (len(requests), request.out.numel())
+            pieces = [_scaled(other.source.view(shape)[rank], request.out.dtype, other.prescale) for other in requests]
+            _accumulate(request.out, pieces, op)
+            if request.postscale != 1.0:
+                request.out.mul_(request.postscale)
+
+
+def _all_reduce(requests: Sequence[_Request], op: ReduceOp) -> None:
+    with torch.no_grad():
+        # Inputs and outputs are the same tensors, so that the result needs memory of its own.
+        total = torch.empty_like(requests[0].out)
+        _accumulate(total, [request.source for request in requests], op)
+        for request in requests:
+            request.out.copy_(total)
+            if request.postscale != 1.0:
+                request.out.mul_(request.postscale)
+
+
+def _scaled(piece: torch.Tensor, dtype: torch.dtype, factor: float) -> torch.Tensor:
+    piece = piece.to(dtype)
+    return piece if factor == 1.0 else piece * factor
+
+
+def _accumulate(out: torch.Tensor, pieces: Sequence[torch.Tensor], op: ReduceOp) -> None:
+    """Reduce in rank order, whatever the order of arrival, in ``out``'s dtype."""
+    out.copy_(pieces[0])
+    for piece in pieces[1:]:
+        if op is ReduceOp.MAX:
+            torch.maximum(out, piece, out=out)
+        elif op is ReduceOp.MIN:
+            torch.minimum(out, piece, out=out)
+        else:
+            out.add_(piece)
+    if op is ReduceOp.MEAN:
+        out.div_(len(pieces), rounding_mode=None if out.is_floating_point() else "trunc")
+
+
+class _MeetingWork:
+    """A collective that the other ranks may still have to issue."""
+
+    __slots__ = ("_meeting", "_rank", "_timeout", "_world")
+
+    def __init__(self, world: ThreadedWorld, meeting: Meeting, rank: int, timeout: float) -> None:
+        self._world = world
+        self._meeting = meeting
+        self._rank = rank
+        self._timeout = timeout
+
+    def wait(self) -> None:
+        self._world.await_end(self._meeting, self._rank, self._timeout)
+
+
+class ThreadedCollectives(Collectives):
+    """One rank of a ``ThreadedWorld``.
+
+    The rank travels in this object and not in the thread, so that autograd may call from a thread of its own. An
+    operation runs in the thread of the last rank to issue it; sums are taken in rank order, in ``out``'s dtype, and
+    are the same from run to run.
+
+    Args:
+        context: its ``device`` must be the CPU; its ``timeout`` applies where it is shorter than the world's.
+        world: the world to take part in.
+        rank: this rank, in ``range(world.world_size)``.
+
+    Raises:
+        ConfigError: ``world`` is not a ``ThreadedWorld``.
+        DeviceError: the context's device is not the CPU.
+        WorldSizeError: ``rank`` is outside ``range(world.world_size)``.
+    """
+
+    def __init__(self, context: PluginContext, world: ThreadedWorld, rank: int) -> None:
+        if not isinstance(world, ThreadedWorld):
+            raise ConfigError(f"collectives {context.name!r}: world is {world!r}; give a ThreadedWorld")
+        if context.device.type != "cpu":
+            raise DeviceError(
+                f"collectives {context.name!r} serves the CPU alone and was given {context.device}; move the model to "
+                f"the CPU or choose another backend"
+            )
+        if not 0 <= rank < world.world_size:
+            raise WorldSizeError(
+                f"collectives {context.name!r}: rank {rank} does not exist in a threaded world of {world.world_size}; "
+                f"give 0 to {world.world_size - 1}"
+            )
+        self._enter(context, world, tuple(range(world.world_size)), rank)
+
+    def _enter(self, context: PluginContext, world: ThreadedWorld, group: tuple[int, ...], rank: int) -> None:
+        self._context = context
+        self._world = world
+        self._group = group
+        self._rank = rank
+        self._timeout = min(world.timeout, context.timeout.total_seconds())
+
+    @property
+    def capabilities(self) -> CollectivesCapabilities:
+        return _CAPABILITIES
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        return len(self._group)
+
+    @property
+    def device(self) -> torch.device:
+        return self._context.device
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
+        check_slices("all_gather", out, shard, self._rank, self.world_size)
+        check_same_dtype("all_gather", out, shard, self._rank)
+        return self._issue("all_gather", _Request(_unversioned(out), shard), out, _all_gather)
+
+    def reduce_scatter(
+        self,
+        out: torch.Tensor,
+        full: torch.Tensor,
+        *,
+        op: ReduceOp,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        scratch: torch.Tensor | None = None,
+    ) -> Work:
+        check_slices("reduce_scatter", full, out, self._rank, self.world_size)
+        request = _Request(_unversioned(out), full, prescale, postscale)
+        return self._issue(f"reduce_scatter({op.name})", request, full, lambda all_: _reduce_scatter(all_, op))
+
+    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp, postscale: float = 1.0) -> Work:
+        self._check_contiguous("all_reduce", tensor)
+        request = _Request(_unversioned(tensor), tensor, postscale=postscale)
+        return self._issue(f"all_reduce({op.name})", request, tensor, lambda all_: _all_reduce(all_, op))
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+        check_source(src, self._rank, self.world_size)
+        self._check_contiguous("broadcast", tensor)
+        request = _Request(_unversioned(tensor), tensor)
+        return self._issue(f"broadcast(from {src})", request, tensor, lambda all_: _broadcast(all_, src))
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        # Pickled as between processes: a rank must not get hold of another's objects.
+        meeting = self._meet("all_gather_object", pickle.dumps(obj), list)
+        everything = self._world.await_end(meeting, self._group[self._rank], self._timeout)
+        return [pickle.loads(entry) for entry in everything]
+
+    def barrier(self) -> None:
+        meeting = self._meet("barrier", None, len)
+        self._world.await_end(meeting, self._group[self._rank], self._timeout)
+
+    def partition(self, rank_lists: Sequence[Sequence[int]]) -> ThreadedCollectives:
+        members = own_group(rank_lists, self._rank, self.world_size)
+        # A meeting of its own, so that ranks with different lists find out here and not in the first collective.
+        meeting = self._meet(f"partition into {[list(ranks) for ranks in rank_lists]}", None, len)
+        self._world.await_end(meeting, self._group[self._rank], self._timeout)
+        part = object.__new__(type(self))
+        group = tuple(self._group[member] for member in members)
+        part._enter(self._context, self._world, group, members.index(self._rank))
+        return part
+
+    def abort(self, reason: str) -> None:
+        self._world.abort(f"rank {self._group[self._rank]} gave up: {reason}")
+
+    def _check_contiguous(self, operation: str, tensor: torch.Tensor) -> None:
+        if not tensor.is_contiguous():
+            raise CollectiveError(f"{operation} on rank {self._rank}: the tensor must be contiguous")
+
+    def _issue(self, operation: str, request: _Request, whole: torch.Tensor, perform: Any) -> Work:
+        meeting = self._meet(f"{operation} of {whole.numel()} {whole.dtype} elements", request, perform)
+        return _MeetingWork(self._world, meeting, self._group[self._rank], self._timeout)
+
+    def _meet(self, signature: str, payload: Any, perform: Any) -> Meeting:
+        return self._world.meet(self._group, self._group[self._rank], signature, payload, perform)
+
+
+def _unversioned(tensor: torch.Tensor) -> torch.Tensor:
+    # Another rank's thread writes the result, at a time this rank does not choose. As with a network backend, that
+    # write must not bump the version that autograd saved.
+    return tensor.data

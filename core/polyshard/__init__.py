@@ -1,0 +1,25 @@
+"""Shards a PyTorch model's parameters, gradients and optimizer state over ranks; what differs between teams is a plugin."""
+
+from . import errors, interfaces
+from .composable import clip_grad_norm_, fully_shard, no_sync, register_forward_method, report, shard, unsharded
+from .config import ShardConfig, Strategy
+from .engine.report import MemoryReport
+from .hookspecs import hookimpl
+from .wrapper import FullyShardedDataParallel
+
+__all__ = [
+    "FullyShardedDataParallel",
+    "MemoryReport",
+    "ShardConfig",
+    "Strategy",
+    "clip_grad_norm_",
+    "errors",
+    "fully_shard",
+    "hookimpl",
+    "interfaces",
+    "no_sync",
+    "register_forward_method",
+    "report",
+    "shard",
+    "unsharded",
+]

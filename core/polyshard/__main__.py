@@ -1,0 +1,10 @@
+"""``python -m polyshard``."""
+
+from __future__ import annotations
+
+import sys
+
+from polyshard.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,395 @@
+"""From a configuration and a model to a sharded model: resolves plugins, checks everything, then builds."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from . import catalog
+from .agreement import agree
+from .config import PluginChoice, ShardConfig, Strategy
+from .engine.lanes import HostLanes, Lanes, StreamLanes
+from .engine.materialize import Initializer, build_units, place_buffers, refuse_uninitializable
+from .engine.plan import STAGE_ATTRIBUTE, PlannedStage, plan_stages, refuse_sharded
+from .engine.ranks import RankGrid
+from .engine.root import Root
+from .engine.schedule import Schedule
+from .engine.stage import Stage
+from .engine.unit import Reshard
+from .errors import ConfigError, DeviceError, WorldSizeError
+from .events import Events
+from .interfaces import (
+    Collectives,
+    Group,
+    OffloadManager,
+    PluginContext,
+    PolicyContext,
+    PrecisionCaster,
+    RankAndSize,
+    UnitSpec,
+    WrapPolicy,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a user asked to shard."""
+
+    module: nn.Module
+    config: ShardConfig
+    initializer: Initializer | None
+    ignored_modules: Collection[nn.Module]
+    ignored_parameters: Collection[nn.Parameter]
+    composes: bool
+    """Modules inside may be sharded already, and become part of the new root."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plugins:
+    """What a configuration's names stand for."""
+
+    context: PluginContext
+    collectives: Collectives
+    caster: PrecisionCaster
+    offload: OffloadManager
+    policy: WrapPolicy
+    events: Events
+    fingerprint: tuple[tuple[str, ...], ...]
+
+
+def shard_module(request: Request) -> Root:
+    """Shard ``request.module`` in place.
+
+    Everything that can be wrong is found first, then ranks agree, and only then is the model changed.
+    """
+    config = request.config
+    choice, process_group, mesh = _group_of(config)
+    collectives: Collectives | None = None
+    error: Exception | None = None
+    report: list[Any] = []
+    try:
+        context = PluginContext(
+            name="",
+            device=_compute_device(request),
+            process_group=process_group,
+            mesh=mesh,
+            timeout=timedelta(seconds=config.timeout_s),
+        )
+        collectives_plugin = catalog.resolve(Group.COLLECTIVES, choice)
+        collectives = collectives_plugin.construct(_named(context, choice))
+        plugins = _resolve(request, context, collectives, collectives_plugin)
+        planned, casters, offloads = _plan(request, plugins)
+        strategy = _strategy(config, collectives.world_size)
+        shard_lists, replicate_lists = _rank_lists(config, strategy, collectives.world_size)
+        report = [
+            *plugins.fingerprint,
+            [strategy.value, shard_lists, replicate_lists],
+            *(_described(stage) for stage in planned),
+        ]
+    except Exception as raised:
+        error = raised
+    if config.check_ranks:
+        agree(report, error, collectives, process_group, timedelta(seconds=config.timeout_s))
+    elif error is not None:
+        raise error
+    if strategy is not config.strategy:
+        warnings.warn(
+            f"polyshard is switching to use `NO_SHARD` instead of {config.strategy} since the world size is 1.",
+            stacklevel=4,
+        )
+    grid = RankGrid(collectives, _subgroup(collectives, shard_lists), _subgroup(collectives, replicate_lists))
+    return _build(request, plugins, planned, casters, offloads, grid, strategy)
+
+
+def _build(
+    request: Request,
+    plugins: _Plugins,
+    planned: list[PlannedStage],
+    casters: Mapping[str, PrecisionCaster],
+    offloads: Mapping[str, OffloadManager],
+    grid: RankGrid,
+    strategy: Strategy,
+) -> Root:
+    config, module, device = request.config, request.module, plugins.context.device
+    if plugins.events.active:
+        plugins.events.before_shard(module, config)
+    present = {
+        inner: inner.__dict__[STAGE_ATTRIBUTE] for inner in module.modules() if STAGE_ATTRIBUTE in inner.__dict__
+    }
+    signature = (plugins.fingerprint[0], strategy, config.shard_size, id(plugins.context.process_group))
+    whole_shapes = {
+        parameter.original: tuple(parameter.original.shape)
+        for stage in planned
+        for group in stage.groups
+        for parameter in group
+    }
+    for stage in present.values():
+        for unit in stage.units:
+            whole_shapes.update({p.original: s.shape for p, s in zip(unit.parameters, unit.layout.slots, strict=True)})
+    made: dict[nn.Module, Stage] = {}
+    for plan in planned:
+        caster, offload = casters[plan.name], offloads[plan.name]
+        is_root = plan.module is module
+        units = build_units(
+            plan,
+            grid,
+            device,
+            caster,
+            offload,
+            reshard=_reshards(config, strategy, plan),
+            initializer=request.initializer,
+            is_root=is_root,
+            whole_shapes=whole_shapes,
+        )
+        spec = units[0].spec if units else _empty_spec(plan, device, is_root)
+        for inner in _own_modules(plan, planned, present, request.ignored_modules):
+            place_buffers(inner, device, caster.dtypes(spec).buffer)
+        for unit in units:
+            unit.observers = plugins.events.observers(unit.spec) if plugins.events.active else ()
+        made[plan.module] = Stage(
+            plan.name,
+            plan.module,
+            units,
+            input_cast=caster.input_cast(spec),
+            output_cast=caster.output_cast(spec),
+            signature=signature,
+        )
+    names = {inner: name for name, inner in module.named_modules()}
+    stages = []
+    for inner, name in names.items():
+        if inner in made:
+            stage = made[inner]
+            stage.attach()
+            inner.__dict__[STAGE_ATTRIBUTE] = stage
+            stages.append(stage)
+        elif inner in present:
+            present[inner].join(name, grid if present[inner].signature == signature else None)
+            stages.append(present[inner])
+    root = Root(
+        grid.world,
+        stages,
+        _lanes(grid.world),
+        Schedule(config.forward_prefetch, config.backward_prefetch),
+        plugins.events,
+        check_ranks=config.check_ranks,
+    )
+    if plugins.events.active:
+        plugins.events.after_shard(module)
+    return root
+
+
+def _resolve(
+    request: Request,
+    context: PluginContext,
+    collectives: Collectives,
+    collectives_plugin: catalog.Resolved[Collectives],
+) -> _Plugins:
+    config = request.config
+    precision = catalog.resolve(Group.PRECISION, config.precision)
+    offload = catalog.resolve(Group.OFFLOAD, config.offload)
+    policy = catalog.resolve(Group.POLICIES, _policy_choice(config.policy))
+    listeners = [catalog.resolve(Group.PLUGINS, choice) for choice in config.listeners]
+    capabilities = collectives.capabilities
+    if context.device.type not in capabilities.devices:
+        raise DeviceError(
+            f"The collectives {collectives_plugin.name!r} serve {', '.join(sorted(capabilities.devices))} tensors, but the "
+            f"model computes on {context.device} (rank {collectives.rank}). Move the model, set device=, or choose "
+            "other collectives."
+        )
+    least, most = capabilities.min_world_size, capabilities.max_world_size
+    if collectives.world_size < least or (most is not None and collectives.world_size > most):
+        raise WorldSizeError(
+            f"The collectives {collectives_plugin.name!r} serve {least} to {most or 'any number of'} ranks, but there are "
+            f"{collectives.world_size} (rank {collectives.rank}). Start another number, or choose other collectives."
+        )
+    return _Plugins(
+        context,
+        collectives,
+        precision.construct(_named(context, config.precision)),
+        offload.construct(_named(context, config.offload)),
+        policy.construct(_named(context, config.policy)),
+        Events([(plugin.name, plugin.construct(_named(context, plugin.name))) for plugin in listeners]),
+        catalog.fingerprint([collectives_plugin, precision, offload, policy, *listeners]),
+    )
+
+
+def _plan(
+    request: Request, plugins: _Plugins
+) -> tuple[list[PlannedStage], dict[str, PrecisionCaster], dict[str, OffloadManager]]:
+    config, module, rank = request.config, request.module, plugins.collectives.rank
+    if request.composes:
+        if STAGE_ATTRIBUTE in module.__dict__:
+            refuse_sharded(module, rank)
+    else:
+        refuse_sharded(module, rank)
+    chosen = plugins.policy.plan(module, PolicyContext(request.ignored_modules, request.ignored_parameters))
+    if isinstance(chosen, Mapping):
+        alone = {
+            inner: {"precision": "none"}
+            for inner in module.modules()
+            if inner not in chosen and inner is not module and plugins.caster.leaves_alone(inner)
+        }
+        chosen = {**chosen, **alone}
+    planned = plan_stages(
+        module,
+        chosen,
+        ignored_modules=request.ignored_modules,
+        ignored_parameters=request.ignored_parameters,
+        rank=rank,
+    )
+    refuse_uninitializable(planned, request.initializer, rank)
+    casters: dict[str, PrecisionCaster] = {}
+    offloads: dict[str, OffloadManager] = {}
+    for stage in planned:
+        casters[stage.name] = _override(Group.PRECISION, stage, "precision", plugins.caster, plugins.context)
+        offloads[stage.name] = _override(Group.OFFLOAD, stage, "offload", plugins.offload, plugins.context)
+    return planned, casters, offloads
+
+
+def _override(group: Group, stage: PlannedStage, key: str, default: Any, context: PluginContext) -> Any:
+    if key not in stage.overrides:
+        return default
+    choice = stage.overrides[key]
+    return catalog.resolve(group, choice).construct(_named(context, choice))
+
+
+def _named(context: PluginContext, choice: PluginChoice) -> PluginContext:
+    name = choice if isinstance(choice, str) else choice.get("name", "") if isinstance(choice, Mapping) else ""
+    return dataclasses.replace(context, name=str(name) or type(choice).__name__)
+
+
+def _group_of(config: ShardConfig) -> tuple[PluginChoice, Any | None, Any | None]:
+    """The collectives' choice, the process group and the mesh that the configuration names."""
+    choice, mesh = config.collectives, config.mesh
+    if isinstance(choice, (str, Mapping, Collectives)):
+        group = mesh.get_group() if mesh is not None and mesh.ndim == 1 else None
+        return choice, group, mesh
+    if isinstance(choice, torch.distributed.ProcessGroup):
+        return "auto", choice, mesh
+    if type(choice).__name__ == "DeviceMesh":
+        return "auto", cast("Any", choice).get_group(), choice
+    if isinstance(choice, RankAndSize):
+        return "auto", choice, mesh
+    return choice, None, mesh
+
+
+def _policy_choice(choice: PluginChoice) -> PluginChoice:
+    # A function that answers for one module is the custom policy's.
+    if isinstance(choice, (str, Mapping, WrapPolicy)) or not callable(choice):
+        return choice
+    return {"name": "custom", "fn": choice}
+
+
+def _compute_device(request: Request) -> torch.device:
+    config = request.config
+    if config.device is not None:
+        device = config.device
+    else:
+        ignored = {inner for outer in request.ignored_modules for inner in outer.modules()}
+        places = {
+            parameter.device
+            for inner in request.module.modules()
+            if inner not in ignored
+            for parameter in inner._parameters.values()
+            if parameter is not None and not parameter.is_meta
+        }
+        if isinstance(config.collectives, Collectives):
+            device = config.collectives.device
+        elif places:
+            device = sorted(places, key=str)[0]
+        else:
+            device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _strategy(config: ShardConfig, world_size: int) -> Strategy:
+    return Strategy.NO_SHARD if world_size == 1 else config.strategy
+
+
+def _rank_lists(config: ShardConfig, strategy: Strategy, world_size: int) -> tuple[list[list[int]], list[list[int]]]:
+    """The ranks of each shard group, and those of each replicate group."""
+    everyone = list(range(world_size))
+    if strategy is Strategy.NO_SHARD:
+        return [[rank] for rank in everyone], [everyone]
+    if not strategy.hybrid:
+        return [everyone], [[rank] for rank in everyone]
+    if config.mesh is not None:
+        rows = config.mesh.mesh.tolist()
+        if sorted(rank for row in rows for rank in row) != everyone:
+            raise ConfigError(
+                f"A mesh for {strategy.value} must hold every one of the {world_size} ranks once, but it holds {rows}. "
+                "Make it with init_device_mesh over the whole world."
+            )
+    else:
+        size = config.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+        if not size:
+            raise ConfigError(
+                f"{strategy.value} needs to know how many ranks share a shard: LOCAL_WORLD_SIZE is not set. "
+                "Set shard_size= or mesh=."
+            )
+        if world_size % size:
+            raise WorldSizeError(
+                f"{world_size} ranks cannot be divided into shard groups of {size}. Choose a shard_size that divides "
+                f"{world_size}."
+            )
+        rows = [everyone[start : start + size] for start in range(0, world_size, size)]
+    return rows, [list(column) for column in zip(*rows, strict=True)]
+
+
+def _reshards(config: ShardConfig, strategy: Strategy, plan: PlannedStage) -> Reshard:
+    override: bool | None = plan.overrides.get("reshard_after_forward", config.reshard_after_forward)
+    if override is not None:
+        return Reshard.ALWAYS if override else Reshard.NEVER
+    return Reshard.UNLESS_OUTERMOST if strategy.reshards_after_forward else Reshard.NEVER
+
+
+def _subgroup(world: Collectives, rank_lists: list[list[int]]) -> Collectives | None:
+    size = len(rank_lists[0])
+    if size == 1:
+        return None
+    return world if size == world.world_size else world.partition(rank_lists)
+
+
+def _lanes(collectives: Collectives) -> Lanes:
+    if collectives.capabilities.stream_ordered and collectives.device.type == "cuda":
+        return StreamLanes(collectives.device)
+    return HostLanes()
+
+
+def _described(stage: PlannedStage) -> list[Any]:
+    parameters = [parameter for group in stage.groups for parameter in group]
+    return [stage.name, [[p.names[0], list(p.original.shape), str(p.original.dtype)] for p in parameters]]
+
+
+def _empty_spec(plan: PlannedStage, device: torch.device, is_root: bool) -> UnitSpec:
+    return UnitSpec(plan.name, type(plan.module), (), 0, 0, torch.get_default_dtype(), device, is_root)
+
+
+def _own_modules(
+    plan: PlannedStage,
+    planned: list[PlannedStage],
+    present: Mapping[nn.Module, Stage],
+    ignored: Collection[nn.Module],
+) -> list[nn.Module]:
+    """The modules inside ``plan.module`` that no inner stage owns."""
+    others = {other.module for other in planned} | set(present) | set(ignored)
+    own: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        own.append(module)
+        for child in module.children():
+            if child not in others:
+                visit(child)
+
+    visit(plan.module)
+    return own

@@ -1,0 +1,200 @@
+"""The functions by which a model is sharded and used, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from .assembly import Request, shard_module
+from .config import ShardConfig
+from .engine.gathered import unsharded_parameters
+from .engine.lanes import REDUCTIONS_IN_FLIGHT
+from .engine.materialize import Initializer
+from .engine.norms import clip_grad_norm
+from .engine.plan import STAGE_ATTRIBUTE
+from .engine.report import MemoryReport, memory_report
+from .engine.root import Root
+from .engine.stage import Stage
+from .errors import ConfigError, StateError
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def shard(
+    model: M,
+    config: ShardConfig | None = None,
+    *,
+    initializer: Initializer | None = None,
+    ignored_modules: Collection[nn.Module] = (),
+    ignored_parameters: Collection[nn.Parameter] = (),
+) -> M:
+    """Shard ``model`` in place, the units chosen by ``config.policy``; returns ``model``.
+
+    ``model.parameters()`` are the same objects as before, each now a 1-D tensor of this rank's elements (size 0 where
+    the rank has none): an optimizer may be made before or after. Meta parameters are materialised unit by unit.
+
+    Args:
+        model: Any module; its forward, or any forward inside it, starts a step.
+        config: What to use; ``ShardConfig()`` where None.
+        initializer: Initialises the parameters and buffers that the module given to it holds directly, after they were
+            materialised from the meta device; ``module.reset_parameters()`` where None.
+        ignored_modules: Modules that stay as they are, with all inside them.
+        ignored_parameters: Parameters that stay as they are.
+
+    Raises:
+        ConfigError, PluginError: the configuration cannot be resolved.
+        ShardingError: the model cannot be sharded so.
+        RankMismatchError: another rank failed, or does something else.
+
+        On an error the model is as it was.
+    """
+    shard_module(
+        Request(model, config or ShardConfig(), initializer, ignored_modules, ignored_parameters, composes=False)
+    )
+    return model
+
+
+def fully_shard(
+    module: M,
+    config: ShardConfig | None = None,
+    *,
+    initializer: Initializer | None = None,
+    ignored_modules: Collection[nn.Module] = (),
+    ignored_parameters: Collection[nn.Parameter] = (),
+) -> M:
+    """Make one unit of what in ``module`` is not sharded yet, in place; returns ``module``.
+
+    Called from the inside out: ``for block in model.blocks: fully_shard(block)``, then ``fully_shard(model)``. Arguments
+    and errors as in ``shard``.
+
+    Raises:
+        ConfigError: ``config`` names a policy; here the caller chooses.
+        AlreadyShardedError: ``module`` is sharded, or shares a parameter with a module that is.
+    """
+    config = config or ShardConfig()
+    if config.policy != "never":
+        raise ConfigError(
+            f"fully_shard makes one unit of {type(module).__name__}, so policy={config.policy!r} has no meaning. "
+            "Leave policy out, or call polyshard.shard."
+        )
+    shard_module(Request(module, config, initializer, ignored_modules, ignored_parameters, composes=True))
+    return module
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backwards inside keep their gradients on this rank; the next one outside reduces the sum.
+
+    Parameters are still gathered and released as usual. The waiting gradients take a whole unit's memory each, in the
+    reduction dtype; ``.grad`` does not show them.
+
+    Raises:
+        StateError: ``model`` is not the outermost sharded module.
+    """
+    root = _outermost(model, "no_sync()")
+    before, root.synchronises = root.synchronises, False
+    try:
+        yield
+    finally:
+        root.synchronises = before
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scale gradients in place so that their norm over all ranks is at most ``max_norm``; returns the norm before.
+
+    ``torch.nn.utils.clip_grad_norm_`` would see this rank's shards alone and clip by a norm that is too small.
+
+    Args:
+        model: The outermost sharded module.
+        max_norm: Largest norm that is let through.
+        norm_type: Order of the norm; ``float("inf")`` for the largest absolute value.
+
+    Returns:
+        The norm, a 0-dim tensor on the compute device, the same on every rank.
+
+    Raises:
+        StateError: ``model`` is not the outermost sharded module.
+    """
+    return clip_grad_norm(_outermost(model, "clip_grad_norm_()"), model, float(max_norm), float(norm_type))
+
+
+def unsharded(model: nn.Module, *, writeback: bool = False) -> AbstractContextManager[None]:
+    """A context in which every parameter is whole, in its original shape and dtype, on every rank.
+
+    Takes the memory of the whole model. Changes are dropped on leaving unless ``writeback``; then each rank keeps its
+    own part.
+
+    Raises:
+        StateError: inside a forward, a backward or another such context, or ``model`` is not the outermost.
+    """
+    return unsharded_parameters(_outermost(model, "unsharded()"), writeback=writeback)
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Let ``module.name(...)`` see whole parameters, as ``module.forward`` does: ``generate``, ``encode``.
+
+    Raises:
+        StateError: ``module`` is no unit.
+        ConfigError: it has no such method.
+    """
+    stage = _stage(module, "register_forward_method()")
+    method = getattr(module, name, None)
+    if not callable(method):
+        raise ConfigError(
+            f"{type(module)} does not have a method {name} ('{stage.name or '(root)'}'). Name a method that computes."
+        )
+    setattr(module, name, _computing(stage, module, method))
+
+
+def report(model: nn.Module) -> MemoryReport:
+    """What memory this rank needs, read off the layout.
+
+    Raises:
+        StateError: ``model`` is not the outermost sharded module.
+    """
+    root = _outermost(model, "report()")
+    return memory_report(root, ahead=1, in_flight=REDUCTIONS_IN_FLIGHT)
+
+
+def _computing(stage: Stage, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def computes(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = stage.pre_forward(module, args, kwargs)
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            stage.post_forward(module, args, kwargs, None)
+            raise
+        return stage.post_forward(module, args, kwargs, output)
+
+    return computes
+
+
+def _stage(module: nn.Module, call: str) -> Stage:
+    stage: Stage | None = module.__dict__.get(STAGE_ATTRIBUTE)
+    if stage is None:
+        raise StateError(
+            f"{call} needs a sharded module, but this {type(module).__name__} is none. "
+            "Pass the module that was given to polyshard.shard or fully_shard."
+        )
+    return stage
+
+
+def _outermost(model: nn.Module, call: str) -> Root:
+    # The wrapper holds the sharded module.
+    inner = model.__dict__.get("_modules", {}).get("module")
+    if STAGE_ATTRIBUTE not in model.__dict__ and inner is not None and STAGE_ATTRIBUTE in inner.__dict__:
+        model = inner
+    stage = _stage(model, call)
+    assert stage.root is not None
+    if stage.root.stages[0] is not stage:
+        raise StateError(
+            f"`{call}` on inner FSDP instances is not supported ('{stage.name}', rank {stage.root.rank}). "
+            f"Please call `{call}` on root FSDP module."
+        )
+    return stage.root

@@ -1,0 +1,48 @@
+"""The first step's check that all ranks issue the same collectives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import RankMismatchError
+from ..interfaces import Collectives
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+
+class Audit:
+    """Compares each collective of the first forward and backward with the other ranks', before it is issued.
+
+    Ranks that disagree would otherwise hang, or mix up bytes. Later steps repeat the recorded order, so the exchange is
+    paid for once.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        #: Whether a whole forward was compared; the next one needs no comparison.
+        self.done = False
+
+    def forward_ended(self) -> None:
+        """The first outermost forward ended; its backward, if there is one, is still compared."""
+        self.done = True
+
+    def agree(self, unit: Unit, operation: str, tensor: torch.Tensor) -> None:
+        """Raise on every rank if any is about to do something else.
+
+        Raises:
+            RankMismatchError: saying what each rank is about to do.
+        """
+        world = unit.grid.world
+        if not world.capabilities.can_communicate:
+            return
+        mine = f"{operation} of unit '{unit.name}', {tensor.numel()} elements of {tensor.dtype}"
+        everyone = world.all_gather_object(mine)
+        if any(other != mine for other in everyone):
+            listed = "\n".join(f"  rank {rank}: {what}" for rank, what in enumerate(everyone))
+            raise RankMismatchError(
+                f"Ranks are about to issue different collectives:\n{listed}\n"
+                "Let every rank run the same modules in the same order, with the same settings."
+            )

@@ -1,0 +1,82 @@
+"""Whole parameters in full precision, outside of compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ..errors import ParameterChangedError, StateError
+from .buffer import view_of
+from .root import Phase, Root
+from .unit import Unit, become
+
+
+@contextmanager
+def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
+    """Inside, every original has its whole shape and master dtype; on leaving, own elements go back where asked.
+
+    Raises:
+        StateError: inside a forward or backward, or when entered twice.
+    """
+    if root.phase is not Phase.IDLE:
+        raise StateError(
+            f"Cannot manually unshard parameters during forward/backward (rank {root.rank}, phase {root.phase.value}). "
+            "Leave the forward or backward first."
+        )
+    if root.unsharded:
+        raise StateError(
+            f"Cannot manually unshard parameters when already unsharding parameters (rank {root.rank}). "
+            "Use the context that is open."
+        )
+    for unit in root.units:
+        unit.take_up_changes()
+    root.unsharded = True
+    flats: dict[Unit, torch.Tensor] = {}
+    try:
+        for unit in root.units:
+            if unit.grid.shard is not None:
+                flats[unit] = _expose_whole(unit)
+        yield
+        if writeback:
+            for unit, flat in flats.items():
+                _take_own(unit, flat)
+    finally:
+        for unit in flats:
+            for parameter in unit.parameters:
+                for module, key in parameter.sites:
+                    module._parameters[key] = parameter.original
+            unit.expose_shards()
+        root.unsharded = False
+
+
+def _expose_whole(unit: Unit) -> torch.Tensor:
+    shard = unit.grid.shard
+    assert shard is not None
+    with torch.inference_mode(False), torch.no_grad():
+        flat = torch.empty(unit.layout.padded_numel, dtype=unit.spec.master_dtype, device=unit.spec.device)
+        own = flat.narrow(0, shard.rank * unit.layout.shard_numel, unit.layout.shard_numel)
+        own.copy_(unit.master)
+        shard.all_gather(flat, own).wait()
+        for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
+            become(parameter.original, view_of(flat, slot.shape, slot.stride, slot.offset))
+    return flat
+
+
+def _take_own(unit: Unit, flat: torch.Tensor) -> None:
+    with torch.no_grad():
+        for index, (parameter, slot) in enumerate(zip(unit.parameters, unit.layout.slots, strict=True)):
+            module, key = parameter.sites[0]
+            current = module._parameters.get(key)
+            whole = view_of(flat, slot.shape, slot.stride, slot.offset)
+            if current is None or current.shape != whole.shape:
+                got = None if current is None else tuple(current.shape)
+                raise ParameterChangedError(
+                    f"Cannot writeback when the parameter shape changes\nExpects {slot.shape} but got {got} for "
+                    f"'{unit.parameters[index].names[0]}' on rank {unit.grid.world.rank}. Keep the whole shape."
+                )
+            if current.data_ptr() != whole.data_ptr():
+                whole.copy_(current)
+        own = flat.narrow(0, unit.grid.shard_rank * unit.layout.shard_numel, unit.layout.shard_numel)
+        unit.master.copy_(own)

@@ -1,0 +1,302 @@
+"""A module that owns units, and what its forward and backward make of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..errors import StateError, UnshardedUseError
+from ..interfaces import InputCast, OutputCast
+from . import _torch_private
+from .boundary import pass_through
+from .ranks import RankGrid
+from .tensors import iter_tensors, map_tensors
+from .unit import Unit, UnitState
+
+if TYPE_CHECKING:
+    from .root import Root
+
+
+class Stage:
+    """A module with hooks, and the units of the parameters that are its own.
+
+    Usually one unit; more where parameters differ in dtype, or in whether they are trained.
+
+    The step of a stage, left to right; each arrow is one hook::
+
+        pre_forward ──► forward ──► post_forward ··· pre_backward ──► backward ──► post_backward
+        gather, install             reshard          gather                        reshard, reduce
+
+    Recomputation under activation checkpointing runs ``pre_forward`` and ``post_forward`` inside backward; they then
+    install parameters and leave everything else to ``pre_backward`` and ``post_backward``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        units: Sequence[Unit],
+        *,
+        input_cast: InputCast | None = None,
+        output_cast: OutputCast | None = None,
+        signature: Hashable = None,
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.units = tuple(units)
+        self.root: Root | None = None
+        self.input_cast = input_cast
+        self.output_cast = output_cast
+        #: Stages of equal signature can share collectives.
+        self.signature = signature
+        # A single rank without casts: autograd works on the originals, and backward needs no help.
+        self._unmanaged = bool(self.units) and all(unit.resident for unit in self.units)
+        self._managed = bool(self.units) and not self._unmanaged
+        self._entered = 0
+        self._outstanding = 0
+        self._outer_error: BaseException | None = None
+        self.awaits_backward = False
+        self.in_backward = False
+
+    def attach(self) -> None:
+        """Put the hooks on the module."""
+        # First in line: the user's own hooks see whole parameters. Called on errors too, so that nothing stays gathered.
+        self.module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+        self.module.register_forward_hook(self.post_forward, with_kwargs=True, always_call=True)
+
+    def join(self, name: str, grid: RankGrid | None) -> None:
+        """Become part of a larger model, under ``name``, with its collectives where ``grid`` is given."""
+        prefix = name.removesuffix(self.name).rstrip(".") if self.name else name
+        self.name = name
+        for unit in self.units:
+            if grid is not None:
+                unit.grid = grid
+            names = tuple(f"{prefix}.{parameter}" if prefix else parameter for parameter in unit.spec.parameter_names)
+            unit.spec = dataclasses.replace(unit.spec, name=name, parameter_names=names, is_root=False)
+            unit.parameters = tuple(
+                dataclasses.replace(p, names=tuple(f"{prefix}.{each}" if prefix else each for each in p.names))
+                for p in unit.parameters
+            )
+
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Make the parameters whole."""
+        root = self.root
+        assert root is not None
+        recomputes = _torch_private.in_backward()
+        if not recomputes:
+            if root.active is None or root.backward_failed:
+                root.begin_forward(self)
+            self._outer_error = sys.exception()
+            self._entered += 1
+            ahead = root.schedule.enter(self)
+        else:
+            ahead = []
+        for unit in self.units:
+            unit.choose_buffer(module.training)
+            unit.unshard()
+        for unit in self.units:
+            unit.wait()
+            unit.bindings.install()
+            for observer in unit.observers:
+                observer.compute(unit.spec, recomputes)
+        for stage in ahead:
+            stage.unshard()
+        if self.input_cast is not None:
+            args, kwargs = self.input_cast(args, kwargs)
+        if self._managed and torch.is_grad_enabled() and not (recomputes and self.awaits_backward):
+            args, kwargs = self._watch_inputs(args, kwargs)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Let go of the parameters, and wait for a backward where there can be one."""
+        root = self.root
+        assert root is not None
+        recomputes = _torch_private.in_backward()
+        if output is None:
+            error = sys.exception()
+            if error is not None and error is not self._outer_error:
+                self._give_up(recomputes)
+                return None
+        if self.output_cast is not None:
+            output = self.output_cast(output)
+        watched = False
+        if not self._unmanaged and torch.is_grad_enabled() and not (recomputes and self.awaits_backward):
+            output, watched = self._watch_outputs(output)
+        if recomputes:
+            self.awaits_backward |= watched
+            return output
+        self._entered -= 1
+        outermost = root.active is self and self._entered == 0
+        if self._entered == 0:
+            for unit in self.units:
+                unit.bindings.restore()
+                if unit.permanent:
+                    continue
+                releases = unit.releases(outermost)
+                if releases or outermost:
+                    self._refuse_escape(unit, output)
+                if releases:
+                    unit.reshard()
+        if watched:
+            self.awaits_backward = True
+            root.schedule.leave(self)
+        if outermost:
+            root.end_forward()
+        return output
+
+    def unshard(self) -> None:
+        """Issue the gathers of all units."""
+        for unit in self.units:
+            unit.unshard()
+
+    def pre_backward(self, *_: Any) -> None:
+        """Make the parameters whole again, before the first of the module's nodes runs."""
+        if self.in_backward:
+            return
+        root = self.root
+        assert root is not None
+        if torch.is_grad_enabled():
+            raise StateError(
+                f"FSDP does not support gradients of gradients: backward(create_graph=True) reached "
+                f"'{self.name or '(root)'}' on rank {self._rank}. Differentiate twice outside of sharded modules."
+            )
+        self.in_backward = True
+        root.enter_backward()
+        for unit in self.units:
+            unit.refuse_changes()
+            unit.unshard()
+        for unit in self.units:
+            unit.wait()
+            for observer in unit.observers:
+                observer.compute(unit.spec, True)
+        for stage in root.schedule.enter_backward(self):
+            stage.unshard()
+
+    def post_backward(self) -> None:
+        """The gradients of one call's inputs are there; after the last call, reduce."""
+        self._outstanding -= 1
+        if self._outstanding <= 0:
+            self.finish()
+
+    def finish(self) -> None:
+        """Take the gradients, release the parameters, start the reductions."""
+        self._outstanding = 0
+        self.in_backward = False
+        self.awaits_backward = False
+        root = self.root
+        assert root is not None
+        for unit in self.units:
+            if unit.resident:
+                continue
+            gradients = unit.gradients.take() if unit.trainable else []
+            arrived = any(gradient is not None for gradient in gradients)
+            # Released before the reduction's buffers are taken: the two are never alive together.
+            unit.reshard()
+            if arrived:
+                root.accumulates = True
+            elif not (unit.trainable and root.accumulates):
+                # autograd.grad accumulates nowhere: no rank has anything to reduce.
+                continue
+            if root.synchronises:
+                unit.gradients.reduce(gradients)
+                root.reduced.append(unit)
+            else:
+                unit.gradients.keep(gradients)
+
+    def late(self) -> bool:
+        """Whether gradients arrived after ``finish``, or none was reached by ``post_backward``."""
+        return self.in_backward or any(unit.trainable and unit.gradients.pending for unit in self.units)
+
+    def left_forward(self) -> None:
+        """The outermost forward ended: release what no backward will come back to."""
+        self._entered = 0
+        for unit in self.units:
+            if not self.awaits_backward or unit.state is UnitState.GATHERING:
+                unit.reshard()
+
+    def reset(self) -> None:
+        """Back to the state between steps, whatever went wrong."""
+        self._entered = 0
+        self._outstanding = 0
+        self.in_backward = False
+        self.awaits_backward = False
+        for unit in self.units:
+            unit.reshard()
+
+    @property
+    def _rank(self) -> int:
+        assert self.root is not None
+        return self.root.rank
+
+    def _give_up(self, recomputes: bool) -> None:
+        if recomputes:
+            return
+        root = self.root
+        assert root is not None
+        self._entered -= 1
+        if root.active is self and self._entered == 0:
+            root.abandon()
+        elif self._entered == 0:
+            for unit in self.units:
+                unit.reshard()
+
+    def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        found = [tensor for tensor in iter_tensors((args, kwargs)) if tensor.requires_grad]
+        if not found:
+            # The end of the backward takes over: an integer input, or the first unit of the model.
+            return args, kwargs
+        self._outstanding += 1
+        passed = iter(pass_through(self.post_backward, found))
+        replace: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: (  # noqa: E731
+            next(passed) if tensor.requires_grad else tensor
+        )
+        if len(args) == 1 and not kwargs and args[0] is found[0]:
+            return (next(passed),), kwargs
+        return map_tensors(replace, args), map_tensors(replace, kwargs)
+
+    def _watch_outputs(self, output: Any) -> tuple[Any, bool]:
+        if isinstance(output, torch.Tensor):
+            if not output.requires_grad:
+                return output, False
+            if not output._is_view():
+                output.register_hook(self.pre_backward)
+                return output, True
+        found = [tensor for tensor in iter_tensors(output) if tensor.requires_grad]
+        if not found:
+            return output, False
+        if not any(tensor._is_view() for tensor in found):
+            for tensor in found:
+                tensor.register_hook(self.pre_backward)
+            return output, True
+        # An in-place change of a view rewrites its history and would drop a hook on it, and backward would then read
+        # released memory. The boundary's output is no view.
+        passed = iter(pass_through(self.pre_backward, found))
+        return map_tensors(lambda tensor: next(passed) if tensor.requires_grad else tensor, output), True
+
+    def _refuse_escape(self, unit: Unit, output: Any) -> None:
+        if unit.state is not UnitState.UNSHARDED:
+            return
+        tensors = (output,) if isinstance(output, torch.Tensor) else iter_tensors(output)
+        for tensor in tensors:
+            if tensor.device == unit.buffer.flat.device and tensor.numel() and unit.buffer.holds(tensor):
+                offset = (tensor.data_ptr() - unit.buffer.address) // unit.buffer.flat.element_size()
+                name = next(
+                    (
+                        parameter.names[0]
+                        for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True)
+                        if slot.offset <= offset < slot.end
+                    ),
+                    unit.name,
+                )
+                raise UnshardedUseError(
+                    f"The forward of '{self.name or '(root)'}' returned memory of its parameter '{name}' on rank "
+                    f"{self._rank}, which is released when the forward ends. Return a clone, or compute with it inside "
+                    "the forward."
+                )

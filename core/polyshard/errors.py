@@ -1,0 +1,146 @@
+"""Every exception that polyshard raises.
+
+::
+
+    PolyshardError
+    ├── ConfigError (ValueError)            a setting that does not exist, or a value that it cannot take
+    ├── PluginError
+    │   ├── PluginNotFoundError (LookupError)   no installed plugin has the name
+    │   ├── PluginLoadError (ImportError)       the plugin is installed but cannot be imported or constructed
+    │   ├── PluginConflictError (LookupError)   two installed packages offer the name
+    │   ├── PluginVersionError (RuntimeError)   the plugin was written for another contract version
+    │   └── PluginContractError (TypeError)     the plugin answered something that its contract does not allow
+    ├── ShardingError
+    │   ├── ParameterError (ValueError)         a parameter that cannot be sharded
+    │   ├── DeviceError (RuntimeError)          parameters on a device that the backend cannot serve
+    │   ├── AlreadyShardedError (ValueError)    a module that is sharded already
+    │   ├── EmptyUnitError (ValueError)         a unit without any parameter
+    │   └── WorldSizeError (ValueError)         a number of ranks that cannot be served
+    ├── StepError
+    │   ├── StateError (RuntimeError)           a call that the current phase of the step does not allow
+    │   ├── UnshardedUseError (RuntimeError)    parameters used while they are sharded
+    │   ├── ParameterChangedError (RuntimeError)  a parameter replaced where that cannot be honoured
+    │   └── RankMismatchError (RuntimeError)    ranks that do not agree on what to do
+    └── CollectiveError
+        ├── CollectiveTimeoutError (TimeoutError)  a collective that did not end in time
+        └── CollectiveAbortedError (RuntimeError)  a collective given up because another rank failed
+
+Each leaf is also the built-in exception in brackets, the one that ``torch.distributed.fsdp`` raises for the same
+input, so that ``except`` clauses written for FSDP go on working. A message has three parts, in this order: what was
+wrong, where (fully-qualified name, rank), what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AlreadyShardedError",
+    "CollectiveAbortedError",
+    "CollectiveError",
+    "CollectiveTimeoutError",
+    "ConfigError",
+    "DeviceError",
+    "EmptyUnitError",
+    "ParameterChangedError",
+    "ParameterError",
+    "PluginConflictError",
+    "PluginContractError",
+    "PluginError",
+    "PluginLoadError",
+    "PluginNotFoundError",
+    "PluginVersionError",
+    "PolyshardError",
+    "RankMismatchError",
+    "ShardingError",
+    "StateError",
+    "StepError",
+    "UnshardedUseError",
+    "WorldSizeError",
+]
+
+
+class PolyshardError(Exception):
+    """Base of everything that polyshard raises on purpose."""
+
+
+class ConfigError(PolyshardError, ValueError):
+    """A setting that does not exist, or a value that the setting cannot take."""
+
+
+class PluginError(PolyshardError):
+    """A plugin could not be found, loaded or used."""
+
+
+class PluginNotFoundError(PluginError, LookupError):
+    """No installed distribution offers a plugin of this name in the group."""
+
+
+class PluginLoadError(PluginError, ImportError):
+    """The plugin is installed, but importing or constructing it failed; the cause is chained."""
+
+
+class PluginConflictError(PluginError, LookupError):
+    """Several installed distributions offer the same name; ``"distribution:name"`` chooses one."""
+
+
+class PluginVersionError(PluginError, RuntimeError):
+    """The plugin's ``api_version`` lies outside the range that this polyshard serves."""
+
+
+class PluginContractError(PluginError, TypeError):
+    """The plugin returned or lacks something that its contract does not allow."""
+
+
+class ShardingError(PolyshardError):
+    """A model cannot be sharded as asked. The model is left as it was."""
+
+
+class ParameterError(ShardingError, ValueError):
+    """A parameter that cannot be sharded: scalar, integer, sparse, or with hooks that would never fire."""
+
+
+class DeviceError(ShardingError, RuntimeError):
+    """Parameters are on a device, or on several, that the chosen collectives do not serve."""
+
+
+class AlreadyShardedError(ShardingError, ValueError):
+    """The module, or one inside it, is managed by polyshard already."""
+
+
+class EmptyUnitError(ShardingError, ValueError):
+    """A module chosen as a unit has no parameter of its own left to shard."""
+
+
+class WorldSizeError(ShardingError, ValueError):
+    """The number of ranks cannot be served by the backend or divided as the strategy needs."""
+
+
+class StepError(PolyshardError):
+    """Something in a training step is not possible."""
+
+
+class StateError(StepError, RuntimeError):
+    """A call that the current phase of the step does not allow."""
+
+
+class UnshardedUseError(StepError, RuntimeError):
+    """A parameter was used, or escaped from a forward, where its memory is not gathered."""
+
+
+class ParameterChangedError(StepError, RuntimeError):
+    """A parameter or gradient was replaced by something that cannot be written back."""
+
+
+class RankMismatchError(StepError, RuntimeError):
+    """Ranks resolved different plugins, or are about to issue different collectives."""
+
+
+class CollectiveError(PolyshardError):
+    """A collective operation failed."""
+
+
+class CollectiveTimeoutError(CollectiveError, TimeoutError):
+    """A collective operation did not end in time; the message says which ranks did not arrive."""
+
+
+class CollectiveAbortedError(CollectiveError, RuntimeError):
+    """A collective operation was given up because another rank failed."""

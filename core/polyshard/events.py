@@ -1,0 +1,125 @@
+"""Tells listeners what happens to one sharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pluggy
+import torch
+
+from . import hookspecs
+from .config import did_you_mean
+from .errors import ConfigError, PluginContractError
+from .interfaces import Observer, UnitSpec
+
+if TYPE_CHECKING:
+    from .config import ShardConfig
+
+__all__ = ["Events"]
+
+
+class Events:
+    """The listeners of one sharded model, behind typed methods named like the hooks of ``polyshard.hookspecs``.
+
+    ``listeners``: pairs of a name and a listener, in the order in which they are to be called. Raises
+    ``PluginContractError`` for a listener without any hook, with a hook that does not exist, or whose hook asks for an
+    argument that does not exist, and ``ConfigError`` for a listener that is given twice.
+    """
+
+    def __init__(self, listeners: Sequence[tuple[str, object]]) -> None:
+        self._manager = pluggy.PluginManager(hookspecs.PROJECT_NAME)
+        self._manager.add_hookspecs(hookspecs)
+        self._hook_names = frozenset(hook for hook in dir(hookspecs) if hasattr(self._manager.hook, hook))
+        self._active = bool(listeners)
+        names = _distinct([name for name, _ in listeners])
+        # pluggy calls the last registered first.
+        for name, listener in reversed(list(zip(names, (each for _, each in listeners), strict=True))):
+            self._register(name, listener)
+        self._check_pending()
+
+    @property
+    def active(self) -> bool:
+        """Whether there are listeners at all. False lets the engine skip ``step_begin`` and ``step_end``."""
+        return self._active
+
+    def before_shard(self, model: torch.nn.Module, config: ShardConfig) -> None:
+        """``model`` is about to be sharded."""
+        self._manager.hook.before_shard(model=model, config=config)
+
+    def after_shard(self, model: torch.nn.Module) -> None:
+        """``model`` is sharded."""
+        self._manager.hook.after_shard(model=model)
+
+    def on_save(self, model: torch.nn.Module, path: Path) -> None:
+        """The state of ``model`` was written to ``path``."""
+        self._manager.hook.on_save(model=model, path=path)
+
+    def on_load(self, model: torch.nn.Module, path: Path) -> None:
+        """The state of ``model`` was read from ``path``."""
+        self._manager.hook.on_load(model=model, path=path)
+
+    def step_begin(self, model: torch.nn.Module) -> None:
+        """The outermost forward of ``model`` is about to start."""
+        self._manager.hook.step_begin(model=model)
+
+    def step_end(self, model: torch.nn.Module) -> None:
+        """The backward of ``model`` has ended."""
+        self._manager.hook.step_end(model=model)
+
+    def observers(self, unit: UnitSpec) -> tuple[Observer, ...]:
+        """What the listeners want to watch ``unit`` with, in the order of the listeners.
+
+        Raises ``PluginContractError`` for an answer that is no ``Observer``.
+        """
+        answers = tuple(self._manager.hook.make_observer(unit=unit))
+        for answer in answers:
+            if not isinstance(answer, Observer):
+                asked = ", ".join(repr(each.plugin_name) for each in self._manager.hook.make_observer.get_hookimpls())
+                missing = [name for name in _OBSERVER_METHODS if not hasattr(answer, name)]
+                raise PluginContractError(
+                    f"make_observer of listener {asked} answered {type(answer).__module__}:{type(answer).__qualname__} "
+                    f"for unit {unit.name or '(root)'!r}, which is no Observer: it lacks {', '.join(missing)}. Add the "
+                    "methods, or return None."
+                )
+        return answers
+
+    def _register(self, name: str, listener: object) -> None:
+        if self._manager.is_registered(listener):
+            raise ConfigError(
+                f"listener {name!r} is the same object as {self._manager.get_name(listener)!r}. Give it once."
+            )
+        try:
+            self._manager.register(listener, name=name)
+        except pluggy.PluginValidationError as error:
+            raise PluginContractError(f"listener {name!r} does not fit the hooks of polyshard: {error}") from error
+        if not self._manager.get_hookcallers(listener):
+            raise PluginContractError(
+                f"listener {name!r} ({type(listener).__module__}:{type(listener).__qualname__}) implements no hook. "
+                f"Mark its methods with polyshard.hookimpl. Hooks: {', '.join(sorted(self._hook_names))}."
+            )
+
+    def _check_pending(self) -> None:
+        """Refuse implementations of hooks that do not exist, which pluggy would keep and never call."""
+        for name, listener in self._manager.list_name_plugin():
+            for hook in self._manager.get_hookcallers(listener) or ():
+                optional = all(each.optionalhook for each in hook.get_hookimpls())
+                if not hook.has_spec() and not optional:
+                    raise PluginContractError(
+                        f"listener {name!r} implements a hook {hook.name!r} that does not exist."
+                        f"{did_you_mean(hook.name, self._hook_names)} Hooks: {', '.join(sorted(self._hook_names))}."
+                    )
+
+
+_OBSERVER_METHODS: tuple[str, ...] = ("unshard", "compute", "reshard", "reduce")
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """``names`` with a number behind repeated ones: pluggy wants each once, and two objects may share a class."""
+    seen: dict[str, int] = {}
+    result = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        result.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return result

@@ -1,0 +1,68 @@
+"""The hooks that a listener may implement, and the markers for them.
+
+A listener is any object; a method becomes a hook implementation by ``@polyshard.hookimpl`` and may leave out arguments
+that it does not need. All these hooks are cold: at wrap, at a checkpoint, or once a step. What happens to single units
+inside a step is told to the observers that ``make_observer`` returned. Hooks run in the order in which the
+configuration names the listeners. One that raises ends the call that it was told about.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pluggy
+import torch
+
+from .interfaces import Observer, UnitSpec
+
+if TYPE_CHECKING:
+    from .config import ShardConfig
+
+__all__ = ["PROJECT_NAME", "hookimpl", "hookspec"]
+
+#: Under which pluggy knows specs and implementations.
+PROJECT_NAME = "polyshard"
+
+#: Marks a listener's method as the implementation of the hook of the same name.
+hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
+#: Marks a specification.
+hookspec = pluggy.HookspecMarker(PROJECT_NAME)
+
+
+@hookspec
+def before_shard(model: torch.nn.Module, config: ShardConfig) -> None:
+    """``model`` is about to be sharded as ``config`` says; its parameters are still whole.
+
+    Called on every rank, after plugins were resolved and inputs checked, before anything in the model changes.
+    """
+
+
+@hookspec
+def after_shard(model: torch.nn.Module) -> None:
+    """``model`` is sharded; its parameters are this rank's shards."""
+
+
+@hookspec
+def on_save(model: torch.nn.Module, path: Path) -> None:
+    """The state of ``model`` was written to the folder ``path`` and is complete. Called on every rank."""
+
+
+@hookspec
+def on_load(model: torch.nn.Module, path: Path) -> None:
+    """The state of ``model`` was read back from the folder ``path``. Called on every rank."""
+
+
+@hookspec
+def step_begin(model: torch.nn.Module) -> None:
+    """The outermost forward of ``model`` is about to start. Must not synchronize with the device."""
+
+
+@hookspec
+def step_end(model: torch.nn.Module) -> None:
+    """The backward of ``model`` has ended and gradients are there, in stream order. Must not synchronize."""
+
+
+@hookspec
+def make_observer(unit: UnitSpec) -> Observer | None:
+    """What watches ``unit`` during steps, or None. Asked once for each unit, at wrap."""

@@ -1,0 +1,65 @@
+"""The contracts that plugins implement, and all that a plugin may import beside ``polyshard.errors``.
+
+=====================  ==========================  ==============================================
+entry-point group      contract                    decides
+=====================  ==========================  ==============================================
+polyshard.collectives  ``Collectives``             how bytes move between ranks
+polyshard.precision    ``PrecisionCaster``         which dtypes compute, travel and accumulate
+polyshard.offload      ``OffloadManager``          where shards live between uses
+polyshard.policies     ``WrapPolicy``              which modules become units
+polyshard.plugins      hooks of ``hookspecs``      nothing: listeners watch
+=====================  ==========================  ==============================================
+
+Every plugin is a callable ``(context: PluginContext, **options) -> instance`` with a class attribute ``api_version``.
+"""
+
+from .collectives import (
+    COMPLETED,
+    BufferRole,
+    Collectives,
+    CollectivesCapabilities,
+    ReduceOp,
+    Work,
+)
+from .context import PluginContext, RankAndSize, UnitSpec
+from .listener import Listener, Observer
+from .offload import OffloadCapabilities, OffloadManager
+from .policy import UNIT_OVERRIDES, PolicyContext, UnitPlan, WrapPolicy
+from .precision import (
+    InputCast,
+    OutputCast,
+    PrecisionCapabilities,
+    PrecisionCaster,
+    UnitDtypes,
+    WireSpec,
+)
+from .versions import CURRENT_API, OLDEST_API, Group
+
+__all__ = [
+    "COMPLETED",
+    "CURRENT_API",
+    "OLDEST_API",
+    "UNIT_OVERRIDES",
+    "BufferRole",
+    "Collectives",
+    "CollectivesCapabilities",
+    "Group",
+    "InputCast",
+    "Listener",
+    "Observer",
+    "OffloadCapabilities",
+    "OffloadManager",
+    "OutputCast",
+    "PluginContext",
+    "PolicyContext",
+    "PrecisionCapabilities",
+    "PrecisionCaster",
+    "RankAndSize",
+    "ReduceOp",
+    "UnitDtypes",
+    "UnitPlan",
+    "UnitSpec",
+    "WireSpec",
+    "Work",
+    "WrapPolicy",
+]

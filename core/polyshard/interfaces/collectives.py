@@ -1,0 +1,205 @@
+"""The contract for whatever moves bytes between ranks."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import torch
+
+
+class ReduceOp(enum.Enum):
+    """How the ranks' values become one."""
+
+    SUM = "sum"
+    """Element-wise sum."""
+    MEAN = "mean"
+    """Element-wise sum divided by the number of ranks."""
+    MAX = "max"
+    """Element-wise maximum."""
+    MIN = "min"
+    """Element-wise minimum."""
+
+
+class BufferRole(enum.Enum):
+    """What a buffer is used for; a backend may serve each from other memory."""
+
+    GATHER = "gather"
+    """A whole unit in compute dtype: the output, and in place the input, of ``all_gather``."""
+    REDUCE = "reduce"
+    """A whole unit's gradients in wire dtype: the input of ``reduce_scatter``."""
+    SCRATCH = "scratch"
+    """Working memory that ``reduce_scatter`` asked for with ``scratch_nbytes``."""
+
+
+@runtime_checkable
+class Work(Protocol):
+    """A collective that was issued."""
+
+    def wait(self) -> None:
+        """Make the result usable.
+
+        On a stream-ordered backend this orders the *current stream* after the operation and returns at once; on others
+        it blocks the calling thread. A local part that the operation still owes (the sum after an all-to-all) is
+        enqueued here. Idempotent.
+        """
+
+
+class _Completed:
+    def wait(self) -> None:
+        return None
+
+
+#: The ``Work`` of an operation that had nothing left to do when it was issued.
+COMPLETED: Work = _Completed()
+
+
+@dataclass(frozen=True, slots=True)
+class CollectivesCapabilities:
+    """What a backend can do. The engine asks these and never a backend's name or type."""
+
+    devices: frozenset[str]
+    """Device types whose tensors it takes, for example ``frozenset({"cpu"})``."""
+    dtypes: frozenset[torch.dtype]
+    """Dtypes that ``reduce_scatter`` and ``all_reduce`` take. ``all_gather`` must take every dtype."""
+    reduce_ops: frozenset[ReduceOp]
+    """Operations that ``reduce_scatter`` and ``all_reduce`` take."""
+    widening: bool
+    """``reduce_scatter`` accepts an ``out`` of a wider dtype than ``full`` and then accumulates in ``out``'s dtype."""
+    stream_ordered: bool
+    """Operations are ordered by device streams and ``Work.wait`` does not block the host."""
+    capturable: bool
+    """Operations may be recorded in a CUDA graph."""
+    fixed_addresses: bool
+    """Buffers must come from ``lease``; otherwise the engine allocates and resizes its own."""
+    can_communicate: bool
+    """Bytes really travel. False for stand-ins: ranks are then never compared with each other."""
+    min_world_size: int = 1
+    """Smallest number of ranks that it serves."""
+    max_world_size: int | None = None
+    """Largest number of ranks that it serves; None for no limit."""
+
+
+class Collectives(ABC):
+    """A group of ranks that exchange tensors.
+
+    A plugin is a callable ``(context: PluginContext, **options) -> Collectives``; a subclass of this class is one.
+
+    **Construction is cheap and does not communicate.** Communicators, threads and registrations are made at first
+    use: a model of forty units constructs one instance for each ``fully_shard`` call and then uses only the root's.
+
+    **Order.** The engine issues operations in the same order on every rank. Gathers and reductions are issued from
+    different streams and must be able to overlap, so a backend makes as many communicators as that takes.
+
+    **Lifetime.** Buffers given to an operation stay allocated until its ``Work.wait`` has been called and, on a
+    stream-ordered backend, until work enqueued before that wait has run.
+
+    **Errors.** A failure raises from ``polyshard.errors.CollectiveError``; a rank that never arrives raises
+    ``CollectiveTimeoutError`` within ``context.timeout`` rather than hang.
+    """
+
+    api_version: ClassVar[int] = 1
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> CollectivesCapabilities:
+        """What this backend can do; constant over the instance's life."""
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """This process's rank within the group, in ``range(world_size)``."""
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """Number of ranks in the group."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Device of the tensors that it takes."""
+
+    @property
+    def process_group(self) -> Any | None:
+        """The ``torch.distributed.ProcessGroup`` behind it, or None where there is none."""
+        return None
+
+    def allocation(self, role: BufferRole) -> AbstractContextManager[Any]:
+        """A context in which the engine allocates its storages for ``role`` (plain, registered or symmetric memory)."""
+        return nullcontext()
+
+    def lease(self, numel: int, dtype: torch.dtype, role: BufferRole) -> torch.Tensor:
+        """A buffer of ``numel`` elements at a fixed address, from a ring that the backend keeps.
+
+        Called once for each unit and role at wrap, and only where ``capabilities.fixed_addresses``. Foreign storages
+        cannot be resized, so the backend decides how many units share one slot.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not lease buffers")
+
+    @abstractmethod
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
+        """Fill ``out`` with every rank's ``shard``, in rank order.
+
+        ``out``: shape ``[world_size * n]``, contiguous; ``shard``: shape ``[n]``, same dtype. ``shard`` may be this
+        rank's own slice of ``out``, which then must not be copied.
+        """
+
+    @abstractmethod
+    def reduce_scatter(
+        self,
+        out: torch.Tensor,
+        full: torch.Tensor,
+        *,
+        op: ReduceOp,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        scratch: torch.Tensor | None = None,
+    ) -> Work:
+        """Reduce ``full`` over ranks and keep this rank's slice.
+
+        ``out``: shape ``[n]``; ``full``: shape ``[world_size * n]``, contiguous. With ``F_k`` the ``full`` of rank
+        ``k`` and ``s`` this rank's slice, ``out = postscale * op_k(prescale * F_k[s])``. Where
+        ``capabilities.widening``, ``out`` may have a wider dtype, and the accumulation then happens in it. ``full``
+        may be overwritten. ``scratch``: uint8, of at least ``scratch_nbytes(...)`` bytes, or None.
+        """
+
+    def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
+        """Bytes of scratch that ``reduce_scatter`` wants for a ``full`` of ``numel`` elements; 0 for none."""
+        return 0
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp, postscale: float = 1.0) -> Work:
+        """Reduce ``tensor`` (any shape, contiguous) over ranks, in place, and multiply by ``postscale``."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+        """Overwrite ``tensor`` with that of group rank ``src``."""
+
+    @abstractmethod
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Every rank's picklable ``obj``, in rank order. Blocks; never called in a steady step."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Block until every rank has arrived."""
+
+    @abstractmethod
+    def partition(self, rank_lists: Sequence[Sequence[int]]) -> Collectives:
+        """The subgroup that contains this rank.
+
+        ``rank_lists``: disjoint lists of group ranks that cover the group, the same on every rank; every rank calls
+        it. Ranks within a subgroup are numbered in the order of their list.
+        """
+
+    def abort(self, reason: str) -> None:
+        """Give up operations in flight, here and on the ranks that can be reached. Called when this rank failed."""
+        return None
+
+    def close(self) -> None:
+        """Release communicators and memory. Idempotent."""
+        return None

@@ -1,0 +1,59 @@
+"""The contract for where a unit's master shard and gradient live between uses."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from .context import UnitSpec
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadCapabilities:
+    """What a manager does to the step."""
+
+    parks: bool
+    """Masters and gradients leave the compute device. False lets the engine skip every call in a step."""
+
+
+class OffloadManager(ABC):
+    """Parks shards.
+
+    A plugin is a callable ``(context: PluginContext, **options) -> OffloadManager``.
+
+    ``fetch`` and ``store_grad`` run on the current stream, which the engine has set to the unit's gather or reduction
+    stream; the engine records the events. ``sync_for_step`` is the one place where the host may wait.
+    """
+
+    api_version: ClassVar[int] = 1
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> OffloadCapabilities:
+        """What this manager does to the step."""
+
+    @abstractmethod
+    def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
+        """Where the master shard lives from now on; called once, at wrap.
+
+        ``shard``: ``[shard_numel]``, master dtype, on the compute device. Returns a tensor of the same shape and dtype
+        with the same values; the optimizer updates it in place.
+        """
+
+    @abstractmethod
+    def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
+        """Write ``master`` into ``own_slice`` (``[shard_numel]``, compute dtype, compute device)."""
+
+    @abstractmethod
+    def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+        """Park the reduced gradient (``[shard_numel]``) beside the master; add it to ``into`` where that is given.
+
+        Returns the tensor that ``.grad`` will view. Its values need to be there only after ``sync_for_step``.
+        """
+
+    def sync_for_step(self) -> None:
+        """Return when every stored gradient can be read by the host; called once, at the end of a backward."""
+        return None

@@ -1,0 +1,43 @@
+"""The contract for choosing which modules become units."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+#: For each chosen module, settings that differ from the model's: keys of ``UNIT_OVERRIDES``.
+UnitPlan = Mapping[torch.nn.Module, Mapping[str, Any]]
+
+#: The settings that a policy may override for one unit.
+UNIT_OVERRIDES: tuple[str, ...] = ("precision", "offload", "reshard_after_forward")
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyContext:
+    """What a policy may need to know beside the model."""
+
+    ignored_modules: Collection[torch.nn.Module] = field(default_factory=frozenset)
+    """Modules that are not sharded, nor anything inside them."""
+    ignored_parameters: Collection[torch.nn.Parameter] = field(default_factory=frozenset)
+    """Parameters that are not sharded; they do not count towards sizes."""
+
+
+class WrapPolicy(ABC):
+    """Chooses units.
+
+    A plugin is a callable ``(context: PluginContext, **options) -> WrapPolicy``.
+    """
+
+    api_version: ClassVar[int] = 1
+
+    @abstractmethod
+    def plan(self, root: torch.nn.Module, context: PolicyContext) -> UnitPlan:
+        """The modules inside ``root`` that become units, each with its overrides (an empty mapping for none).
+
+        ``root`` becomes a unit in any case. Modules without parameters may be named; they are passed over. Must not
+        change the model, and must answer alike on every rank.
+        """

@@ -1,0 +1,107 @@
+"""The contract for dtypes: in which one a unit computes, travels, reduces and is handed to the optimizer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from .collectives import Collectives
+from .context import UnitSpec
+
+#: Takes and returns a forward's ``(args, kwargs)``.
+InputCast = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+#: Takes and returns a forward's output.
+OutputCast = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitDtypes:
+    """The dtypes of one unit."""
+
+    compute: torch.dtype
+    """Parameters in forward and backward; the gather buffer, and, without a ``WireSpec``, what the gather sends."""
+    wire: torch.dtype
+    """Gradients while they travel."""
+    reduce: torch.dtype
+    """In which gradients are accumulated over ranks and over microbatches. Never narrower than ``wire``."""
+    grad: torch.dtype
+    """Dtype of ``.grad`` as the optimizer sees it."""
+    buffer: torch.dtype | None = None
+    """Floating-point buffers of the unit's modules; None leaves them alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class WireSpec:
+    """A gather whose bytes are not the parameters in compute dtype: fp8 or int8 with scales."""
+
+    nbytes_per_rank: int
+    """Bytes that each rank sends, the same on every rank; a multiple of 16."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionCapabilities:
+    """What a caster does beyond choosing dtypes."""
+
+    loss_scaling: bool = False
+    """Gradients can underflow in its dtypes: train with a gradient scaler."""
+    encodes: bool = False
+    """It answers ``wire`` with a ``WireSpec`` for some units."""
+
+
+class PrecisionCaster(ABC):
+    """Chooses dtypes and casts.
+
+    A plugin is a callable ``(context: PluginContext, **options) -> PrecisionCaster``. Every question is asked once,
+    at wrap; only the callables and codecs that it returned then run in a step.
+    """
+
+    api_version: ClassVar[int] = 1
+    capabilities: PrecisionCapabilities = PrecisionCapabilities()
+
+    @abstractmethod
+    def dtypes(self, unit: UnitSpec) -> UnitDtypes:
+        """The dtypes of ``unit``."""
+
+    def leaves_alone(self, module: torch.nn.Module) -> bool:
+        """Whether ``module``, and the parameters directly in it, keep full precision (a unit of their own)."""
+        return False
+
+    def full_precision_in_eval(self, unit: UnitSpec) -> bool:
+        """Whether ``unit`` computes in its master dtype while its module is in eval mode."""
+        return False
+
+    def input_cast(self, unit: UnitSpec) -> InputCast | None:
+        """What to apply to the unit's forward inputs; None for nothing. Integer tensors must pass unchanged."""
+        return None
+
+    def output_cast(self, unit: UnitSpec) -> OutputCast | None:
+        """What to apply to the unit's forward output; None for nothing."""
+        return None
+
+    def wire(self, unit: UnitSpec) -> WireSpec | None:
+        """How the unit travels in a gather. None: as compute dtype, one cast from master into the own slice."""
+        return None
+
+    def prepare(self, units: Sequence[UnitSpec], collectives: Collectives) -> None:
+        """Called once at the start of each outermost forward, on every rank, where ``capabilities.encodes``."""
+        return None
+
+    def encode(self, unit: UnitSpec, wire: torch.Tensor, shard: torch.Tensor) -> None:
+        """Write ``shard`` (``[shard_numel]``, master dtype) as bytes into ``wire`` (``[nbytes_per_rank]``, uint8)."""
+        raise NotImplementedError(f"{type(self).__name__} answered wire() with a WireSpec and must implement encode()")
+
+    def decode(self, unit: UnitSpec, wire: torch.Tensor, out: torch.Tensor) -> None:
+        """Read every rank's bytes (``[world_size, nbytes_per_rank]``) into ``out`` (``[world_size, shard_numel]``)."""
+        raise NotImplementedError(f"{type(self).__name__} answered wire() with a WireSpec and must implement decode()")
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """State that a checkpoint must carry (amax histories and the like)."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what ``state_dict`` returned."""
+        return None

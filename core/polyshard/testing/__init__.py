@@ -1,0 +1,17 @@
+"""Conformance suites: pytest classes that a plugin's author subclasses, one for each contract.
+
+A subclass overrides what constructs the plugin and inherits the tests::
+
+    class TestAcmeCollectives(CollectivesSuite):
+        def run_ranks(self, world_size, fn):
+            ...                                 # start the ranks, return [fn(collectives) of each rank]
+
+pytest must be installed; nothing else in polyshard imports this package.
+"""
+
+from .collectives import CollectivesSuite
+from .offload import OffloadSuite
+from .policy import PolicySuite
+from .precision import PrecisionSuite
+
+__all__ = ["CollectivesSuite", "OffloadSuite", "PolicySuite", "PrecisionSuite"]

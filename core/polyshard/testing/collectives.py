@@ -1,0 +1,127 @@
+"""The conformance suite for collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar, TypeVar
+
+import pytest
+import torch
+
+from polyshard.interfaces import Collectives, CollectivesCapabilities, ReduceOp
+
+from . import collectives_checks as checks
+
+T = TypeVar("T")
+
+
+def _capabilities(collectives: Collectives) -> CollectivesCapabilities:
+    return collectives.capabilities
+
+
+class CollectivesSuite:
+    """Subclass it, name the class ``Test…``, and override ``run_ranks``.
+
+    Every test runs for each of ``world_sizes``. What a backend's capabilities rule out is not asked of it. A backend
+    without ``can_communicate`` is held to the answers of ranks that all send alike.
+    """
+
+    world_sizes: ClassVar[tuple[int, ...]] = (1, 2, 3)
+    """Numbers of ranks to test with."""
+
+    def run_ranks(self, world_size: int, fn: Callable[[Collectives], T]) -> list[T]:
+        """Run ``fn`` on a newly constructed backend on every rank; return the results in rank order.
+
+        ``fn`` can be pickled. It must raise here what it raised on a rank, and a hang must end in an error.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must override run_ranks(world_size, fn)")
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if "world_size" in metafunc.fixturenames:
+            metafunc.parametrize("world_size", self.world_sizes)
+
+    def _capabilities(self, world_size: int) -> CollectivesCapabilities:
+        return self.run_ranks(world_size, _capabilities)[0]
+
+    def test_ranks_know_their_place(self, world_size: int) -> None:
+        ranks = self.run_ranks(world_size, partial(checks.check_identity, world_size=world_size))
+        assert ranks == list(range(world_size))
+
+    def test_capabilities_are_alike_on_every_rank(self, world_size: int) -> None:
+        assert len(set(self.run_ranks(world_size, _capabilities))) == 1
+
+    @pytest.mark.parametrize("in_place", [True, False], ids=["in-place", "apart"])
+    def test_all_gather_carries_every_dtype(self, world_size: int, in_place: bool) -> None:
+        for dtype in checks.GATHER_DTYPES:
+            self.run_ranks(world_size, partial(checks.check_all_gather, dtype=dtype, in_place=in_place))
+
+    @pytest.mark.parametrize("op", list(ReduceOp))
+    def test_reduce_scatter_follows_the_formula(self, world_size: int, op: ReduceOp) -> None:
+        capabilities = self._capabilities(world_size)
+        if op not in capabilities.reduce_ops:
+            return
+        for dtype in sorted(capabilities.dtypes, key=str):
+            if dtype.is_floating_point:
+                for prescale, postscale in ((1.0, 1.0), (0.5, 1.0), (1.0, 4.0), (0.25, 2.0)):
+                    check = partial(
+                        checks.check_reduce_scatter, dtype=dtype, op=op, prescale=prescale, postscale=postscale
+                    )
+                    self.run_ranks(world_size, check)
+
+    @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN])
+    def test_widening_accumulates_in_the_output_dtype(self, world_size: int, op: ReduceOp) -> None:
+        capabilities = self._capabilities(world_size)
+        if not capabilities.widening:
+            return
+        for wire in capabilities.dtypes & {torch.bfloat16, torch.float16}:
+            self.run_ranks(world_size, partial(checks.check_widening, wire=wire, wide=torch.float32, op=op))
+
+    @pytest.mark.parametrize("op", list(ReduceOp))
+    def test_all_reduce_follows_the_formula(self, world_size: int, op: ReduceOp) -> None:
+        capabilities = self._capabilities(world_size)
+        if op not in capabilities.reduce_ops:
+            return
+        for dtype in sorted(capabilities.dtypes, key=str):
+            if dtype.is_floating_point:
+                for postscale in (1.0, 0.25):
+                    check = partial(checks.check_all_reduce, dtype=dtype, op=op, postscale=postscale)
+                    self.run_ranks(world_size, check)
+
+    def test_integers_are_summed_exactly(self, world_size: int) -> None:
+        for dtype in sorted(self._capabilities(world_size).dtypes & {torch.int64, torch.int32}, key=str):
+            for check in (
+                partial(checks.check_all_reduce, dtype=dtype, op=ReduceOp.SUM, postscale=1.0),
+                partial(checks.check_reduce_scatter, dtype=dtype, op=ReduceOp.SUM, prescale=1.0, postscale=1.0),
+            ):
+                self.run_ranks(world_size, check)
+
+    def test_broadcast_reaches_every_rank(self, world_size: int) -> None:
+        for dtype in checks.GATHER_DTYPES:
+            self.run_ranks(world_size, partial(checks.check_broadcast, dtype=dtype))
+
+    def test_objects_arrive_in_rank_order(self, world_size: int) -> None:
+        self.run_ranks(world_size, checks.check_objects)
+
+    def test_barrier_keeps_order(self, world_size: int) -> None:
+        self.run_ranks(world_size, checks.check_barrier)
+
+    def test_partition_into_interleaved_parts(self, world_size: int) -> None:
+        lists = [list(range(start, world_size, 2)) for start in range(min(2, world_size))]
+        self.run_ranks(world_size, partial(checks.check_partition, rank_lists=lists))
+
+    def test_partition_numbers_ranks_by_their_list(self, world_size: int) -> None:
+        self.run_ranks(world_size, partial(checks.check_partition, rank_lists=[list(reversed(range(world_size)))]))
+
+    def test_partition_refuses_lists_that_do_not_cover(self, world_size: int) -> None:
+        self.run_ranks(world_size, checks.check_bad_partition)
+
+    @pytest.mark.parametrize("wait_order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)], ids=str)
+    def test_gathers_and_reductions_overlap(self, world_size: int, wait_order: tuple[int, ...]) -> None:
+        self.run_ranks(world_size, partial(checks.check_overlap, wait_order=wait_order))
+
+    def test_waiting_orders_streams(self, world_size: int) -> None:
+        self.run_ranks(world_size, checks.check_streams)
+
+    def test_close_twice(self, world_size: int) -> None:
+        self.run_ranks(world_size, checks.check_close)

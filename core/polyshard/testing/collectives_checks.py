@@ -1,0 +1,281 @@
+"""What one rank does in the tests of ``CollectivesSuite``.
+
+Functions of a module, so that a suite which starts processes can send them by name. Each raises ``AssertionError``
+where the backend's answer differs from the contract's formula, computed here in fp64 from what every rank is known to
+send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from polyshard.errors import WorldSizeError
+from polyshard.interfaces import BufferRole, Collectives, ReduceOp, Work
+
+#: Dtypes that a gather must carry, whatever the transport knows.
+GATHER_DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.int64,
+    torch.int16,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+)
+
+#: Elements a rank: none, one, an odd few, and more than one vector register or packet of any transport.
+SIZES = (0, 1, 7, 4099)
+
+
+def sender(collectives: Collectives, rank: int) -> int:
+    """Whose data arrives from ``rank``: on a stand-in every rank is pretended to send what this one does."""
+    return rank if collectives.capabilities.can_communicate else collectives.rank
+
+
+def values(rank: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What ``rank`` sends: small integers, which every dtype holds exactly and which differ between ranks."""
+    numbers = (torch.arange(numel) * 3 + rank * 5 + 1) % 8
+    return (numbers % 2 == 0 if dtype is torch.bool else numbers.to(dtype)).to(device)
+
+
+def buffer(collectives: Collectives, numel: int, dtype: torch.dtype, role: BufferRole) -> torch.Tensor:
+    """Memory for ``role``, from where the engine would take it."""
+    if collectives.capabilities.fixed_addresses:
+        return collectives.lease(numel, dtype, role)
+    with collectives.allocation(role):
+        return torch.empty(numel, dtype=dtype, device=collectives.device)
+
+
+def assert_same(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Bit equality, in any dtype."""
+    if actual.dtype is not expected.dtype or actual.shape != expected.shape:
+        raise AssertionError(f"{what}: {actual.dtype} {tuple(actual.shape)}, not {expected.dtype} {expected.shape}")
+    if not torch.equal(
+        actual.contiguous().view(-1).view(torch.uint8), expected.contiguous().view(-1).view(torch.uint8)
+    ):
+        raise AssertionError(f"{what}: got {actual}, not {expected}")
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Equality up to four roundings in ``actual``'s dtype; ``expected`` is fp64."""
+    tolerance = 4 * torch.finfo(actual.dtype).eps if actual.is_floating_point() else 0.0
+    torch.testing.assert_close(
+        actual.to(torch.float64), expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}"
+    )
+
+
+def check_identity(collectives: Collectives, world_size: int) -> int:
+    """The backend knows where it is; returns its rank."""
+    capabilities = collectives.capabilities
+    if collectives.world_size != world_size:
+        raise AssertionError(f"world_size is {collectives.world_size}, not {world_size}")
+    if collectives.device.type not in capabilities.devices:
+        raise AssertionError(f"it is on {collectives.device} and says that it serves {sorted(capabilities.devices)}")
+    if world_size < capabilities.min_world_size:
+        raise AssertionError(f"it serves {world_size} ranks and says that {capabilities.min_world_size} is the least")
+    if ReduceOp.SUM not in capabilities.reduce_ops or ReduceOp.MEAN not in capabilities.reduce_ops:
+        raise AssertionError("gradients need SUM and MEAN")
+    return collectives.rank
+
+
+def check_all_gather(collectives: Collectives, dtype: torch.dtype, in_place: bool) -> None:
+    """Every rank's shard arrives in rank order."""
+    world_size, rank, device = collectives.world_size, collectives.rank, collectives.device
+    for n in SIZES:
+        out = buffer(collectives, world_size * n, dtype, BufferRole.GATHER)
+        out.zero_()
+        own = values(rank, n, dtype, device)
+        shard = out[rank * n : (rank + 1) * n].copy_(own) if in_place else own.clone()
+        collectives.all_gather(out, shard).wait()
+        expected = torch.cat([values(sender(collectives, r), n, dtype, device) for r in range(world_size)])
+        assert_same(out, expected, f"all_gather of {n} {dtype} a rank")
+        assert_same(shard, own, f"this rank's shard after all_gather of {n} {dtype} a rank")
+
+
+def reduced(pieces: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+    """The reference: ``op`` over ranks in fp64."""
+    stacked = torch.stack([piece.to(torch.float64) for piece in pieces])
+    if op is ReduceOp.SUM:
+        return stacked.sum(0)
+    if op is ReduceOp.MEAN:
+        return stacked.sum(0) / len(pieces)
+    return stacked.amax(0) if op is ReduceOp.MAX else stacked.amin(0)
+
+
+def check_reduce_scatter(
+    collectives: Collectives, dtype: torch.dtype, op: ReduceOp, prescale: float, postscale: float
+) -> None:
+    """``out = postscale * op_k(prescale * F_k[s])``, with and without the caller's scratch."""
+    world_size, rank, device = collectives.world_size, collectives.rank, collectives.device
+    for n in SIZES:
+        numel = world_size * n
+        nbytes = collectives.scratch_nbytes(BufferRole.REDUCE, numel, dtype, dtype)
+        for scratch in (None, torch.empty(nbytes, dtype=torch.uint8, device=device)):
+            full = buffer(collectives, numel, dtype, BufferRole.REDUCE)
+            full.copy_(values(rank, numel, dtype, device))
+            out = torch.zeros(n, dtype=dtype, device=device)
+            collectives.reduce_scatter(out, full, op=op, prescale=prescale, postscale=postscale, scratch=scratch).wait()
+            sent = [values(sender(collectives, r), numel, dtype, device) for r in range(world_size)]
+            own = [whole[rank * n : (rank + 1) * n].to(torch.float64) * prescale for whole in sent]
+            assert_near(out, reduced(own, op) * postscale, f"reduce_scatter {op.name} of {n} {dtype} a rank")
+
+
+def check_widening(collectives: Collectives, wire: torch.dtype, wide: torch.dtype, op: ReduceOp) -> None:
+    """A sum that the wire dtype would round away is exact in ``out``'s dtype."""
+    world_size, rank, device = collectives.world_size, collectives.rank, collectives.device
+    # The first integer whose successor the wire dtype cannot hold: added to it in that dtype, ones are lost.
+    large = 2.0 / torch.finfo(wire).eps
+    n = 33
+    nbytes = collectives.scratch_nbytes(BufferRole.REDUCE, world_size * n, wire, wide)
+    for scratch in (None, torch.empty(nbytes, dtype=torch.uint8, device=device)):
+        full = buffer(collectives, world_size * n, wire, BufferRole.REDUCE)
+        full.fill_(large if rank == 0 else 1.0)
+        out = torch.zeros(n, dtype=wide, device=device)
+        collectives.reduce_scatter(out, full, op=op, scratch=scratch).wait()
+        total = sum(large if sender(collectives, r) == 0 else 1.0 for r in range(world_size))
+        expected = total / world_size if op is ReduceOp.MEAN else total
+        assert_near(out, torch.full((n,), expected, dtype=torch.float64, device=device), f"{wire} into {wide}")
+
+
+def check_all_reduce(collectives: Collectives, dtype: torch.dtype, op: ReduceOp, postscale: float) -> None:
+    """In place, any shape, the same on every rank."""
+    world_size, rank, device = collectives.world_size, collectives.rank, collectives.device
+    for shape in ((), (0,), (5,), (2, 3, 4)):
+        numel = torch.Size(shape).numel()
+        tensor = values(rank, numel, dtype, device).view(shape)
+        collectives.all_reduce(tensor, op=op, postscale=postscale).wait()
+        sent = [values(sender(collectives, r), numel, dtype, device).view(shape) for r in range(world_size)]
+        assert_near(tensor, reduced(sent, op) * postscale, f"all_reduce {op.name} of {shape} {dtype}")
+
+
+def check_broadcast(collectives: Collectives, dtype: torch.dtype) -> None:
+    """From every source in turn."""
+    for src in range(collectives.world_size):
+        for shape in ((0,), (3, 2)):
+            numel = torch.Size(shape).numel()
+            tensor = values(collectives.rank, numel, dtype, collectives.device).view(shape)
+            collectives.broadcast(tensor, src).wait()
+            expected = values(sender(collectives, src), numel, dtype, collectives.device).view(shape)
+            assert_same(tensor, expected, f"broadcast of {dtype} from {src}")
+
+
+def check_objects(collectives: Collectives) -> None:
+    """Objects of different sizes arrive in rank order."""
+
+    def description(rank: int) -> dict[str, Any]:
+        return {"rank": rank, "text": "x" * (rank * 1000), "nested": [(rank, None)]}
+
+    received = collectives.all_gather_object(description(collectives.rank))
+    expected = [description(sender(collectives, rank)) for rank in range(collectives.world_size)]
+    if received != expected:
+        raise AssertionError(f"all_gather_object gave {received}, not {expected}")
+
+
+def check_barrier(collectives: Collectives) -> None:
+    """A barrier leaves the order of other operations alone."""
+    for round_number in range(3):
+        collectives.barrier()
+        tensor = torch.full((4,), float(round_number), device=collectives.device)
+        collectives.all_reduce(tensor, op=ReduceOp.MAX).wait()
+        assert_same(tensor, torch.full_like(tensor, float(round_number)), f"maximum after barrier {round_number}")
+
+
+def check_partition(collectives: Collectives, rank_lists: Sequence[Sequence[int]]) -> None:
+    """Ranks are numbered by their list, and group and parts go on working side by side."""
+    rank, device = collectives.rank, collectives.device
+    members = next(members for members in rank_lists if rank in members)
+    part = collectives.partition(rank_lists)
+    if (part.rank, part.world_size) != (members.index(rank), len(members)):
+        raise AssertionError(f"rank {rank} is {part.rank} of {part.world_size} in its part {members}")
+    n = 5
+    out = torch.empty(len(members) * n, device=device)
+    whole = torch.tensor([float(rank)], device=device)
+    in_part = part.all_gather(out, values(rank, n, out.dtype, device))
+    in_whole = collectives.all_reduce(whole, op=ReduceOp.SUM)
+    in_part.wait()
+    in_whole.wait()
+    sent = [values(sender(collectives, member), n, out.dtype, device) for member in members]
+    assert_same(out, torch.cat(sent), f"all_gather in part {members}")
+    total = float(sum(sender(collectives, r) for r in range(collectives.world_size)))
+    assert_same(whole, torch.full_like(whole, total), "all_reduce beside a part")
+    part.close()
+
+
+def check_bad_partition(collectives: Collectives) -> None:
+    """Lists that miss a rank, or name one twice, are refused."""
+    world_size = collectives.world_size
+    for lists in ([list(range(world_size)), [0]], [list(range(world_size + 1))]):
+        try:
+            collectives.partition(lists)
+        except WorldSizeError:
+            continue
+        raise AssertionError(f"partition({lists}) of {world_size} ranks did not raise WorldSizeError")
+
+
+def check_overlap(collectives: Collectives, wait_order: Sequence[int]) -> None:
+    """Gathers and reductions in flight together may be waited for in any order, and more than once."""
+    world_size, rank, device = collectives.world_size, collectives.rank, collectives.device
+    n = 1000
+    works: list[Work] = []
+    checks: list[Callable[[], None]] = []
+    for number in range(4):
+        if number % 2 == 0:
+            out = buffer(collectives, world_size * n, torch.float32, BufferRole.GATHER)
+            own = out[rank * n : (rank + 1) * n].copy_(values(rank + number, n, torch.float32, device))
+            works.append(collectives.all_gather(out, own))
+            sent = [values(sender(collectives, r) + number, n, torch.float32, device) for r in range(world_size)]
+            checks.append(partial(assert_same, out, torch.cat(sent), f"gather {number}"))
+        else:
+            full = buffer(collectives, world_size * n, torch.float32, BufferRole.REDUCE)
+            full.copy_(values(rank + number, world_size * n, torch.float32, device))
+            result = torch.empty(n, device=device)
+            works.append(collectives.reduce_scatter(result, full, op=ReduceOp.SUM))
+            wholes = [
+                values(sender(collectives, r) + number, world_size * n, torch.float32, device)
+                for r in range(world_size)
+            ]
+            own_pieces = [whole[rank * n : (rank + 1) * n] for whole in wholes]
+            checks.append(partial(assert_near, result, reduced(own_pieces, ReduceOp.SUM), f"reduction {number}"))
+    for number in (*wait_order, *wait_order):
+        works[number].wait()
+        checks[number]()
+
+
+def check_streams(collectives: Collectives) -> None:
+    """On a stream-ordered backend, waiting on one stream orders it after an operation issued on another."""
+    if not collectives.capabilities.stream_ordered:
+        return
+    world_size, rank, device = collectives.world_size, collectives.rank, collectives.device
+    n = 1 << 20
+    gathers = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    reductions = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    gathers.wait_stream(torch.cuda.current_stream(device))
+    reductions.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(gathers):
+        out = torch.zeros(world_size * n, device=device)
+        own = out[rank * n : (rank + 1) * n].fill_(float(rank + 1))
+        gather = collectives.all_gather(out, own)
+    with torch.cuda.stream(reductions):
+        full = torch.full((world_size * n,), float(rank + 1), dtype=torch.bfloat16, device=device)
+        result = torch.zeros(n, device=device)
+        reduction = collectives.reduce_scatter(result, full, op=ReduceOp.SUM)
+    reduction.wait()
+    gather.wait()
+    sums = float(sum(sender(collectives, r) + 1 for r in range(world_size)))
+    assert_same(result, torch.full_like(result, sums), "reduction issued on another stream")
+    expected = torch.cat([torch.full((n,), sender(collectives, r) + 1.0, device=device) for r in range(world_size)])
+    assert_same(out, expected, "gather issued on another stream")
+
+
+def check_close(collectives: Collectives) -> None:
+    """Closing twice is as good as once."""
+    check_barrier(collectives)
+    collectives.close()
+    collectives.close()

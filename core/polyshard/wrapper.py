@@ -1,0 +1,85 @@
+"""The engine as a module around the model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from .composable import clip_grad_norm_, no_sync, shard, unsharded
+from .config import ShardConfig
+from .engine.materialize import Initializer
+
+
+class FullyShardedDataParallel(nn.Module):
+    """``polyshard.shard(module, config)``, with the operations as methods.
+
+    ``module`` is sharded in place and stays reachable as ``.module``; attributes and items that the wrapper lacks are
+    the module's. Parameters, buffers and state dicts keep the module's own names.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: ShardConfig | None = None,
+        *,
+        initializer: Initializer | None = None,
+        ignored_modules: Collection[nn.Module] = (),
+        ignored_parameters: Collection[nn.Parameter] = (),
+    ) -> None:
+        super().__init__()
+        self.module = shard(
+            module,
+            config,
+            initializer=initializer,
+            ignored_modules=ignored_modules,
+            ignored_parameters=ignored_parameters,
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        return self.module(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """See ``polyshard.no_sync``."""
+        return no_sync(self.module)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """See ``polyshard.clip_grad_norm_``."""
+        return clip_grad_norm_(self.module, max_norm, norm_type)
+
+    def unsharded(self, *, writeback: bool = False) -> AbstractContextManager[None]:
+        """See ``polyshard.unsharded``."""
+        return unsharded(self.module, writeback=writeback)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's named parameters."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The module's named buffers."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's state dict: this rank's shards under the module's own names."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load what ``state_dict`` returned on the same rank of the same world."""
+        return self.module.load_state_dict(state_dict, strict, assign)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]  # type: ignore[index]

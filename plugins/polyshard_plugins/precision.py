@@ -1,0 +1,298 @@
+"""The built-in precision casters: dtypes that are plain casts, without scales or encodings."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
+
+import torch
+from polyshard.errors import ConfigError
+from polyshard.interfaces import (
+    InputCast,
+    OutputCast,
+    PluginContext,
+    PrecisionCapabilities,
+    PrecisionCaster,
+    UnitDtypes,
+    UnitSpec,
+)
+
+from .casts import make_input_cast, make_output_cast
+from .classes import ClassSetting, resolve_class, resolve_classes
+from .dtypes import DtypeSetting, holds, narrower, resolve_dtype
+
+
+class Unchanged(PrecisionCaster):
+    """``none``: every parameter computes, travels and is reduced in its own dtype; nothing is cast."""
+
+    def __init__(self, context: PluginContext) -> None:
+        del context
+
+    def dtypes(self, unit: UnitSpec) -> UnitDtypes:
+        return _own_dtype(unit)
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionSettings:
+    """The settings of one unit before its master dtype is known."""
+
+    param: torch.dtype | None = None
+    """Compute dtype; None for the master dtype."""
+    reduce: torch.dtype | None = None
+    """In which gradients are accumulated; None for the compute dtype."""
+    wire: torch.dtype | None = None
+    """In which gradients travel; None for the narrower of compute and reduce dtype."""
+    buffer: torch.dtype | None = None
+    """Dtype of floating-point buffers; None leaves them alone."""
+    output: torch.dtype | None = None
+    """Dtype of the unit's floating-point outputs; None leaves them alone."""
+    cast_inputs: bool = True
+    """Cast a unit's floating-point inputs to ``param``."""
+    cast_root_inputs: bool = True
+    """Cast those of the outermost unit to ``param`` even without ``cast_inputs``."""
+    keep_low_precision_grads: bool = False
+    """Give gradients to the optimizer in the reduce dtype where that is narrower than the master dtype."""
+    full_precision_in_eval: bool = False
+    """Compute in the master dtype in eval mode."""
+
+    def dtypes(self, unit: UnitSpec, where: str) -> UnitDtypes:
+        """The dtypes of ``unit``. Raises ``ConfigError`` where ``reduce`` cannot hold what travels."""
+        master = unit.master_dtype
+        compute = self.param or master
+        reduce = self.reduce or compute
+        wire = self.wire or narrower(compute, reduce)
+        _require_wide_reduction(reduce, wire, f"{where}, unit {unit.name or 'root'!r}")
+        grad = narrower(master, reduce) if self.keep_low_precision_grads else master
+        return UnitDtypes(compute=compute, wire=wire, reduce=reduce, grad=grad, buffer=self.buffer)
+
+    def check(self, where: str) -> None:
+        """Raise ``ConfigError`` now for a ``reduce`` too narrow, where that does not depend on the master dtype."""
+        reduce = self.reduce or self.param
+        if self.wire is not None and reduce is not None:
+            _require_wide_reduction(reduce, self.wire, where)
+
+    def casts_inputs_of(self, unit: UnitSpec) -> bool:
+        """Whether the inputs of ``unit`` are cast."""
+        return self.cast_inputs or (unit.is_root and self.cast_root_inputs)
+
+    def in_half_range(self) -> bool:
+        """Whether gradients pass through fp16, whose smallest values flush to zero."""
+        return torch.float16 in (self.param, self.reduce, self.wire)
+
+
+class _Configured(PrecisionCaster):
+    """A caster whose answers follow from settings, one for all units unless a subclass has more."""
+
+    def __init__(
+        self,
+        context: PluginContext,
+        settings: PrecisionSettings,
+        leave_alone: ClassSetting | Iterable[ClassSetting],
+    ) -> None:
+        self._where = f"precision {context.name!r}"
+        settings.check(self._where)
+        self._settings = settings
+        self._left_alone = resolve_classes(leave_alone, f"leave_alone of {self._where}")
+
+    def dtypes(self, unit: UnitSpec) -> UnitDtypes:
+        """The dtypes of ``unit``: its own where the module is left alone or the parameters are not floating-point."""
+        if self._is_left_alone(unit) or not unit.master_dtype.is_floating_point:
+            return _own_dtype(unit)
+        return self._settings_of(unit).dtypes(unit, self._where)
+
+    def leaves_alone(self, module: torch.nn.Module) -> bool:
+        return isinstance(module, self._left_alone)
+
+    def full_precision_in_eval(self, unit: UnitSpec) -> bool:
+        return self._settings_of(unit).full_precision_in_eval
+
+    def input_cast(self, unit: UnitSpec) -> InputCast | None:
+        """A cast to the compute dtype; for a module left alone inside a low-precision model, to its master dtype."""
+        settings = self._settings_of(unit)
+        if settings.param is None or not unit.master_dtype.is_floating_point:
+            return None
+        if self._is_left_alone(unit):
+            return make_input_cast(unit.master_dtype)
+        return make_input_cast(settings.param) if settings.casts_inputs_of(unit) else None
+
+    def output_cast(self, unit: UnitSpec) -> OutputCast | None:
+        """A cast to ``output``; behind a module left alone, back to the dtype in which those around it compute."""
+        settings = self._settings_of(unit)
+        if settings.output is not None:
+            return make_output_cast(settings.output)
+        if settings.param is None or unit.is_root or not self._is_left_alone(unit):
+            return None
+        return make_output_cast(settings.param) if unit.master_dtype.is_floating_point else None
+
+    def _settings_of(self, unit: UnitSpec) -> PrecisionSettings:
+        return self._settings
+
+    def _is_left_alone(self, unit: UnitSpec) -> bool:
+        return issubclass(unit.module_class, self._left_alone)
+
+
+class _Uniform(_Configured):
+    """One compute dtype for every unit."""
+
+    _compute: ClassVar[torch.dtype]
+
+    def __init__(
+        self,
+        context: PluginContext,
+        cast_inputs: bool = True,
+        reduce: DtypeSetting = None,
+        leave_alone: ClassSetting | Iterable[ClassSetting] = (),
+    ) -> None:
+        """Options, all of which may be left out.
+
+        ``cast_inputs``: cast floating-point inputs of every unit to the compute dtype. ``reduce``: dtype in which
+        gradients are accumulated over ranks; None for fp32. ``leave_alone``: classes, or ``"package.module:Name"``,
+        of modules that keep their parameters' own dtype. Raises ``ConfigError`` for a value that it cannot take.
+        """
+        where = f"precision {context.name!r}"
+        cast_inputs = _switch(cast_inputs, f"cast_inputs of {where}")
+        settings = PrecisionSettings(
+            param=self._compute,
+            reduce=resolve_dtype(reduce, f"reduce of {where}") or torch.float32,
+            cast_inputs=cast_inputs,
+            cast_root_inputs=cast_inputs,
+        )
+        super().__init__(context, settings, leave_alone)
+
+
+class Fp32(_Uniform):
+    """``fp32``: compute, wire and reduction in fp32; the optimizer sees gradients in the master dtype."""
+
+    _compute = torch.float32
+
+
+class Bf16(_Uniform):
+    """``bf16``: compute and wire in bf16, reduction in fp32; the optimizer sees gradients in the master dtype."""
+
+    _compute = torch.bfloat16
+
+
+class Fp16(_Uniform):
+    """``fp16``: compute and wire in fp16, reduction in fp32. Small gradients underflow without a gradient scaler."""
+
+    _compute = torch.float16
+    capabilities = PrecisionCapabilities(loss_scaling=True)
+
+
+class Mixed(_Configured):
+    """``mixed``: every dtype set apart, for the whole model and for units that differ."""
+
+    def __init__(
+        self,
+        context: PluginContext,
+        param: DtypeSetting = None,
+        reduce: DtypeSetting = None,
+        wire: DtypeSetting = None,
+        buffer: DtypeSetting = None,
+        output: DtypeSetting = None,
+        cast_inputs: bool = True,
+        cast_root_inputs: bool = True,
+        keep_low_precision_grads: bool = False,
+        leave_alone: ClassSetting | Iterable[ClassSetting] = (),
+        full_precision_in_eval: bool = False,
+        overrides: Mapping[ClassSetting, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Options, all of which may be left out; ``PrecisionSettings`` says what each means.
+
+        Dtypes are names (``"bf16"``, ``"bfloat16"``, ``"torch.bfloat16"``) or ``torch.dtype``; ``"none"`` is None.
+        ``output`` casts the outputs of every unit; ``overrides={"": {"output": "fp32"}}`` those of the root alone.
+
+        ``leave_alone``: classes, or ``"package.module:Name"``, of modules that keep their parameters' own dtype; their
+        inputs are cast to it and their outputs back to ``param``.
+
+        ``overrides``: for some units, settings that replace those of the model. A key is a module class,
+        ``"package.module:Name"``, or a shell pattern of the unit's fully-qualified name (``"layers.*"``; the root's is
+        empty). Settings that an entry does not name stay as they are; the first entry in order that fits a unit counts.
+
+        Raises ``ConfigError`` for an unknown dtype, setting or class, and for a ``reduce`` that is narrower than
+        ``wire``.
+        """
+        where = f"precision {context.name!r}"
+        settings = _changed(
+            PrecisionSettings(),
+            {
+                "param": param,
+                "reduce": reduce,
+                "wire": wire,
+                "buffer": buffer,
+                "output": output,
+                "cast_inputs": cast_inputs,
+                "cast_root_inputs": cast_root_inputs,
+                "keep_low_precision_grads": keep_low_precision_grads,
+                "full_precision_in_eval": full_precision_in_eval,
+            },
+            where,
+        )
+        super().__init__(context, settings, leave_alone)
+        self._overrides = _resolve_overrides(settings, overrides or {}, where)
+        scaled = any(entry.in_half_range() for entry in (settings, *self._overrides.values()))
+        self.capabilities = PrecisionCapabilities(loss_scaling=scaled)
+
+    def _settings_of(self, unit: UnitSpec) -> PrecisionSettings:
+        for key, settings in self._overrides.items():
+            if isinstance(key, type):
+                if issubclass(unit.module_class, key):
+                    return settings
+            elif fnmatchcase(unit.name, key):
+                return settings
+        return self._settings
+
+
+def _own_dtype(unit: UnitSpec) -> UnitDtypes:
+    dtype = unit.master_dtype
+    return UnitDtypes(compute=dtype, wire=dtype, reduce=dtype, grad=dtype)
+
+
+def _require_wide_reduction(reduce: torch.dtype, wire: torch.dtype, where: str) -> None:
+    if not holds(reduce, wire):
+        raise ConfigError(
+            f"reduce dtype {reduce} cannot hold gradients that travel in {wire}, in {where}. Set wire to {reduce} or "
+            f"narrower, or reduce to {wire} or wider."
+        )
+
+
+def _resolve_overrides(
+    settings: PrecisionSettings, overrides: Mapping[ClassSetting, Mapping[str, Any]], where: str
+) -> dict[type | str, PrecisionSettings]:
+    if not isinstance(overrides, Mapping):
+        raise ConfigError(f"overrides of {where} is a {type(overrides).__name__}. Give a table of tables.")
+    resolved: dict[type | str, PrecisionSettings] = {}
+    for key, changes in overrides.items():
+        entry = f"overrides[{key!r}] of {where}"
+        if not isinstance(changes, Mapping):
+            raise ConfigError(
+                f"{entry} is a {type(changes).__name__}. Give a table of settings such as param = 'fp32'."
+            )
+        is_pattern = isinstance(key, str) and ":" not in key
+        changed = _changed(settings, changes, entry)
+        changed.check(entry)
+        resolved[key if is_pattern else resolve_class(key, entry)] = changed
+    return resolved
+
+
+def _changed(settings: PrecisionSettings, changes: Mapping[str, Any], where: str) -> PrecisionSettings:
+    """``settings`` with ``changes``, whose values are as users write them."""
+    kinds = {field.name: isinstance(field.default, bool) for field in fields(PrecisionSettings)}
+    resolved: dict[str, Any] = {}
+    for name, value in changes.items():
+        if name not in kinds:
+            near = difflib.get_close_matches(str(name), kinds, n=1)
+            hint = f"Did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(f"no setting has the name {name!r}, in {where}. {hint}Settings: {', '.join(kinds)}.")
+        read = _switch if kinds[name] else resolve_dtype
+        resolved[name] = read(value, f"{name} of {where}")
+    return replace(settings, **resolved)
+
+
+def _switch(value: Any, where: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise ConfigError(f"{value!r} is neither true nor false, in {where}. Write true or false, without quotes.")

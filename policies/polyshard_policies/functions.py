@@ -1,0 +1,70 @@
+"""``lambda`` and ``custom``: units by a function of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from polyshard.errors import PluginContractError
+from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy
+from torch import nn
+
+from .recursive import RecursivePolicy, takes_recurse
+from .references import resolve_callable
+from .traversal import candidates
+
+
+class Lambda(WrapPolicy):
+    """``lambda``: every submodule for which a function answers True becomes a unit."""
+
+    def __init__(self, context: PluginContext, fn: Callable[..., bool] | str) -> None:
+        """``fn``: a function or ``"package.module:name"``, called with one module, or with the keywords of
+        ``RecursiveFunction`` where it takes them.
+
+        Raises ``ConfigError`` for what cannot be called or imported.
+        """
+        self._fn = resolve_callable(fn, f"fn of policy {context.name!r}")
+
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        """Raises ``PluginContractError`` where a function of one module answers neither True nor False."""
+        if takes_recurse(self._fn):
+            return RecursivePolicy(self._fn).plan(root, context)
+        return {module: {} for name, module in candidates(root, context) if self._answer(name, module)}
+
+    def _answer(self, name: str, module: nn.Module) -> bool:
+        answer = self._fn(module)
+        if isinstance(answer, bool):
+            return answer
+        raise PluginContractError(
+            f"the function of a lambda policy returned {answer!r} for module {name!r} ({type(module).__name__}). "
+            "Return True for a unit of its own, or False."
+        )
+
+
+class Custom(WrapPolicy):
+    """``custom``: the same, but the function may answer with a unit's own settings."""
+
+    def __init__(self, context: PluginContext, fn: Callable[[nn.Module], bool | Mapping[str, Any]] | str) -> None:
+        """``fn``: a function of one module, or ``"package.module:name"``; it returns True, False, or a dict of settings
+        (``polyshard.interfaces.UNIT_OVERRIDES``), which makes a unit even when it is empty.
+
+        Raises ``ConfigError`` for what cannot be called or imported.
+        """
+        self._fn = resolve_callable(fn, f"fn of policy {context.name!r}")
+
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        """Raises ``PluginContractError`` where the function returns anything else."""
+        chosen: dict[nn.Module, Mapping[str, Any]] = {}
+        for name, module in candidates(root, context):
+            answer = self._fn(module)
+            if isinstance(answer, Mapping):
+                chosen[module] = answer
+            elif not isinstance(answer, bool):
+                raise PluginContractError(
+                    "The lambda_fn passed to CustomPolicy should return False/True or a kwarg dict, but it returned "
+                    f"{answer!r} for module {name!r} ({type(module).__name__}). Return a bool, or a dict of settings "
+                    "for that unit."
+                )
+            elif answer:
+                chosen[module] = {}
+        return chosen

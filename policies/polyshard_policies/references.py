@@ -1,0 +1,66 @@
+"""``"package.module:Name"``: how a file names a class or a function."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from polyshard.errors import ConfigError
+
+
+def resolve_class(value: type | str, where: str) -> type:
+    """The class that ``value`` is or names.
+
+    ``where`` names the setting in messages. Raises ``ConfigError`` for what is not a class or cannot be imported.
+    """
+    found = resolve(value, where) if isinstance(value, str) else value
+    if not isinstance(found, type):
+        raise ConfigError(
+            f"{value!r} is a {type(found).__name__} and not a class, in {where}. "
+            "Give a module class or 'package.module:Name'."
+        )
+    return found
+
+
+def resolve_classes(value: type | str | Iterable[type | str], where: str) -> tuple[type, ...]:
+    """The classes that ``value``, one or several, is or names; raises as ``resolve_class`` does."""
+    if isinstance(value, type | str) or not isinstance(value, Iterable):
+        return (resolve_class(value, where),)
+    return tuple(resolve_class(item, where) for item in value)
+
+
+def resolve_callable(value: Callable[..., Any] | str, where: str) -> Callable[..., Any]:
+    """The function that ``value`` is or names. Raises ``ConfigError`` for what cannot be called or imported."""
+    found = resolve(value, where) if isinstance(value, str) else value
+    if not callable(found):
+        raise ConfigError(
+            f"{value!r} is a {type(found).__name__} and cannot be called, in {where}. "
+            "Give a function or 'package.module:name'."
+        )
+    return found
+
+
+def resolve(reference: str, where: str) -> Any:
+    """The object that ``reference`` names; a dotted name after the colon goes into classes.
+
+    Raises ``ConfigError`` where there is no colon, no such module, or no such name in it; a failure to import is
+    chained.
+    """
+    module_name, colon, path = reference.partition(":")
+    if not (module_name and colon and path):
+        raise ConfigError(f"{reference!r} does not name an object, in {where}. Write it as 'package.module:Name'.")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"cannot import {module_name!r} for {reference!r}, in {where}: {error}. Install it, or correct the name."
+        ) from error
+    for name in path.split("."):
+        if not hasattr(found, name):
+            near = difflib.get_close_matches(name, dir(found), n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"Look for it in {module_name!r}."
+            raise ConfigError(f"{module_name!r} has no {path!r}, asked for in {where}. {hint}")
+        found = getattr(found, name)
+    return found

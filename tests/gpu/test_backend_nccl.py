@@ -1,0 +1,156 @@
+"""The NCCL backend, one process for each of at most two GPUs; its CPU twin is ``test_backend_gloo``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from polyshard.errors import WorldSizeError
+from polyshard.interfaces import BufferRole, Collectives, PluginContext, ReduceOp
+from polyshard.testing import CollectivesSuite
+from polyshard_backends.auto import auto
+from polyshard_backends.nccl import NcclCollectives
+from processes import RankPool
+
+pytestmark = pytest.mark.gpu
+
+T = TypeVar("T")
+
+WORLD_SIZE = max(1, min(torch.cuda.device_count(), 2))
+POOLS: dict[int, RankPool] = {}
+#: Older versions of torch number the ranks of a group in ascending order only.
+ANY_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_pools() -> Iterator[None]:
+    yield
+    while POOLS:
+        POOLS.popitem()[1].close()
+
+
+def context(rank: int) -> PluginContext:
+    return PluginContext("nccl", torch.device("cuda", rank), timeout=timedelta(seconds=30))
+
+
+def on_nccl(rank: int, fn: Callable[..., T], registered: bool, *args: Any) -> T:
+    collectives = NcclCollectives(context(rank), registered=registered)
+    try:
+        result = fn(collectives, *args)
+        torch.cuda.synchronize()
+        return result
+    finally:
+        collectives.close()
+
+
+def run(fn: Callable[..., T], *args: Any, registered: bool = False) -> list[T]:
+    if WORLD_SIZE not in POOLS or POOLS[WORLD_SIZE].closed:
+        POOLS[WORLD_SIZE] = RankPool(WORLD_SIZE, backend="nccl")
+    return POOLS[WORLD_SIZE].run(on_nccl, fn, registered, *args, timeout=60.0)
+
+
+class TestConformance(CollectivesSuite):
+    world_sizes = (WORLD_SIZE,)
+
+    def run_ranks(self, world_size: int, fn: Callable[[Collectives], T]) -> list[T]:
+        return run(fn)
+
+    def test_partition_numbers_ranks_by_their_list(self, world_size: int) -> None:
+        if ANY_ORDER or world_size == 1:
+            super().test_partition_numbers_ranks_by_their_list(world_size)
+        else:
+            with pytest.raises(WorldSizeError, match="ascending order"):
+                super().test_partition_numbers_ranks_by_their_list(world_size)
+
+
+class TestConformanceRegistered(CollectivesSuite):
+    """Gather buffers in registered memory."""
+
+    world_sizes = (WORLD_SIZE,)
+
+    def run_ranks(self, world_size: int, fn: Callable[[Collectives], T]) -> list[T]:
+        return run(fn, registered=True)
+
+    def test_partition_numbers_ranks_by_their_list(self, world_size: int) -> None:
+        """Partitions do not depend on whose memory is gathered."""
+
+
+def captured_step(collectives: Collectives) -> tuple[list[float], list[float]]:
+    """A gather and a widening reduction on side streams, captured once and replayed on changed inputs."""
+    world_size, rank, device = collectives.world_size, collectives.rank, collectives.device
+    n = 1024
+    with collectives.allocation(BufferRole.GATHER):
+        out = torch.zeros(world_size * n, device=device)
+    own = out[rank * n : (rank + 1) * n]
+    master = torch.zeros(n, device=device)
+    full = torch.zeros(world_size * n, dtype=torch.bfloat16, device=device)
+    gradient = torch.zeros(n, device=device)
+    nbytes = collectives.scratch_nbytes(BufferRole.REDUCE, full.numel(), full.dtype, gradient.dtype)
+    scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    gathers, reductions = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def step() -> None:
+        compute = torch.cuda.current_stream()
+        gathers.wait_stream(compute)
+        reductions.wait_stream(compute)
+        with torch.cuda.stream(gathers):
+            own.copy_(master)
+            gather = collectives.all_gather(out, own)
+        with torch.cuda.stream(reductions):
+            reduction = collectives.reduce_scatter(gradient, full, op=ReduceOp.MEAN, scratch=scratch)
+        gather.wait()
+        reduction.wait()
+        compute.wait_stream(gathers)
+        compute.wait_stream(reductions)
+
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
+        step()
+    torch.cuda.current_stream().wait_stream(warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    master.fill_(float(rank + 1))
+    full.fill_(float(rank + 3))
+    graph.replay()
+    torch.cuda.synchronize()
+    return out.view(world_size, n).unique(dim=1).flatten().tolist(), gradient.unique().tolist()
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_operations_can_be_captured(registered: bool) -> None:
+    mean = sum(rank + 3.0 for rank in range(WORLD_SIZE)) / WORLD_SIZE
+    gathered = [rank + 1.0 for rank in range(WORLD_SIZE)]
+    assert run(captured_step, registered=registered) == [(gathered, [mean])] * WORLD_SIZE
+
+
+def reduce_large(collectives: Collectives) -> float:
+    """Largest error of a bf16 reduction into fp32, against fp64, as a share of the largest value."""
+    world_size, rank, device = collectives.world_size, collectives.rank, collectives.device
+    n = 1 << 16
+    sent = []
+    for sender in range(world_size):
+        generator = torch.Generator(device).manual_seed(sender)
+        sent.append(torch.randn(world_size * n, generator=generator, device=device).bfloat16())
+    out = torch.empty(n, device=device)
+    collectives.reduce_scatter(out, sent[rank].clone(), op=ReduceOp.MEAN).wait()
+    exact = torch.stack([whole[rank * n : (rank + 1) * n].double() for whole in sent]).mean(0)
+    return ((out.double() - exact).abs().max() / exact.abs().max()).item()
+
+
+def test_widening_reduction_is_as_exact_as_fp32() -> None:
+    assert max(run(reduce_large)) < 1e-6
+
+
+def chosen_by_auto(collectives: Collectives) -> str:
+    return type(auto(PluginContext("auto", collectives.device))).__name__
+
+
+def test_auto_takes_nccl_for_cuda() -> None:
+    assert run(chosen_by_auto) == ["NcclCollectives"] * WORLD_SIZE

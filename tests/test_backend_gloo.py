@@ -1,0 +1,152 @@
+"""The gloo backend, between real processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from polyshard.errors import CollectiveError, CollectiveTimeoutError, DeviceError, StateError, WorldSizeError
+from polyshard.interfaces import Collectives, PluginContext, ReduceOp
+from polyshard.testing import CollectivesSuite
+from polyshard_backends.auto import auto
+from polyshard_backends.fake import FakeCollectives
+from polyshard_backends.gloo import GlooCollectives
+from processes import RankPool, run_processes
+
+T = TypeVar("T")
+
+#: Started once for each world size, for all of the conformance tests.
+POOLS: dict[int, RankPool] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_pools() -> Iterator[None]:
+    yield
+    while POOLS:
+        POOLS.popitem()[1].close()
+
+
+def context(timeout_s: float = 20.0, group: Any = None, mesh: Any = None) -> PluginContext:
+    return PluginContext("gloo", torch.device("cpu"), group, mesh, timedelta(seconds=timeout_s))
+
+
+def on_gloo(rank: int, fn: Callable[[Collectives], T]) -> T:
+    collectives = GlooCollectives(context())
+    try:
+        return fn(collectives)
+    finally:
+        collectives.close()
+
+
+class TestConformance(CollectivesSuite):
+    world_sizes = (2, 3)
+
+    def run_ranks(self, world_size: int, fn: Callable[[Collectives], T]) -> list[T]:
+        if world_size not in POOLS or POOLS[world_size].closed:
+            POOLS[world_size] = RankPool(world_size)
+        return POOLS[world_size].run(on_gloo, fn, timeout=30.0)
+
+
+def gather_ranks(collectives: Collectives) -> list[float]:
+    out = torch.empty(collectives.world_size)
+    collectives.all_gather(out, torch.tensor([float(dist.get_rank())])).wait()
+    return out.tolist()
+
+
+def in_given_groups(rank: int) -> dict[str, Any]:
+    """What the backend does with a subgroup, a mesh, and torch's fake group."""
+    seen: dict[str, Any] = {}
+    pair = dist.new_group([0, 2])
+    if rank in (0, 2):
+        collectives = GlooCollectives(context(group=pair))
+        seen["subgroup"] = (collectives.rank, collectives.world_size, gather_ranks(collectives))
+        part = collectives.partition([[1, 0]] if torch.__version__ >= "2.13" else [[0, 1]])
+        seen["part of subgroup"] = sorted(gather_ranks(part))
+        part.close()
+    else:
+        with pytest.raises(WorldSizeError, match="contains"):
+            GlooCollectives(context(group=pair))
+    mesh = dist.device_mesh.init_device_mesh("cpu", (3,))
+    seen["mesh"] = gather_ranks(GlooCollectives(context(mesh=mesh)))
+    chosen = auto(context())
+    seen["auto"] = (type(chosen).__name__, gather_ranks(chosen))
+    with pytest.raises(CollectiveError, match="the whole must have 6"):
+        chosen.all_gather(torch.zeros(5), torch.zeros(2))
+    chosen.close()
+    seen["group after close"] = gather_ranks(GlooCollectives(context()))
+    return seen
+
+
+def test_groups_and_meshes_say_who_takes_part() -> None:
+    seen = run_processes(3, in_given_groups, timeout=30.0)
+    assert seen[0]["subgroup"] == (0, 2, [0.0, 2.0])
+    assert seen[2]["subgroup"] == (1, 2, [0.0, 2.0])
+    assert seen[2]["part of subgroup"] == [0.0, 2.0]
+    for rank in range(3):
+        assert seen[rank]["mesh"] == [0.0, 1.0, 2.0]
+        assert seen[rank]["auto"] == ("GlooCollectives", [0.0, 1.0, 2.0])
+        assert seen[rank]["group after close"] == [0.0, 1.0, 2.0]
+
+
+def only_rank_0_reduces(rank: int) -> None:
+    if rank == 0:
+        with pytest.raises(CollectiveTimeoutError, match=r"all_reduce on rank 0 did not end within 1 s"):
+            GlooCollectives(context(timeout_s=1.0)).all_reduce(torch.ones(3), op=ReduceOp.SUM).wait()
+
+
+def test_a_rank_that_stays_away_is_a_timeout() -> None:
+    run_processes(2, only_rank_0_reduces, timeout=30.0)
+
+
+def in_torchs_fake_group(rank: int) -> tuple[str, int, int]:
+    # Importing it is what makes torch know the backend.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=16)
+    chosen = auto(context())
+    assert isinstance(chosen, FakeCollectives)
+    return type(chosen).__name__, chosen.rank, chosen.world_size
+
+
+def test_auto_recognises_torchs_fake_group() -> None:
+    assert run_processes(1, in_torchs_fake_group, timeout=30.0) == [("FakeCollectives", 3, 16)]
+
+
+def test_without_a_process_group_it_says_what_to_do() -> None:
+    with pytest.raises(StateError, match="torchrun"):
+        GlooCollectives(context())
+    with pytest.raises(StateError, match='set collectives="fake"'):
+        auto(context())
+
+
+def test_another_device_is_refused() -> None:
+    with pytest.raises(DeviceError, match="serves cpu tensors and the model computes on cuda:1"):
+        GlooCollectives(PluginContext("gloo", torch.device("cuda", 1)))
+
+
+def raises_on_one(rank: int) -> None:
+    if rank == 1:
+        raise ZeroDivisionError("on purpose")
+    gather_ranks(GlooCollectives(context()))
+
+
+def hangs_on_one(rank: int) -> None:
+    if rank == 1:
+        time.sleep(60.0)
+
+
+def test_an_error_on_a_rank_is_raised_here() -> None:
+    with pytest.raises(ZeroDivisionError, match="on purpose") as raised:
+        run_processes(2, raises_on_one, timeout=30.0)
+    assert "raised on rank 1 of 2" in raised.value.__notes__[0]
+
+
+def test_a_hang_is_reported_with_stacks() -> None:
+    with pytest.raises(TimeoutError, match=r"(?s)ranks \[1\] of 2 did not answer.*hangs_on_one"):
+        run_processes(2, hangs_on_one, timeout=1.0)

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fake_distribution import install
+from polyshard.cli import main
+
+POLICY_SOURCE = """
+from polyshard.interfaces import WrapPolicy
+
+class Blocks(WrapPolicy):
+    def plan(self, root, context):
+        return {}
+"""
+
+
+@pytest.fixture
+def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package with one policy that works and one listener that does not."""
+    site = tmp_path / "site"
+    install(
+        site,
+        "acme-cli",
+        "4.2",
+        [("polyshard.policies", "acme_blocks", "acme_cli:Blocks"), ("polyshard.plugins", "acme_bad", "acme_cli_bad:x")],
+        {"acme_cli": POLICY_SOURCE, "acme_cli_bad": "import a_library_that_is_absent"},
+    )
+    monkeypatch.syspath_prepend(site)
+
+
+@pytest.mark.usefixtures("acme")
+def test_plugins_are_listed_with_origin_and_state(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["group", "name", "distribution", "version", "value", "state"]
+    assert ["polyshard.policies", "acme_blocks", "acme-cli", "4.2", "acme_cli:Blocks", "ready"] in lines
+    assert ["polyshard.plugins", "acme_bad", "acme-cli", "4.2", "acme_cli_bad:x", "broken"] in lines
+    groups = {line[0] for line in lines if len(line) == 6 and line[0].startswith("polyshard.")}
+    assert groups >= {"polyshard.collectives", "polyshard.precision", "polyshard.offload", "polyshard.policies"}
+
+
+@pytest.mark.usefixtures("acme")
+@pytest.mark.parametrize("group", ["plugins", "polyshard.plugins"])
+def test_one_group_as_json(capsys: pytest.CaptureFixture[str], group: str) -> None:
+    assert main(["plugins", "--json", group]) == 0
+    records = json.loads(capsys.readouterr().out)
+    assert {record["group"] for record in records} == {"polyshard.plugins"}
+    (bad,) = [record for record in records if record["name"] == "acme_bad"]
+    assert (bad["state"], bad["distribution"], bad["version"]) == ("broken", "acme-cli", "4.2")
+    assert "a_library_that_is_absent" in bad["error"]
+
+
+def test_an_unknown_group_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins", "colectives"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "no plugin group is named 'colectives'. Did you mean 'collectives'?" in captured.err
+
+
+@pytest.mark.usefixtures("acme")
+def test_config_shows_settings_and_where_plugins_come_from(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[shard]\npolicy = "acme_blocks"\ncollectives = {name = "fake", world_size = 4}\n')
+    monkeypatch.setenv("POLYSHARD_COLLECTIVES__WORLD_SIZE", "1024")
+    assert main(["config", str(file)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    version = importlib.metadata.version("polyshard")
+    assert "policy acme_blocks acme_cli:Blocks (acme-cli 4.2)" in lines
+    assert f"collectives fake (world_size=1024) polyshard_backends.fake:FakeCollectives (polyshard {version})" in lines
+    assert "strategy full_shard" in lines
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[shard]\nstrateg = "no_shard"\n', "unknown setting 'strateg'. Did you mean 'strategy'?"),
+        ('[shard]\ncollectives = "fakee"\n', "no installed plugin of polyshard.collectives is named 'fakee'"),
+    ],
+)
+def test_a_wrong_config_exits_with_two(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, words: str
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    assert main(["config", str(file)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert words in captured.err
+
+
+def test_the_module_runs_as_a_command(tmp_path: Path) -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("POLYSHARD_")}
+    command = [sys.executable, "-m", "polyshard", "config", str(tmp_path / "absent.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ, check=False)
+    assert done.returncode == 2
+    assert "cannot read the configuration file" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from polyshard import hookspecs
+from polyshard.config import ShardConfig
+from polyshard.errors import ConfigError, PluginContractError
+from polyshard.events import Events
+from polyshard.hookspecs import hookimpl
+from polyshard.interfaces import Observer, UnitSpec
+
+UNIT = UnitSpec(
+    name="blocks.0",
+    module_class=torch.nn.Linear,
+    parameter_names=("blocks.0.weight",),
+    numel=16,
+    shard_numel=8,
+    master_dtype=torch.float32,
+    device=torch.device("cpu"),
+    is_root=False,
+)
+
+
+class Counter:
+    def unshard(self, unit: UnitSpec) -> None: ...
+    def compute(self, unit: UnitSpec, backward: bool) -> None: ...
+    def reshard(self, unit: UnitSpec) -> None: ...
+    def reduce(self, unit: UnitSpec) -> None: ...
+
+
+class Recorder:
+    """Implements every hook and writes down what it was told."""
+
+    def __init__(self, name: str, log: list[tuple[object, ...]]) -> None:
+        self.name, self.log, self.observer = name, log, Counter()
+
+    @hookimpl
+    def before_shard(self, model: torch.nn.Module, config: ShardConfig) -> None:
+        self.log.append((self.name, "before_shard", model, config))
+
+    @hookimpl
+    def after_shard(self, model: torch.nn.Module) -> None:
+        self.log.append((self.name, "after_shard", model))
+
+    @hookimpl
+    def on_save(self, model: torch.nn.Module, path: Path) -> None:
+        self.log.append((self.name, "on_save", model, path))
+
+    @hookimpl
+    def on_load(self, path: Path) -> None:
+        self.log.append((self.name, "on_load", path))
+
+    @hookimpl
+    def step_begin(self, model: torch.nn.Module) -> None:
+        self.log.append((self.name, "step_begin", model))
+
+    @hookimpl
+    def step_end(self) -> None:
+        self.log.append((self.name, "step_end"))
+
+    @hookimpl
+    def make_observer(self, unit: UnitSpec) -> Observer | None:
+        self.log.append((self.name, "make_observer", unit))
+        return self.observer
+
+
+def test_listeners_hear_everything_in_the_order_of_the_configuration() -> None:
+    log: list[tuple[object, ...]] = []
+    model, config, path = torch.nn.Linear(2, 2), ShardConfig(), Path("runs/1")
+    first, second = Recorder("first", log), Recorder("second", log)
+    events = Events([("first", first), ("second", second)])
+
+    events.before_shard(model, config)
+    events.after_shard(model)
+    events.step_begin(model)
+    events.step_end(model)
+    events.on_save(model, path)
+    events.on_load(model, path)
+    assert events.observers(UNIT) == (first.observer, second.observer)
+
+    told = [
+        ("before_shard", model, config),
+        ("after_shard", model),
+        ("step_begin", model),
+        ("step_end",),
+        ("on_save", model, path),
+        ("on_load", path),
+        ("make_observer", UNIT),
+    ]
+    assert log == [(name, *call) for call in told for name in ("first", "second")]
+
+
+def test_every_hook_is_documented_and_has_a_method_on_the_facade() -> None:
+    events = Events([("all", Recorder("all", []))])
+    implemented = {name for name in vars(Recorder) if not name.startswith("_")}
+    assert implemented == {
+        "before_shard",
+        "after_shard",
+        "on_save",
+        "on_load",
+        "step_begin",
+        "step_end",
+        "make_observer",
+    }
+    for name in implemented:
+        assert getattr(hookspecs, name).__doc__
+        assert hasattr(events, "observers" if name == "make_observer" else name)
+
+
+def test_without_listeners_nothing_is_active() -> None:
+    events = Events([])
+    assert events.active is False
+    assert events.observers(UNIT) == ()
+    events.step_begin(torch.nn.Identity())
+    assert Events([("one", Recorder("one", []))]).active is True
+
+
+def test_models_do_not_share_listeners() -> None:
+    log: list[tuple[object, ...]] = []
+    watched, other = Events([("one", Recorder("one", log))]), Events([])
+    other.after_shard(torch.nn.Identity())
+    assert log == []
+    watched.after_shard(torch.nn.Identity())
+    assert len(log) == 1
+
+
+def test_a_misspelt_hook_names_listener_hook_and_suggestion() -> None:
+    class Misspelt:
+        @hookimpl
+        def befor_shard(self, model: torch.nn.Module) -> None: ...
+
+    with pytest.raises(PluginContractError, match=r"'trace' implements a hook 'befor_shard' .*Did you mean 'before_sh"):
+        Events([("good", Recorder("good", [])), ("trace", Misspelt())])
+
+
+def test_a_hook_of_a_newer_version_may_be_marked_optional() -> None:
+    class Newer:
+        @hookimpl(optionalhook=True)
+        def on_graph_capture(self) -> None: ...
+
+    assert Events([("newer", Newer())]).active
+
+
+def test_an_argument_that_does_not_exist_is_refused() -> None:
+    class Wrong:
+        @hookimpl
+        def after_shard(self, modul: torch.nn.Module) -> None: ...
+
+    with pytest.raises(PluginContractError, match=r"(?s)listener 'trace' does not fit.*modul"):
+        Events([("trace", Wrong())])
+
+
+def test_a_listener_without_marked_methods_is_refused() -> None:
+    class Unmarked:
+        def after_shard(self, model: torch.nn.Module) -> None: ...
+
+    with pytest.raises(PluginContractError, match=r"Unmarked\) implements no hook.*polyshard\.hookimpl"):
+        Events([("trace", Unmarked())])
+
+
+def test_two_objects_of_one_class_are_two_listeners_and_one_object_is_one() -> None:
+    log: list[tuple[object, ...]] = []
+    events = Events([("Recorder", Recorder("a", log)), ("Recorder", Recorder("b", log))])
+    events.step_end(torch.nn.Identity())
+    assert log == [("a", "step_end"), ("b", "step_end")]
+    same = Recorder("a", log)
+    with pytest.raises(ConfigError, match="same object"):
+        Events([("x", same), ("y", same)])
+
+
+def test_an_observer_must_have_all_methods() -> None:
+    class Half:
+        @hookimpl
+        def make_observer(self, unit: UnitSpec) -> object:
+            class OnlyReduce:
+                def reduce(self, unit: UnitSpec) -> None: ...
+
+            return OnlyReduce()
+
+    with pytest.raises(PluginContractError, match=r"'half'.*'blocks\.0'.*lacks unshard, compute, reshard\."):
+        Events([("half", Half())]).observers(UNIT)
+
+
+def test_none_means_no_observer() -> None:
+    class Picky:
+        @hookimpl
+        def make_observer(self, unit: UnitSpec) -> Observer | None:
+            return Counter() if unit.is_root else None
+
+    assert Events([("picky", Picky())]).observers(UNIT) == ()
+
+
+def test_an_error_in_a_listener_reaches_the_caller() -> None:
+    class Failing:
+        @hookimpl
+        def step_begin(self) -> None:
+            raise ZeroDivisionError("listener")
+
+    with pytest.raises(ZeroDivisionError, match="listener"):
+        Events([("failing", Failing())]).step_begin(torch.nn.Identity())
