@@ -72,7 +72,8 @@ def _through_store(
     except Exception as error:
         missing = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
         raise RankMismatchError(
-            f"Ranks {missing} did not come to shard their model within {timeout.total_seconds():.0f} s (rank {me} waited). "
+            f"Ranks {missing} did not come to shard their model within {timeout.total_seconds():.0f} s, rank {me} "
+            "waited. "
             "Let every rank shard the same model; see the other ranks' logs."
         ) from error
     return [store.get(key).decode() for key in keys]

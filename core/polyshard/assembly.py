@@ -100,6 +100,8 @@ def shard_module(request: Request) -> Root:
         agree(report, error, collectives, process_group, timedelta(seconds=config.timeout_s))
     elif error is not None:
         raise error
+    # agree() raised if anything above did.
+    assert collectives is not None
     if strategy is not config.strategy:
         warnings.warn(
             f"polyshard is switching to use `NO_SHARD` instead of {config.strategy} since the world size is 1.",
@@ -200,15 +202,15 @@ def _resolve(
     capabilities = collectives.capabilities
     if context.device.type not in capabilities.devices:
         raise DeviceError(
-            f"The collectives {collectives_plugin.name!r} serve {', '.join(sorted(capabilities.devices))} tensors, but the "
-            f"model computes on {context.device} (rank {collectives.rank}). Move the model, set device=, or choose "
+            f"The collectives {collectives_plugin.name!r} serve {', '.join(sorted(capabilities.devices))} tensors, but "
+            f"the model computes on {context.device} (rank {collectives.rank}). Move the model, set device=, or choose "
             "other collectives."
         )
     least, most = capabilities.min_world_size, capabilities.max_world_size
     if collectives.world_size < least or (most is not None and collectives.world_size > most):
         raise WorldSizeError(
-            f"The collectives {collectives_plugin.name!r} serve {least} to {most or 'any number of'} ranks, but there are "
-            f"{collectives.world_size} (rank {collectives.rank}). Start another number, or choose other collectives."
+            f"The collectives {collectives_plugin.name!r} serve {least} to {most or 'any number of'} ranks, but there "
+            f"are {collectives.world_size} (rank {collectives.rank}). Start another number, or choose other collectives."
         )
     return _Plugins(
         context,
@@ -224,7 +226,7 @@ def _resolve(
 def _plan(
     request: Request, plugins: _Plugins
 ) -> tuple[list[PlannedStage], dict[str, PrecisionCaster], dict[str, OffloadManager]]:
-    config, module, rank = request.config, request.module, plugins.collectives.rank
+    module, rank = request.module, plugins.collectives.rank
     if request.composes:
         if STAGE_ATTRIBUTE in module.__dict__:
             refuse_sharded(module, rank)

@@ -69,8 +69,8 @@ def fully_shard(
 ) -> M:
     """Make one unit of what in ``module`` is not sharded yet, in place; returns ``module``.
 
-    Called from the inside out: ``for block in model.blocks: fully_shard(block)``, then ``fully_shard(model)``. Arguments
-    and errors as in ``shard``.
+    Called from the inside out: ``for block in model.blocks: fully_shard(block)``, then ``fully_shard(model)``.
+    Arguments and errors as in ``shard``.
 
     Raises:
         ConfigError: ``config`` names a policy; here the caller chooses.

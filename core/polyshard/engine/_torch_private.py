@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd import Variable
 
 
@@ -23,30 +24,30 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
 
     No public hook fires once per backward after all gradients have been accumulated.
     """
-    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined,no-untyped-call]
+    Variable._execution_engine.queue_callback(callback)
 
 
-def foreach_copy_(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def foreach_copy_(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each source into its destination by one fused launch, casting on the way."""
     torch._foreach_copy_(destinations, sources)
 
 
-def foreach_add_(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def foreach_add_(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Add each source to its destination by one fused launch."""
     torch._foreach_add_(destinations, sources)
 
 
-def foreach_zero_(tensors: Sequence[torch.Tensor]) -> None:
+def foreach_zero_(tensors: list[torch.Tensor]) -> None:
     """Zero all tensors by one fused launch."""
     torch._foreach_zero_(tensors)
 
 
-def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply all tensors by a scalar tensor by one fused launch, without reading it on the host."""
     torch._foreach_mul_(tensors, factor)
 
 
-def foreach_norm(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
+def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
     """The vector norm of each tensor, by one fused launch, accumulated in ``dtype``."""
     return list(torch._foreach_norm(tensors, order, dtype=dtype))
 
@@ -57,9 +58,24 @@ def tensor_hooks(parameter: torch.Tensor) -> int:
 
 
 def post_accumulate_grad_hooks(parameter: torch.Tensor) -> Sequence[Callable[[torch.Tensor], Any]]:
-    """The hooks that ``register_post_accumulate_grad_hook`` put on ``parameter``; they do not fire by themselves there."""
-    hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    """The hooks of ``register_post_accumulate_grad_hook``: on a sharded parameter they do not fire by themselves."""
+    hooks = parameter._post_accumulate_grad_hooks
     return tuple(hooks.values()) if hooks else ()
+
+
+def rnn_weight_names(module: nn.RNNBase) -> list[str]:
+    """The parameter names behind the list of weights that an RNN module computes from, in its order."""
+    return [name for layer in module._all_weights for name in layer]
+
+
+def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchange all that two tensor objects are, but for who they are."""
+    torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]
+
+
+def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Call ``hook`` in backward before the node that made ``tensor`` runs."""
+    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def default_store() -> Any | None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from . import _torch_private
+
 if TYPE_CHECKING:
     from .unit import ManagedParameter
 
@@ -59,7 +61,7 @@ def _flat_weights_swap(
     module: nn.RNNBase, views: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     # RNN modules compute from a list of their weights that they keep beside _parameters.
-    names = [name for layer in module._all_weights for name in layer]
+    names = _torch_private.rnn_weight_names(module)
     originals = list(module._flat_weights)
     swapped = [views.get(name, original) for name, original in zip(names, originals, strict=True)]
     return module.__dict__, {"_flat_weights": swapped}, {"_flat_weights": originals}

@@ -98,5 +98,5 @@ def view_of(flat: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...],
     """A tensor over ``flat``'s memory with a version counter of its own, unknown to autograd as a view."""
     view = torch.empty(0, dtype=flat.dtype, device=flat.device)
     with torch.no_grad():
-        view.set_(flat.untyped_storage(), flat.storage_offset() + offset, shape, stride)  # type: ignore[call-overload]
+        view.set_(flat.untyped_storage(), flat.storage_offset() + offset, shape, stride)
     return view

@@ -108,8 +108,8 @@ class StreamLanes(Lanes):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # High priority: a collective that waits behind compute kernels delays the compute that waits for it.
-        self._gather_stream = torch.cuda.Stream(device, priority=-1)
-        self._reduce_stream = torch.cuda.Stream(device, priority=-1)
+        self._gather_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._reduce_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         # (gathered, last used) of each unit. An event may be recorded again while waits on its last recording are still
         # queued, so two a unit serve for good.
         self._events: dict[Unit, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
@@ -154,7 +154,7 @@ class StreamLanes(Lanes):
         with torch.cuda.stream(self._reduce_stream):
             issue().wait()
             deliver()
-            event = torch.cuda.Event()
+            event = _event()
             event.record(self._reduce_stream)
         self._reductions.append((event, retire))
 
@@ -169,10 +169,14 @@ class StreamLanes(Lanes):
     def _events_of(self, unit: Unit) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         events = self._events.get(unit)
         if events is None:
-            events = self._events[unit] = (torch.cuda.Event(), torch.cuda.Event())
+            events = self._events[unit] = (_event(), _event())
         return events
 
     def _retire_oldest(self) -> None:
         event, retire = self._reductions.popleft()
         torch.cuda.current_stream(self._device).wait_event(event)
         retire()
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]

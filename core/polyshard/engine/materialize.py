@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -223,7 +223,7 @@ def _initialize(
         if initializer is not None:
             initializer(module)
         else:
-            module.reset_parameters()
+            cast("Callable[[], None]", module.reset_parameters)()
     finally:
         module._parameters.update(others)
 

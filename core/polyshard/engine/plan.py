@@ -91,10 +91,10 @@ def plan_stages(
         )
     _check_device(aliases, rank)
     groups: dict[nn.Module, dict[tuple[torch.dtype, bool], list[ManagedParameter]]] = {}
-    for parameter, chain in owners.items():
+    for parameter, owning in owners.items():
         managed = ManagedParameter(parameter, tuple(aliases[parameter]), tuple(sites[parameter]))
         kind = (parameter.dtype, parameter.requires_grad)
-        groups.setdefault(chain[-1], {}).setdefault(kind, []).append(managed)
+        groups.setdefault(owning[-1], {}).setdefault(kind, []).append(managed)
     stages = []
     for module, name in names.items():
         if module is root or module in groups:
@@ -182,8 +182,9 @@ def refuse_sharded(root: nn.Module, rank: int) -> None:
     for name, module in root.named_modules():
         if STAGE_ATTRIBUTE in module.__dict__:
             raise AlreadyShardedError(
-                f"FSDP auto wrapping requires modules to not already have FSDP applied but found {name or '(root)'} in\n"
-                f"{root}\n(rank {rank}). Shard the whole model once, or compose it from the inside out with fully_shard."
+                f"FSDP auto wrapping requires modules to not already have FSDP applied but found "
+                f"{name or '(root)'} in\n{root}\n(rank {rank}). Shard the whole model once, or compose it from the "
+                "inside out with fully_shard."
             )
 
 

@@ -9,7 +9,7 @@ from ..interfaces import Collectives
 
 @dataclass(frozen=True, slots=True)
 class RankGrid:
-    """The ranks of a strategy: ``shard`` × ``replicate`` of them.
+    """The ranks of a strategy: ``shard`` times ``replicate`` of them.
 
     ========================  ===============  ==================
     strategy                  shard            replicate

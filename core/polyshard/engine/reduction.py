@@ -215,7 +215,7 @@ class Gradients:
                 view_of(flat, slots[index].shape, slots[index].stride, slots[index].offset)
                 for index in self._owner_slots
             ]
-        parts = flat.split(self._sizes)
+        parts = torch.split_with_sizes(flat, self._sizes)
         return [parts[index] for index in self._picks]
 
 

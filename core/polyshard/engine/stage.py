@@ -65,7 +65,7 @@ class Stage:
 
     def attach(self) -> None:
         """Put the hooks on the module."""
-        # First in line: the user's own hooks see whole parameters. Called on errors too, so that nothing stays gathered.
+        # First in line: the user's own hooks see whole parameters. Called on errors too: nothing stays gathered.
         self.module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         self.module.register_forward_hook(self.post_forward, with_kwargs=True, always_call=True)
 
@@ -266,14 +266,14 @@ class Stage:
             if not output.requires_grad:
                 return output, False
             if not output._is_view():
-                output.register_hook(self.pre_backward)
+                _torch_private.on_gradient(output, self.pre_backward)
                 return output, True
         found = [tensor for tensor in iter_tensors(output) if tensor.requires_grad]
         if not found:
             return output, False
         if not any(tensor._is_view() for tensor in found):
             for tensor in found:
-                tensor.register_hook(self.pre_backward)
+                _torch_private.on_gradient(tensor, self.pre_backward)
             return output, True
         # An in-place change of a view rewrites its history and would drop a hook on it, and backward would then read
         # released memory. The boundary's output is no view.

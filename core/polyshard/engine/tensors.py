@@ -31,7 +31,7 @@ def iter_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: T) -> T:
-    """``value`` with every tensor replaced by ``function(tensor)``; containers that do not change are kept as they are."""
+    """``value`` with every tensor replaced by ``function(tensor)``; containers in which none changes are kept."""
     return cast(T, _map(function, value))
 
 

@@ -22,6 +22,7 @@ from ..interfaces import (
     UnitSpec,
     Work,
 )
+from . import _torch_private
 from .bindings import Bindings
 from .buffer import FlatBuffer, view_of
 from .layout import FlatLayout
@@ -317,8 +318,8 @@ class Unit:
             value = flat[piece.start : piece.stop] if piece is not None else flat[:0]
         if value.shape != shape:
             raise ParameterChangedError(
-                f"Cannot writeback when the parameter shape changes\nExpects {shape} but got {value.shape} for {where}. "
-                "Replace it by a tensor of the shard's shape, or of the whole parameter's."
+                f"Cannot writeback when the parameter shape changes\nExpects {shape} but got {value.shape} for "
+                f"{where}. Replace it by a tensor of the shard's shape, or of the whole parameter's."
             )
         piece = next((piece for piece in self.pieces if piece.slot == index), None)
         if self.grid.shard is None:
@@ -356,4 +357,4 @@ def become(parameter: nn.Parameter, data: torch.Tensor) -> None:
     # A meta tensor refuses data of another device; swapping the two objects' insides does not.
     replacement = nn.Parameter(data, requires_grad=parameter.requires_grad)
     replacement.__dict__.update(parameter.__dict__)
-    torch.utils.swap_tensors(parameter, replacement)
+    _torch_private.swap_tensors(parameter, replacement)
