@@ -1,4 +1,4 @@
-"""Shards a PyTorch model over ranks: parameters, gradients and optimizer state. What differs between teams is a plugin."""
+"""Shards a PyTorch model's parameters, gradients and optimizer state over ranks. What teams differ in is a plugin."""
 
 from . import errors, interfaces
 from .composable import clip_grad_norm_, fully_shard, no_sync, register_forward_method, report, shard, unsharded

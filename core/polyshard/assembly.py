@@ -209,8 +209,9 @@ def _resolve(
     least, most = capabilities.min_world_size, capabilities.max_world_size
     if collectives.world_size < least or (most is not None and collectives.world_size > most):
         raise WorldSizeError(
-            f"The collectives {collectives_plugin.name!r} serve {least} to {most or 'any number of'} ranks, but there "
-            f"are {collectives.world_size} (rank {collectives.rank}). Start another number, or choose other collectives."
+            f"The collectives {collectives_plugin.name!r} serve {least} to {most or 'any number of'} ranks, but "
+            f"there are {collectives.world_size} (rank {collectives.rank}). Start another number of them, or choose "
+            "other collectives."
         )
     return _Plugins(
         context,

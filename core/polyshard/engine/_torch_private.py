@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.autograd import Variable
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def in_backward() -> bool:
@@ -66,6 +71,20 @@ def post_accumulate_grad_hooks(parameter: torch.Tensor) -> Sequence[Callable[[to
 def rnn_weight_names(module: nn.RNNBase) -> list[str]:
     """The parameter names behind the list of weights that an RNN module computes from, in its order."""
     return [name for layer in module._all_weights for name in layer]
+
+
+def hidden_from_compile(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """``function``, which torch.compile calls without looking inside.
+
+    The public ``torch.compiler.disable`` imports the compiler when it decorates, which takes over a second; this one
+    when the function is first called.
+    """
+    return _disable_dynamo(function)
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Treat tensor subclasses as plain tensors inside."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:

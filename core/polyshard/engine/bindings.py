@@ -1,17 +1,37 @@
-"""Which tensor stands under a parameter's name: the original, or the view that computes."""
+"""Which tensor stands under a parameter's name: the original, the view that computes, or a guard."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from . import _torch_private
+from .guard import ShardedParameter
 
 if TYPE_CHECKING:
     from .unit import ManagedParameter
+
+
+class Shown(enum.Enum):
+    """What modules see under their parameters' names."""
+
+    ORIGINALS = "originals"
+    """The user's own parameters: shards, outside of compute."""
+    VIEWS = "views"
+    """Whole parameters in compute dtype, during the unit's own compute."""
+    GUARDS = "guards"
+    """Stand-ins that refuse to compute, while another unit's forward runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Swap:
+    target: dict[str, Any]
+    of: dict[Shown, dict[str, Any]]
 
 
 class Bindings:
@@ -21,47 +41,47 @@ class Bindings:
     that are no ``nn.Parameter``.
     """
 
-    def __init__(self, parameters: Sequence[ManagedParameter], leaves: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, parameters: Sequence[ManagedParameter], leaves: Sequence[torch.Tensor], *, guarded: bool
+    ) -> None:
         #: (``module._parameters``, attribute, original) of each parameter's first site.
         self.watched: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-        self.installed = False
-        views: dict[nn.Module, dict[str, Any]] = {}
-        originals: dict[nn.Module, dict[str, Any]] = {}
+        self.shown = Shown.ORIGINALS
+        self._guarded = guarded
+        swaps: dict[nn.Module, _Swap] = {}
         for parameter, leaf in zip(parameters, leaves, strict=True):
             first, key = parameter.sites[0]
             self.watched.append((first._parameters, key, parameter.original))
             if leaf is parameter.original:
                 continue
+            guard = ShardedParameter.of(parameter.original, parameter.names[0]) if guarded else parameter.original
             for module, attribute in parameter.sites:
-                views.setdefault(module, {})[attribute] = leaf
-                originals.setdefault(module, {})[attribute] = parameter.original
-        self._swaps: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
-            (module._parameters, views[module], originals[module]) for module in views
-        ]
-        for module in views:
-            if isinstance(module, nn.RNNBase):
-                self._swaps.append(_flat_weights_swap(module, views[module]))
+                swap = swaps.setdefault(module, _Swap(module._parameters, {shown: {} for shown in Shown}))
+                swap.of[Shown.ORIGINALS][attribute] = parameter.original
+                swap.of[Shown.VIEWS][attribute] = leaf
+                swap.of[Shown.GUARDS][attribute] = guard
+        self._swaps = list(swaps.values())
+        self._swaps += [_flat_weights(module, swap) for module, swap in swaps.items() if isinstance(module, nn.RNNBase)]
+        self._updates: dict[Shown, list[tuple[dict[str, Any], dict[str, Any]]]] = {
+            shown: [(swap.target, swap.of[shown]) for swap in self._swaps] for shown in Shown
+        }
 
-    def install(self) -> None:
-        """Let modules see the views."""
-        if not self.installed:
-            for target, views, _ in self._swaps:
-                target.update(views)
-            self.installed = True
-
-    def restore(self) -> None:
-        """Let modules see the originals."""
-        if self.installed:
-            for target, _, originals in self._swaps:
-                target.update(originals)
-            self.installed = False
+    def show(self, shown: Shown) -> None:
+        """Let modules see ``shown``. Views must be attached by then."""
+        if self.shown is not shown:
+            if shown is Shown.GUARDS and not self._guarded:
+                shown = Shown.ORIGINALS
+            for target, update in self._updates[shown]:
+                target.update(update)
+            self.shown = shown
 
 
-def _flat_weights_swap(
-    module: nn.RNNBase, views: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def _flat_weights(module: nn.RNNBase, swap: _Swap) -> _Swap:
     # RNN modules compute from a list of their weights that they keep beside _parameters.
     names = _torch_private.rnn_weight_names(module)
-    originals = list(module._flat_weights)
-    swapped = [views.get(name, original) for name, original in zip(names, originals, strict=True)]
-    return module.__dict__, {"_flat_weights": swapped}, {"_flat_weights": originals}
+    present = list(module._flat_weights)
+    lists = {
+        shown: {"_flat_weights": [values.get(name, old) for name, old in zip(names, present, strict=True)]}
+        for shown, values in swap.of.items()
+    }
+    return _Swap(module.__dict__, lists)

@@ -9,7 +9,8 @@ import torch
 
 from ..errors import ParameterChangedError, StateError
 from .buffer import view_of
-from .root import Phase, Root
+from .phase import Phase
+from .root import Root
 from .unit import Unit, become
 
 
@@ -36,7 +37,8 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
     flats: dict[Unit, torch.Tensor] = {}
     try:
         for unit in root.units:
-            if unit.grid.shard is not None:
+            # A parked master is on another device: whole parameters are shown where the model computes.
+            if unit.grid.shard is not None or unit.parks:
                 flats[unit] = _expose_whole(unit)
         yield
         if writeback:
@@ -53,12 +55,12 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
 
 def _expose_whole(unit: Unit) -> torch.Tensor:
     shard = unit.grid.shard
-    assert shard is not None
     with torch.inference_mode(False), torch.no_grad():
         flat = torch.empty(unit.layout.padded_numel, dtype=unit.spec.master_dtype, device=unit.spec.device)
-        own = flat.narrow(0, shard.rank * unit.layout.shard_numel, unit.layout.shard_numel)
+        own = flat.narrow(0, unit.grid.shard_rank * unit.layout.shard_numel, unit.layout.shard_numel)
         own.copy_(unit.master)
-        shard.all_gather(flat, own).wait()
+        if shard is not None:
+            shard.all_gather(flat, own).wait()
         for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
             become(parameter.original, view_of(flat, slot.shape, slot.stride, slot.offset))
     return flat

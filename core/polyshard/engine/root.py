@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterator, Sequence
 
 from ..events import Events
@@ -10,30 +9,10 @@ from ..interfaces import Collectives, OffloadManager, PrecisionCaster
 from . import _torch_private
 from .audit import Audit
 from .lanes import Lanes
+from .phase import Phase
 from .schedule import Schedule
 from .stage import Stage
 from .unit import Unit, UnitState
-
-
-class Phase(enum.Enum):
-    """Where the model stands in a step.
-
-    ========  ========  ==========================================================
-    from      to        by
-    ========  ========  ==========================================================
-    IDLE      FORWARD   the outermost forward starts
-    FORWARD   IDLE      it ends, or raises
-    IDLE      BACKWARD  a gradient reaches an output
-    BACKWARD  IDLE      the backward ends; after one that raised, the next forward
-    ========  ========  ==========================================================
-    """
-
-    IDLE = "idle"
-    """Between forwards and backwards: parameters may be read, changed and saved."""
-    FORWARD = "forward"
-    """Inside the outermost module's forward."""
-    BACKWARD = "backward"
-    """Inside a backward."""
 
 
 class Root:
@@ -95,10 +74,11 @@ class Root:
             self.abandon()
         if self.audit is not None and self.audit.done:
             self.audit = None
+        self.phase = Phase.FORWARD
         for unit in self.units:
             unit.take_up_changes()
             unit.expire()
-        self.phase = Phase.FORWARD
+            unit.hide()
         self.active = stage
         self.lanes.begin_forward()
         self.schedule.begin_forward()

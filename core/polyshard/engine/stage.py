@@ -83,6 +83,7 @@ class Stage:
                 for p in unit.parameters
             )
 
+    @_torch_private.hidden_from_compile
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -103,17 +104,18 @@ class Stage:
             unit.unshard()
         for unit in self.units:
             unit.wait()
-            unit.bindings.install()
+            unit.show()
             for observer in unit.observers:
                 observer.compute(unit.spec, recomputes)
         for stage in ahead:
             stage.unshard()
-        if self.input_cast is not None:
+        if self.input_cast is not None and not self._in_full_precision:
             args, kwargs = self.input_cast(args, kwargs)
         if self._managed and torch.is_grad_enabled() and not (recomputes and self.awaits_backward):
             args, kwargs = self._watch_inputs(args, kwargs)
         return args, kwargs
 
+    @_torch_private.hidden_from_compile
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Let go of the parameters, and wait for a backward where there can be one."""
         root = self.root
@@ -124,7 +126,7 @@ class Stage:
             if error is not None and error is not self._outer_error:
                 self._give_up(recomputes)
                 return None
-        if self.output_cast is not None:
+        if self.output_cast is not None and not self._in_full_precision:
             output = self.output_cast(output)
         watched = False
         if not self._unmanaged and torch.is_grad_enabled() and not (recomputes and self.awaits_backward):
@@ -136,7 +138,7 @@ class Stage:
         outermost = root.active is self and self._entered == 0
         if self._entered == 0:
             for unit in self.units:
-                unit.bindings.restore()
+                unit.hide()
                 if unit.permanent:
                     continue
                 releases = unit.releases(outermost)
@@ -218,6 +220,7 @@ class Stage:
         """The outermost forward ended: release what no backward will come back to."""
         self._entered = 0
         for unit in self.units:
+            unit.hide()
             if not self.awaits_backward or unit.state is UnitState.GATHERING:
                 unit.reshard()
 
@@ -229,6 +232,10 @@ class Stage:
         self.awaits_backward = False
         for unit in self.units:
             unit.reshard()
+
+    @property
+    def _in_full_precision(self) -> bool:
+        return bool(self.units) and self.units[0].in_full_precision
 
     @property
     def _rank(self) -> int:

@@ -23,9 +23,10 @@ from ..interfaces import (
     Work,
 )
 from . import _torch_private
-from .bindings import Bindings
+from .bindings import Bindings, Shown
 from .buffer import FlatBuffer, view_of
 from .layout import FlatLayout
+from .phase import Phase
 from .ranks import RankGrid
 from .reduction import Gradients
 from .wire import EncodedGather
@@ -151,6 +152,11 @@ class Unit:
         return self.permanent and self.grid.alone
 
     @property
+    def in_full_precision(self) -> bool:
+        """Whether the unit computes in its master dtype now because its module is in eval mode."""
+        return self._eval_buffer is not None and self.buffer is self._eval_buffer
+
+    @property
     def allocation(self) -> AbstractContextManager[Any]:
         """The backend's memory for gathers."""
         return (self.grid.shard or self.grid.world).allocation(BufferRole.GATHER)
@@ -167,7 +173,7 @@ class Unit:
         self.buffer = buffer
         originals: list[torch.Tensor] = [parameter.original for parameter in self.parameters]
         self.leaves = originals if self.resident else buffer.views
-        self.bindings = Bindings(self.parameters, self.leaves)
+        self.bindings = Bindings(self.parameters, self.leaves, guarded=not self.permanent)
         self.follow_requires_grad()
 
     def expose_shards(self) -> None:
@@ -240,9 +246,18 @@ class Unit:
             self.root.lanes.arrive(self)
             self.state = UnitState.UNSHARDED
 
+    def show(self) -> None:
+        """Let modules see whole parameters."""
+        self.bindings.show(Shown.VIEWS)
+
+    def hide(self) -> None:
+        """Let modules see the originals again; while a forward runs, stand-ins that refuse to compute."""
+        computing = self.root is not None and self.root.phase is Phase.FORWARD
+        self.bindings.show(Shown.GUARDS if computing else Shown.ORIGINALS)
+
     def reshard(self) -> None:
         """Release the gather buffer."""
-        self.bindings.restore()
+        self.hide()
         if self.permanent or self.state is UnitState.SHARDED:
             return
         assert self.root is not None
@@ -284,7 +299,7 @@ class Unit:
             ParameterChangedError: naming the parameter.
         """
         for index, (target, key, original) in enumerate(self.bindings.watched):
-            if self.bindings.installed:
+            if self.bindings.shown is not Shown.ORIGINALS:
                 moved = original.data_ptr() != self._addresses[index]
             else:
                 moved = target.get(key) is not original or original.data_ptr() != self._addresses[index]

@@ -1,0 +1,79 @@
+"""Contiguous ranges of a tensor's elements as axis-aligned boxes. Pure arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """An axis-aligned part of a tensor."""
+
+    offsets: tuple[int, ...]
+    """First index in each dimension."""
+    sizes: tuple[int, ...]
+    """Extent in each dimension."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+    def permuted(self, dims: Sequence[int]) -> Box:
+        """The same box after ``Tensor.permute(dims)``."""
+        return Box(tuple(self.offsets[dim] for dim in dims), tuple(self.sizes[dim] for dim in dims))
+
+
+def range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Elements ``start`` to ``stop`` (exclusive) of a row-major tensor as disjoint boxes, in element order.
+
+    Each box is itself a contiguous range of elements. At most ``max(1, 2 * len(shape) - 1)`` boxes: on the way to the
+    innermost dimension each one adds a box of whole rows at either end, and they share the one in the middle.
+
+    Raises:
+        IndexError: the range does not lie within the tensor.
+    """
+    numel = math.prod(shape)
+    if not 0 <= start <= stop <= numel:
+        raise IndexError(f"elements {start} to {stop} do not lie within a tensor of {numel}")
+    if start == stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    return _boxes(tuple(shape), start, stop)
+
+
+def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    if len(shape) == 1:
+        return [Box((start,), (stop - start,))]
+    inner = shape[1:]
+    row_numel = math.prod(inner)
+    first, head = divmod(start, row_numel)
+    last, tail = divmod(stop, row_numel)
+    if first == last:
+        return _in_row(first, _boxes(inner, head, tail))
+    found = []
+    if head:
+        found += _in_row(first, _boxes(inner, head, row_numel))
+        first += 1
+    if first < last:
+        found.append(Box((first, *(0 for _ in inner)), (last - first, *inner)))
+    if tail:
+        found += _in_row(last, _boxes(inner, 0, tail))
+    return found
+
+
+def _in_row(row: int, boxes: list[Box]) -> list[Box]:
+    return [Box((row, *box.offsets), (1, *box.sizes)) for box in boxes]
+
+
+def storage_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """The permutation of dimensions that makes a dense tensor of these strides row-major."""
+    return tuple(sorted(range(len(shape)), key=lambda dim: (-stride[dim], dim) if shape[dim] > 1 else (-math.inf, dim)))
+
+
+def inverse(dims: Sequence[int]) -> tuple[int, ...]:
+    """The permutation that undoes ``Tensor.permute(dims)``."""
+    return tuple(sorted(range(len(dims)), key=lambda position: dims[position]))

@@ -1,0 +1,26 @@
+"""Where a model stands in a step."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Phase(enum.Enum):
+    """Where the model stands in a step.
+
+    ========  ========  ==========================================================
+    from      to        by
+    ========  ========  ==========================================================
+    IDLE      FORWARD   the outermost forward starts
+    FORWARD   IDLE      it ends, or raises
+    IDLE      BACKWARD  a gradient reaches an output
+    BACKWARD  IDLE      the backward ends; after one that raised, the next forward
+    ========  ========  ==========================================================
+    """
+
+    IDLE = "idle"
+    """Between forwards and backwards: parameters may be read, changed and saved."""
+    FORWARD = "forward"
+    """Inside the outermost module's forward."""
+    BACKWARD = "backward"
+    """Inside a backward."""
