@@ -162,6 +162,7 @@ def _build(
             units,
             input_cast=caster.input_cast(spec),
             output_cast=caster.output_cast(spec),
+            full_precision_in_eval=caster.full_precision_in_eval(spec),
             signature=signature,
         )
     names = {inner: name for name, inner in module.named_modules()}

@@ -119,6 +119,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
     Raises:
         StateError: ``model`` is not the outermost sharded module.
+        ConfigError: ``norm_type`` is not positive.
     """
     return clip_grad_norm(_outermost(model, "clip_grad_norm_()"), model, float(max_norm), float(norm_type))
 

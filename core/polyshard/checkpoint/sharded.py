@@ -59,9 +59,9 @@ class CheckpointTensor(torch.Tensor):
                 "holds a part of it. Pass the state dict to torch.distributed.checkpoint.save or load, or read whole "
                 "parameters inside polyshard.unsharded(model)."
             )
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call,misc]
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Shape, dtype and chunks."""
         boxes = ", ".join(f"{list(chunk.box.offsets)}+{list(chunk.box.sizes)}" for chunk in self.chunks)
         return f"CheckpointTensor(shape={tuple(self.shape)}, dtype={self.dtype}, chunks=[{boxes}])"
@@ -100,7 +100,7 @@ _DESCRIPTIONS: frozenset[Any] = frozenset(
         torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
         torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
         torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.device.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.device.__get__,
         torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
         torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
     }

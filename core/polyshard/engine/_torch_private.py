@@ -24,6 +24,14 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def will_accumulate(leaf: torch.Tensor) -> bool:
+    """Whether the backward that runs now adds to ``leaf.grad``; to be called inside of one.
+
+    Under ``autograd.grad`` and ``backward(inputs=...)`` it may not, and no public call tells.
+    """
+    return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node))
+
+
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the current backward has ended, on the thread that called it.
 

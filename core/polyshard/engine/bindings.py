@@ -14,7 +14,7 @@ from . import _torch_private
 from .guard import ShardedParameter
 
 if TYPE_CHECKING:
-    from .unit import ManagedParameter
+    from .originals import ManagedParameter
 
 
 class Shown(enum.Enum):
@@ -44,14 +44,10 @@ class Bindings:
     def __init__(
         self, parameters: Sequence[ManagedParameter], leaves: Sequence[torch.Tensor], *, guarded: bool
     ) -> None:
-        #: (``module._parameters``, attribute, original) of each parameter's first site.
-        self.watched: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         self.shown = Shown.ORIGINALS
         self._guarded = guarded
         swaps: dict[nn.Module, _Swap] = {}
         for parameter, leaf in zip(parameters, leaves, strict=True):
-            first, key = parameter.sites[0]
-            self.watched.append((first._parameters, key, parameter.original))
             if leaf is parameter.original:
                 continue
             guard = ShardedParameter.of(parameter.original, parameter.names[0]) if guarded else parameter.original

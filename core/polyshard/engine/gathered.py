@@ -8,10 +8,12 @@ from contextlib import contextmanager
 import torch
 
 from ..errors import ParameterChangedError, StateError
+from . import _torch_private
 from .buffer import view_of
+from .originals import become
 from .phase import Phase
 from .root import Root
-from .unit import Unit, become
+from .unit import Unit
 
 
 @contextmanager
@@ -21,6 +23,8 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
     Raises:
         StateError: inside a forward or backward, or when entered twice.
     """
+    if root.backward_failed and not _torch_private.in_backward():
+        root.abandon()
     if root.phase is not Phase.IDLE:
         raise StateError(
             f"Cannot manually unshard parameters during forward/backward (rank {root.rank}, phase {root.phase.value}). "
@@ -37,9 +41,7 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
     flats: dict[Unit, torch.Tensor] = {}
     try:
         for unit in root.units:
-            # A parked master is on another device: whole parameters are shown where the model computes.
-            if unit.grid.shard is not None or unit.parks:
-                flats[unit] = _expose_whole(unit)
+            flats[unit] = _expose_whole(unit)
         yield
         if writeback:
             for unit, flat in flats.items():
@@ -49,7 +51,7 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
             for parameter in unit.parameters:
                 for module, key in parameter.sites:
                     module._parameters[key] = parameter.original
-            unit.expose_shards()
+            unit.originals.expose()
         root.unsharded = False
 
 

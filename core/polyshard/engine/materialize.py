@@ -12,9 +12,10 @@ from ..errors import ParameterError
 from ..interfaces import OffloadManager, PrecisionCaster, UnitSpec
 from .buffer import view_of
 from .layout import FlatLayout, plan_layout
+from .originals import ManagedParameter
 from .plan import PlannedStage
 from .ranks import RankGrid
-from .unit import ManagedParameter, Reshard, Unit
+from .unit import Reshard, Unit
 
 #: Initialises the parameters and buffers that a module holds directly.
 Initializer = Callable[[nn.Module], None]

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import nn
 
+from ..errors import ConfigError
 from ..interfaces import Collectives, ReduceOp
 from . import _torch_private
 from .root import Root
@@ -17,7 +18,15 @@ def clip_grad_norm(root: Root, module: nn.Module, max_norm: float, norm_type: fl
 
     Norms are accumulated in fp32 (fp64 for fp64 gradients), with one all-reduce for each group of shards. Parameters
     outside of units count as the same on every rank.
+
+    Raises:
+        ConfigError: ``norm_type`` is not positive.
     """
+    if not norm_type > 0:
+        raise ConfigError(
+            f"clip_grad_norm_ got norm_type={norm_type} (rank {root.rank}): norms of shards combine for positive "
+            "orders alone. Give 2.0, 1.0 or inf."
+        )
     device = root.collectives.device
     groups: dict[Collectives | None, list[torch.Tensor]] = {}
     managed: set[nn.Parameter] = set()

@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from ..errors import AlreadyShardedError, ConfigError, DeviceError, EmptyUnitError, ParameterError, PluginContractError
 from ..interfaces import UNIT_OVERRIDES, UnitPlan
 from . import _torch_private
-from .unit import ManagedParameter
+from .originals import ManagedParameter
 
 #: Attribute under which a sharded module holds its stage.
 STAGE_ATTRIBUTE = "_polyshard_stage"

@@ -125,6 +125,9 @@ class Gradients:
                 leaf.grad = None
         if self._wire is not None:
             self._wire.release()
+
+    def forget(self) -> None:
+        """Let reductions in flight end without a result."""
         self._result = None
 
     def run_post_accumulate_hooks(self) -> None:
@@ -159,7 +162,8 @@ class Gradients:
 
     def _deliver(self) -> None:
         result = self._result
-        assert result is not None
+        if result is None:
+            return
         self._result = None
         unit = self._unit
         if result.dtype != unit.dtypes.grad:

@@ -103,14 +103,21 @@ class Root:
         """A gradient reached one of the outputs."""
         if self.phase is not Phase.BACKWARD:
             self.phase = Phase.BACKWARD
-            self.accumulates = False
+            self.accumulates = any(
+                leaf.requires_grad and _torch_private.will_accumulate(leaf)
+                for stage in reversed(self.stages)
+                if stage.awaits_backward
+                for unit in stage.units
+                for leaf in unit.leaves
+            )
             _torch_private.queue_after_backward(self.end_backward)
 
     def end_backward(self) -> None:
         """All gradients of this backward have been accumulated."""
-        for stage in self.stages:
+        # In one order on all ranks, whichever of them got gradients.
+        for stage in reversed(self.stages):
             if stage.late():
-                stage.finish()
+                stage.catch_up()
         self.lanes.drain()
         for offload in self._parking:
             offload.sync_for_step()
@@ -130,6 +137,8 @@ class Root:
         self.active = None
         self.phase = Phase.IDLE
         self.schedule.end_backward()
+        for unit in self.units:
+            unit.gradients.forget()
         self.lanes.drain()
         self.reduced.clear()
         for stage in self.stages:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +45,7 @@ class Stage:
         *,
         input_cast: InputCast | None = None,
         output_cast: OutputCast | None = None,
+        full_precision_in_eval: bool = False,
         signature: Hashable = None,
     ) -> None:
         self.name = name
@@ -52,6 +54,7 @@ class Stage:
         self.root: Root | None = None
         self.input_cast = input_cast
         self.output_cast = output_cast
+        self._full_precision_in_eval = full_precision_in_eval
         #: Stages of equal signature can share collectives.
         self.signature = signature
         # A single rank without casts: autograd works on the originals, and backward needs no help.
@@ -60,8 +63,11 @@ class Stage:
         self._entered = 0
         self._outstanding = 0
         self._outer_error: BaseException | None = None
+        self._backward_mode = True
         self.awaits_backward = False
         self.in_backward = False
+        #: Entered with gradients on: other ranks may have gradients for it, so that this one must reduce with them.
+        self.owes = False
 
     def attach(self) -> None:
         """Put the hooks on the module."""
@@ -112,6 +118,7 @@ class Stage:
         if self.input_cast is not None and not self._in_full_precision:
             args, kwargs = self.input_cast(args, kwargs)
         if self._managed and torch.is_grad_enabled() and not (recomputes and self.awaits_backward):
+            self.owes = True
             args, kwargs = self._watch_inputs(args, kwargs)
         return args, kwargs
 
@@ -146,8 +153,8 @@ class Stage:
                     self._refuse_escape(unit, output)
                 if releases:
                     unit.reshard()
-        if watched:
-            self.awaits_backward = True
+        self.awaits_backward |= watched
+        if watched or self.owes:
             root.schedule.leave(self)
         if outermost:
             root.end_forward()
@@ -171,11 +178,14 @@ class Stage:
             )
         self.in_backward = True
         root.enter_backward()
+        self.owes = True
         for unit in self.units:
             unit.refuse_changes()
             unit.unshard()
         for unit in self.units:
             unit.wait()
+            # A checkpoint inside the module's own forward recomputes from its parameters.
+            unit.show()
             for observer in unit.observers:
                 observer.compute(unit.spec, True)
         for stage in root.schedule.enter_backward(self):
@@ -189,11 +199,12 @@ class Stage:
 
     def finish(self) -> None:
         """Take the gradients, release the parameters, start the reductions."""
+        root = self.root
+        assert root is not None
         self._outstanding = 0
         self.in_backward = False
         self.awaits_backward = False
-        root = self.root
-        assert root is not None
+        owes, self.owes = self.owes, self.owes and not root.accumulates
         for unit in self.units:
             if unit.resident:
                 continue
@@ -203,8 +214,8 @@ class Stage:
             unit.reshard()
             if arrived:
                 root.accumulates = True
-            elif not (unit.trainable and root.accumulates):
-                # autograd.grad accumulates nowhere: no rank has anything to reduce.
+            elif not (unit.trainable and owes and root.accumulates) or unit.grid.alone:
+                # Not part of this step, or autograd.grad, which accumulates nowhere: no rank has anything to reduce.
                 continue
             if root.synchronises:
                 unit.gradients.reduce(gradients)
@@ -212,9 +223,21 @@ class Stage:
             else:
                 unit.gradients.keep(gradients)
 
+    def catch_up(self) -> None:
+        """Finish at the end of a backward, whether or not it came by."""
+        if not self.in_backward:
+            # The other ranks may have gathered for a gradient that only they have.
+            self.unshard()
+        self.finish()
+
     def late(self) -> bool:
-        """Whether gradients arrived after ``finish``, or none was reached by ``post_backward``."""
-        return self.in_backward or any(unit.trainable and unit.gradients.pending for unit in self.units)
+        """Whether gradients arrived after ``finish``, or ``post_backward`` was not reached."""
+        assert self.root is not None
+        return (
+            self.in_backward
+            or (self.owes and self.root.accumulates)
+            or any(unit.trainable and unit.gradients.pending for unit in self.units)
+        )
 
     def left_forward(self) -> None:
         """The outermost forward ended: release what no backward will come back to."""
@@ -235,7 +258,24 @@ class Stage:
 
     @property
     def _in_full_precision(self) -> bool:
-        return bool(self.units) and self.units[0].in_full_precision
+        return self._full_precision_in_eval and not self.module.training
+
+    def _gradient_hook(self) -> Callable[..., None]:
+        if not self._full_precision_in_eval:
+            return self.pre_backward
+        return partial(self._pre_backward_as, self.module.training)
+
+    def _pre_backward_as(self, training: bool, *_: Any) -> None:
+        # Autograd saved views of the buffer that this forward computed with; the mode may have changed since.
+        if self.in_backward and training is not self._backward_mode:
+            raise StateError(
+                f"One backward reached '{self.name or '(root)'}' through a forward in training mode and one in eval "
+                f"mode, which compute in different dtypes (rank {self._rank}). Run a backward for each."
+            )
+        self._backward_mode = training
+        for unit in self.units:
+            unit.choose_buffer(training)
+        self.pre_backward()
 
     @property
     def _rank(self) -> int:
@@ -273,18 +313,19 @@ class Stage:
             if not output.requires_grad:
                 return output, False
             if not output._is_view():
-                _torch_private.on_gradient(output, self.pre_backward)
+                _torch_private.on_gradient(output, self._gradient_hook())
                 return output, True
         found = [tensor for tensor in iter_tensors(output) if tensor.requires_grad]
         if not found:
             return output, False
         if not any(tensor._is_view() for tensor in found):
+            hook = self._gradient_hook()
             for tensor in found:
-                _torch_private.on_gradient(tensor, self.pre_backward)
+                _torch_private.on_gradient(tensor, hook)
             return output, True
         # An in-place change of a view rewrites its history and would drop a hook on it, and backward would then read
         # released memory. The boundary's output is no view.
-        passed = iter(pass_through(self.pre_backward, found))
+        passed = iter(pass_through(self._gradient_hook(), found))
         return map_tensors(lambda tensor: next(passed) if tensor.requires_grad else tensor, output), True
 
     def _refuse_escape(self, unit: Unit, output: Any) -> None:

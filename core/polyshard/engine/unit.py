@@ -5,13 +5,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import nn
 
-from ..errors import ParameterChangedError, StateError
+from ..errors import StateError
 from ..interfaces import (
     COMPLETED,
     BufferRole,
@@ -22,10 +20,10 @@ from ..interfaces import (
     UnitSpec,
     Work,
 )
-from . import _torch_private
 from .bindings import Bindings, Shown
-from .buffer import FlatBuffer, view_of
+from .buffer import FlatBuffer
 from .layout import FlatLayout
+from .originals import ManagedParameter, Originals
 from .phase import Phase
 from .ranks import RankGrid
 from .reduction import Gradients
@@ -66,18 +64,6 @@ class Reshard(enum.Enum):
     """Released, but for the outermost module: its backward follows its forward at once."""
     NEVER = "never"
     """Kept until the end of its backward."""
-
-
-@dataclass(frozen=True, slots=True)
-class ManagedParameter:
-    """A parameter of the user's model, and every place that refers to it."""
-
-    original: nn.Parameter
-    """The user's own object, which outside compute views the master shard."""
-    names: tuple[str, ...]
-    """Every fully-qualified name; more than one for a shared parameter."""
-    sites: tuple[tuple[nn.Module, str], ...]
-    """Every (module, attribute) that holds it."""
 
 
 class Unit:
@@ -124,7 +110,9 @@ class Unit:
         self._encoded = EncodedGather(self, wire) if wire is not None else None
         # One shard, nothing to cast: the master itself serves compute, and nothing is ever gathered.
         self.permanent = grid.shard is None and dtypes.compute == self.master.dtype and not self.parks
-        self.expose_shards()
+        self.originals = Originals(
+            parameters, layout, self.pieces, self.master, whole=grid.shard is None, rank=grid.world.rank
+        )
         self.buffer = self._make_buffer(dtypes.compute)
         self._training_buffer = self.buffer
         self._eval_buffer: FlatBuffer | None = None
@@ -152,11 +140,6 @@ class Unit:
         return self.permanent and self.grid.alone
 
     @property
-    def in_full_precision(self) -> bool:
-        """Whether the unit computes in its master dtype now because its module is in eval mode."""
-        return self._eval_buffer is not None and self.buffer is self._eval_buffer
-
-    @property
     def allocation(self) -> AbstractContextManager[Any]:
         """The backend's memory for gathers."""
         return (self.grid.shard or self.grid.world).allocation(BufferRole.GATHER)
@@ -171,31 +154,14 @@ class Unit:
 
     def _bind(self, buffer: FlatBuffer) -> None:
         self.buffer = buffer
-        originals: list[torch.Tensor] = [parameter.original for parameter in self.parameters]
-        self.leaves = originals if self.resident else buffer.views
+        self.leaves = list[torch.Tensor](self.originals.tensors) if self.resident else buffer.views
         self.bindings = Bindings(self.parameters, self.leaves, guarded=not self.permanent)
         self.follow_requires_grad()
 
-    def expose_shards(self) -> None:
-        """Make every original a view of this rank's part of the master."""
-        pieces = {piece.slot: piece for piece in self.pieces}
-        with torch.inference_mode(False):
-            for index, (parameter, slot) in enumerate(zip(self.parameters, self.layout.slots, strict=True)):
-                piece = pieces.get(index)
-                if self.grid.shard is None:
-                    data = view_of(self.master, slot.shape, slot.stride, slot.offset)
-                elif piece is not None:
-                    data = view_of(self.master, (piece.numel,), (1,), piece.shard_offset)
-                else:
-                    data = torch.empty(0, dtype=self.master.dtype, device=self.master.device)
-                become(parameter.original, data)
-        self._addresses = [parameter.original.data_ptr() for parameter in self.parameters]
-        self._shapes = [parameter.original.shape for parameter in self.parameters]
-
     def follow_requires_grad(self) -> None:
         """Take up a ``requires_grad`` that the user changed on an original."""
-        for parameter, leaf in zip(self.parameters, self.leaves, strict=True):
-            leaf.requires_grad_(parameter.original.requires_grad)
+        for original, leaf in zip(self.originals.tensors, self.leaves, strict=True):
+            leaf.requires_grad_(original.requires_grad)
         self.trainable = any(leaf.requires_grad for leaf in self.leaves)
 
     def choose_buffer(self, training: bool) -> None:
@@ -211,7 +177,6 @@ class Unit:
         if wanted is not self.buffer:
             self.reshard()
             self._bind(wanted)
-            self.gradients = Gradients(self)
 
     def fill(self) -> Work:
         """Write the own slice and start the gather. Called by lanes, with the gather stream current."""
@@ -281,75 +246,18 @@ class Unit:
         """Honour what the user did to the originals since the last forward.
 
         Raises:
-            ParameterChangedError: a parameter was deleted, or replaced by one of another shape, dtype or device.
+            ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
         """
-        changed_flag = False
-        for index, (target, key, original) in enumerate(self.bindings.watched):
-            if target.get(key) is not original or original.data_ptr() != self._addresses[index]:
-                self._write_back(index, target.get(key))
-            if original.requires_grad is not self.leaves[index].requires_grad:
-                changed_flag = True
-        if changed_flag:
+        if self.originals.take_up_changes():
             self.follow_requires_grad()
 
     def refuse_changes(self) -> None:
-        """Refuse parameters replaced between forward and backward: autograd has saved the old ones.
+        """Refuse parameters replaced between forward and backward.
 
         Raises:
             ParameterChangedError: naming the parameter.
         """
-        for index, (target, key, original) in enumerate(self.bindings.watched):
-            if self.bindings.shown is not Shown.ORIGINALS:
-                moved = original.data_ptr() != self._addresses[index]
-            else:
-                moved = target.get(key) is not original or original.data_ptr() != self._addresses[index]
-            if moved:
-                raise ParameterChangedError(
-                    "FSDP does not support changing the parameters between forward and backward: "
-                    f"'{self.parameters[index].names[0]}' was replaced on rank {self.grid.world.rank}. "
-                    "Replace it before the forward or after the backward."
-                )
-
-    def _write_back(self, index: int, current: Any) -> None:
-        parameter = self.parameters[index]
-        original, shape = parameter.original, self._shapes[index]
-        where = f"'{parameter.names[0]}' on rank {self.grid.world.rank}"
-        source = original if current is original else current
-        if not isinstance(source, torch.Tensor):
-            raise ParameterChangedError(
-                f"The parameter {where} was removed from its module. Put it back before the next forward."
-            )
-        value = source.detach()
-        if value.dtype != self.master.dtype or value.device != self.master.device:
-            raise ParameterChangedError(
-                f"The parameter {where} was changed to {value.dtype} on {value.device}; its unit holds "
-                f"{self.master.dtype} on {self.master.device}. Call to(), half() or cuda() before sharding."
-            )
-        slot = self.layout.slots[index]
-        if value.shape != shape and tuple(value.shape) == slot.shape:
-            whole = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device=value.device).copy_(value)
-            flat = whole.as_strided((slot.numel,), (1,))
-            piece = next((piece for piece in self.pieces if piece.slot == index), None)
-            value = flat[piece.start : piece.stop] if piece is not None else flat[:0]
-        if value.shape != shape:
-            raise ParameterChangedError(
-                f"Cannot writeback when the parameter shape changes\nExpects {shape} but got {value.shape} for "
-                f"{where}. Replace it by a tensor of the shard's shape, or of the whole parameter's."
-            )
-        piece = next((piece for piece in self.pieces if piece.slot == index), None)
-        if self.grid.shard is None:
-            data = view_of(self.master, slot.shape, slot.stride, slot.offset)
-        elif piece is not None:
-            data = view_of(self.master, (piece.numel,), (1,), piece.shard_offset)
-        else:
-            data = torch.empty(0, dtype=self.master.dtype, device=self.master.device)
-        data.copy_(value)
-        if source is not original:
-            original.requires_grad_(source.requires_grad)
-        original.data = data
-        self._addresses[index] = original.data_ptr()
-        for module, key in parameter.sites:
-            module._parameters[key] = original
+        self.originals.refuse_changes(held=self.bindings.shown is Shown.ORIGINALS)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise StateError(
@@ -362,14 +270,3 @@ class Unit:
             f"A sharded module cannot be pickled (unit '{self.name}', rank {self.grid.world.rank}). "
             "Save a state dict instead."
         )
-
-
-def become(parameter: nn.Parameter, data: torch.Tensor) -> None:
-    """Give ``parameter`` other data, of any shape and device, without changing which object it is."""
-    if not parameter.is_meta:
-        parameter.data = data
-        return
-    # A meta tensor refuses data of another device; swapping the two objects' insides does not.
-    replacement = nn.Parameter(data, requires_grad=parameter.requires_grad)
-    replacement.__dict__.update(parameter.__dict__)
-    _torch_private.swap_tensors(parameter, replacement)

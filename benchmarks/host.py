@@ -1,0 +1,420 @@
+"""Host cost of polyshard beside FSDP2, on one CPU thread and pretended collectives. Ratios are the result.
+
+    python benchmarks/host.py --out host.json
+
+Every figure is a peer's own time less that of the same model unsharded. Peers take turns within each round, so a
+machine that is busy for a while is busy for all of them; a ratio is taken within a round, and the median over rounds
+is reported with its spread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import polyshard
+import torch
+import torch.distributed as dist
+from polyshard.interfaces import PluginContext, ReduceOp
+from polyshard_backends.fake import FakeCollectives
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+WIDTH = 16
+PARAMETER_COUNTS = (1, 9, 27)
+DIRECTIONS = ("forward", "backward")
+#: Largest accepted polyshard / FSDP2.
+TARGETS = {"forward at 9": 0.32, "backward at 9": 0.34, "slope": 0.1, "wrap": 0.3}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What was run."""
+
+    rounds: int
+    steps: int
+    warmup: int
+    units: int
+    wrap_rounds: int
+    wrap_units: int
+    world_size: int
+
+
+class Chain(nn.Module):
+    """``count`` parameters of 16x16, each multiplied in once: one small kernel a parameter, so that Python shows."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.factors = nn.ParameterList([nn.Parameter(torch.ones(WIDTH, WIDTH)) for _ in range(count)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for factor in self.factors:
+            x = x * factor
+        return x
+
+
+class Block(nn.Module):
+    """Nine parameters in the modules that a transformer block has. For wrapping alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mix = nn.Linear(WIDTH, 3 * WIDTH)
+        self.project = nn.Linear(WIDTH, WIDTH)
+        self.widen = nn.Linear(WIDTH, 4 * WIDTH)
+        self.narrow = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The same arithmetic for all three peers."""
+
+    name: str
+    polyshard: str
+    fsdp2: MixedPrecisionPolicy
+    plain: torch.dtype
+
+
+PRECISIONS = (
+    Precision("no cast", "none", MixedPrecisionPolicy(), torch.float32),
+    Precision(
+        "bf16, fp32 reduction",
+        "bf16",
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        torch.bfloat16,
+    ),
+)
+
+
+def config(precision: str, classes: Sequence[type[nn.Module]], world_size: int) -> polyshard.ShardConfig:
+    """Full sharding over the pretended world, one unit per instance of ``classes``."""
+    return polyshard.ShardConfig(
+        collectives={"name": "fake", "world_size": world_size},
+        precision=precision,
+        policy={"name": "module_class", "classes": list(classes)},
+    )
+
+
+def wrap_fsdp2(model: nn.Sequential, mesh: DeviceMesh, precision: MixedPrecisionPolicy) -> None:
+    """FSDP2 on every block, then on the root."""
+    for block in model:
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+
+
+def chains(count: int, precision: Precision, mesh: DeviceMesh, settings: Settings) -> dict[str, nn.Module]:
+    """The three peers, with equal weights."""
+
+    def build() -> nn.Sequential:
+        return nn.Sequential(*(Chain(count) for _ in range(settings.units)))
+
+    plain, ours, fsdp2 = build().to(precision.plain), build(), build()
+    polyshard.shard(ours, config(precision.polyshard, [Chain], settings.world_size))
+    wrap_fsdp2(fsdp2, mesh, precision.fsdp2)
+    return {"plain": plain, "polyshard": ours, "fsdp2": fsdp2}
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """No garbage collection inside."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def step(model: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> tuple[float, float, torch.Tensor]:
+    """Seconds of one forward and of one backward, and the output."""
+    begin = time.perf_counter()
+    output = model(x)
+    forward = time.perf_counter()
+    output.backward(gradient)
+    end = time.perf_counter()
+    for parameter in model.parameters():
+        parameter.grad = None
+    return forward - begin, end - forward, output.detach()
+
+
+def time_steps(
+    peers: dict[str, nn.Module], precision: Precision, settings: Settings
+) -> dict[str, dict[str, list[float]]]:
+    """Microseconds a unit, the median of each round's steps: peer -> direction -> one value a round."""
+    x = torch.rand(WIDTH, WIDTH, dtype=precision.plain) + 0.5
+    gradient = torch.ones_like(x)
+    for name, model in peers.items():
+        for _ in range(settings.warmup):
+            output = step(model, x, gradient)[2]
+        # All weights are ones: a peer that computed with anything else would be timed on other work.
+        if not torch.equal(output, x):
+            raise RuntimeError(f"{name} computed something else than the plain module")
+    times: dict[str, dict[str, list[float]]] = {name: {direction: [] for direction in DIRECTIONS} for name in peers}
+    for _ in range(settings.rounds):
+        for name, model in peers.items():
+            step(model, x, gradient)
+            with undisturbed():
+                taken = [step(model, x, gradient)[:2] for _ in range(settings.steps)]
+            for direction, values in zip(DIRECTIONS, zip(*taken, strict=True), strict=True):
+                times[name][direction].append(statistics.median(values) * 1e6 / settings.units)
+    return times
+
+
+def transport(count: int, precision: Precision, settings: Settings) -> dict[str, dict[str, float]]:
+    """Microseconds that the pretended collectives themselves take for one unit, outside of either engine."""
+    world_size = settings.world_size
+    numel = count * WIDTH * WIDTH
+    full = torch.ones(numel, dtype=precision.plain)
+    own = full[: numel // world_size]
+    wide, reduced = torch.ones(numel), torch.empty(numel // world_size)
+    fake = FakeCollectives(PluginContext("fake", torch.device("cpu")), world_size=world_size)
+    single = hasattr(dist, "all_gather_single") and hasattr(dist, "reduce_scatter_single")
+    gather = dist.all_gather_single if single else dist.all_gather_into_tensor
+    scatter = dist.reduce_scatter_single if single else dist.reduce_scatter_tensor
+    calls: dict[str, dict[str, Callable[[], Any]]] = {
+        "polyshard": {
+            "gather": lambda: fake.all_gather(full, own),
+            "reduce": lambda: fake.reduce_scatter(reduced, full, op=ReduceOp.MEAN),
+        },
+        "fsdp2": {"gather": lambda: gather(full, own), "reduce": lambda: scatter(reduced, wide)},
+    }
+    return {
+        peer: {operation: _median_us(call, settings) for operation, call in operations.items()}
+        for peer, operations in calls.items()
+    }
+
+
+def _median_us(call: Callable[[], Any], settings: Settings) -> float:
+    repeats = 50
+    times = []
+    with undisturbed():
+        for _ in range(settings.rounds):
+            begin = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            times.append((time.perf_counter() - begin) / repeats)
+    return statistics.median(times) * 1e6
+
+
+def wrap_from_meta(mesh: DeviceMesh, settings: Settings) -> dict[str, list[float]]:
+    """Milliseconds from a meta model to initialised shards; also of wrapping alone, for a model on the CPU."""
+
+    def build(device: str) -> nn.Sequential:
+        with torch.device(device):
+            return nn.Sequential(*(Block() for _ in range(settings.wrap_units)))
+
+    def ours(model: nn.Sequential) -> None:
+        polyshard.shard(model, config("bf16", [Block], settings.world_size))
+
+    def fsdp2(model: nn.Sequential) -> None:
+        wrap_fsdp2(model, mesh, PRECISIONS[1].fsdp2)
+
+    def fsdp2_from_meta(model: nn.Sequential) -> None:
+        fsdp2(model)
+        model.to_empty(device="cpu")
+        for module in model.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
+
+    ways: dict[str, tuple[str, Callable[[nn.Sequential], None]]] = {
+        "polyshard from meta": ("meta", ours),
+        "fsdp2 from meta": ("meta", fsdp2_from_meta),
+        "polyshard from cpu": ("cpu", ours),
+        "fsdp2 from cpu": ("cpu", fsdp2),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    # The first round pays for imports.
+    for repeat in range(settings.wrap_rounds + 1):
+        for name, (device, way) in ways.items():
+            model = build(device)
+            with undisturbed():
+                begin = time.perf_counter()
+                way(model)
+                taken = time.perf_counter() - begin
+            if repeat:
+                times[name].append(taken * 1e3)
+    return times
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, quartiles and extremes."""
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {
+        "median": round(statistics.median(values), 4),
+        "q1": round(low, 4),
+        "q3": round(high, 4),
+        "min": round(min(values), 4),
+        "max": round(max(values), 4),
+    }
+
+
+def least_squares_slope(counts: Sequence[int], costs: Sequence[float]) -> float:
+    """Microseconds per further parameter over all counts."""
+    return statistics.linear_regression(counts, costs).slope
+
+
+def analyse(times: dict[int, dict[str, dict[str, list[float]]]]) -> dict[str, Any]:
+    """From the times of every count of parameters to own costs, slopes and ratios, each with its spread."""
+    counts = sorted(times)
+    rounds = range(len(times[counts[0]]["plain"]["forward"]))
+    result: dict[str, Any] = {"own_us": {}, "plain_us": {}, "slope_us": {}, "ratio": {}}
+    for direction in DIRECTIONS:
+        own = {
+            peer: {
+                count: [
+                    mine - plain
+                    for mine, plain in zip(times[count][peer][direction], times[count]["plain"][direction], strict=True)
+                ]
+                for count in counts
+            }
+            for peer in ("polyshard", "fsdp2")
+        }
+        slopes = {
+            peer: {
+                "27 to 9": [(costs[27][i] - costs[9][i]) / 18 for i in rounds],
+                "least squares": [least_squares_slope(counts, [costs[c][i] for c in counts]) for i in rounds],
+            }
+            for peer, costs in own.items()
+        }
+        result["plain_us"][direction] = {count: spread(times[count]["plain"][direction]) for count in counts}
+        result["own_us"][direction] = {
+            peer: {count: spread(values) for count, values in costs.items()} for peer, costs in own.items()
+        }
+        result["slope_us"][direction] = {
+            peer: {how: spread(values) for how, values in both.items()} for peer, both in slopes.items()
+        }
+        ratios = {f"at {count}": _ratio(own["polyshard"][count], own["fsdp2"][count]) for count in counts}
+        ratios |= {f"slope, {how}": _ratio(slopes["polyshard"][how], slopes["fsdp2"][how]) for how in slopes["fsdp2"]}
+        result["ratio"][direction] = ratios
+    return result
+
+
+def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    return spread([mine / other for mine, other in zip(ours, theirs, strict=True)])
+
+
+def environment() -> dict[str, Any]:
+    """Versions, processor and commit."""
+    cpu = next(
+        (line.split(":", 1)[1].strip() for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")),
+        platform.processor(),
+    )
+    return {
+        "command": " ".join(["python", "benchmarks/host.py", *sys.argv[1:]]),
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cpu": cpu,
+        "threads": torch.get_num_threads(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip()
+
+
+def table(report: dict[str, Any]) -> str:
+    """The short result: own microseconds a unit, ratios, targets."""
+    lines = []
+    for name, result in report["step"].items():
+        lines += ["", f"{name}: own µs a unit (less the plain module's)"]
+        lines.append(f"{'':22}{'polyshard':>12}{'FSDP2':>12}{'ratio':>8}  {'q1..q3':14}{'target':>7}")
+        for direction in DIRECTIONS:
+            own, slope = result["own_us"][direction], result["slope_us"][direction]
+            rows = [(f"{direction}, k={c}", f"at {c}", own["polyshard"][c], own["fsdp2"][c]) for c in own["fsdp2"]]
+            rows += [
+                (f"  slope, {how}", f"slope, {how}", slope["polyshard"][how], slope["fsdp2"][how])
+                for how in slope["fsdp2"]
+            ]
+            for label, key, ours, theirs in rows:
+                target = TARGETS["slope"] if key.startswith("slope") else TARGETS.get(f"{direction} {key}")
+                lines.append(_row(label, ours["median"], theirs["median"], result["ratio"][direction][key], target))
+        for operation in ("gather", "reduce"):
+            ours, theirs = (result["transport_us"][9][peer][operation] for peer in ("polyshard", "fsdp2"))
+            lines.append(f"  fake {operation + ' alone, k=9':17}{ours:12.2f}{theirs:12.2f}")
+    lines += ["", f"wrap {report['settings']['wrap_units']} units of 9 parameters, ms"]
+    lines.append(f"{'':22}{'polyshard':>12}{'FSDP2':>12}{'ratio':>8}  {'q1..q3':14}{'target':>7}")
+    wrap = report["wrap"]
+    for start in ("from meta", "from cpu"):
+        ours, theirs = (wrap["ms"][f"{peer} {start}"]["median"] for peer in ("polyshard", "fsdp2"))
+        lines.append(_row(start, ours, theirs, wrap["ratio"][start], TARGETS["wrap"] if start == "from meta" else None))
+    return "\n".join(lines)
+
+
+def _row(label: str, ours: float, theirs: float, ratio: dict[str, float], target: float | None) -> str:
+    quartiles = f"{ratio['q1']:.3f}..{ratio['q3']:.3f}"
+    limit = "" if target is None else f"{target:7.2f} {'ok' if ratio['median'] <= target else 'MISSED'}"
+    return f"{label:22}{ours:12.2f}{theirs:12.2f}{ratio['median']:8.3f}  {quartiles:14}{limit}"
+
+
+def main() -> None:
+    """Run, print the table last."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write everything as JSON")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--steps", type=int, default=15, help="steps of each peer in a round")
+    parser.add_argument("--units", type=int, default=16, help="blocks of the model whose steps are timed")
+    parser.add_argument("--wrap-rounds", type=int, default=7)
+    parser.add_argument("--wrap-units", type=int, default=100)
+    parser.add_argument("--world-size", type=int, default=8)
+    given = parser.parse_args()
+    settings = Settings(
+        given.rounds, given.steps, 4, given.units, given.wrap_rounds, given.wrap_units, given.world_size
+    )
+    # A warning that is shown costs more than what is measured here.
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=settings.world_size, store=FakeStore())
+    report: dict[str, Any] = {"environment": environment(), "settings": asdict(settings), "targets": TARGETS, "step": {}}
+    try:
+        mesh = init_device_mesh("cpu", (settings.world_size,))
+        for precision in PRECISIONS:
+            times = {}
+            for count in PARAMETER_COUNTS:
+                print(f"{precision.name}: {count} parameters a unit", file=sys.stderr)
+                times[count] = time_steps(chains(count, precision, mesh, settings), precision, settings)
+            result = analyse(times)
+            result["transport_us"] = {count: transport(count, precision, settings) for count in PARAMETER_COUNTS}
+            report["step"][precision.name] = result
+        print("wrapping", file=sys.stderr)
+        wrap = wrap_from_meta(mesh, settings)
+        report["wrap"] = {
+            "ms": {name: spread(values) for name, values in wrap.items()},
+            "ratio": {s: _ratio(wrap[f"polyshard {s}"], wrap[f"fsdp2 {s}"]) for s in ("from meta", "from cpu")},
+        }
+    finally:
+        dist.destroy_process_group()
+    if given.out is not None:
+        given.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(table(report))
+
+
+if __name__ == "__main__":
+    main()

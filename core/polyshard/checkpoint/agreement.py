@@ -1,0 +1,42 @@
+"""Parts of a save or load that every rank finishes, or every rank gives up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ..errors import PolyshardError, RankMismatchError
+from ..interfaces import Collectives
+
+
+@contextmanager
+def together(collectives: Collectives, what: str) -> Iterator[None]:
+    """Return when every rank has left the body; raise on every rank if the body raised on any.
+
+    Otherwise a rank whose disk is full would leave the others waiting for it.
+
+    Raises:
+        RankMismatchError: another rank failed while this one did not.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except CheckpointException as error:
+        # No Exception to Python: it would pass by every handler of the caller's.
+        failure = PolyshardError(f"{what} failed (rank {collectives.rank}): {error}")
+        failure.__cause__ = error
+    except Exception as error:
+        failure = error
+    mine = None if failure is None else f"{type(failure).__name__}: {failure}"
+    everyone = [mine]
+    if collectives.world_size > 1 and collectives.capabilities.can_communicate:
+        everyone = list(collectives.all_gather_object(mine))
+    if failure is not None:
+        raise failure
+    failures = [f"  rank {rank}: {text}" for rank, text in enumerate(everyone) if text is not None]
+    if failures:
+        raise RankMismatchError(
+            f"{what} failed on other ranks, so it was given up on rank {collectives.rank} too:\n" + "\n".join(failures)
+        )

@@ -1,0 +1,259 @@
+"""Trains a model sharded over threads, and the same model unsharded, one copy a rank, and compares the two.
+
+The reference is plain torch: every rank is a deep copy of the model with its own buffers and its own inputs, gradients
+are averaged over the copies, and each copy takes the same optimizer step. Nothing in it knows of shards.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import polyshard
+import pytest
+import torch
+from polyshard.engine.root import Root
+from polyshard_backends.threaded import ThreadedWorld
+from torch import nn
+
+T = TypeVar("T")
+
+#: One step of one rank, forward and backward, as ``step(model, turn, rank)``; what it returns is compared (the loss,
+#: gradients of inputs).
+Step = Callable[[nn.Module, int, int], Sequence[torch.Tensor]]
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+#: Makes a model sharded, in place or not: ``wrap(model, config)``.
+Wrap = Callable[[nn.Module, polyshard.ShardConfig], nn.Module]
+
+
+@dataclass
+class Training:
+    """What a training gave, on all ranks."""
+
+    observed: list[list[list[torch.Tensor]]] = field(default_factory=list)
+    """What ``step`` returned: by turn, rank and position."""
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    """By turn: the whole averaged gradient of each parameter; zeros where there was none."""
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Whole parameters after the last step."""
+
+
+class Block(nn.Module):
+    """A residual block of odd sizes, so that shards are uneven."""
+
+    def __init__(self, width: int = 5, hidden: int = 7) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    """Parameters of its own around a list of blocks."""
+
+    def __init__(self, blocks: int = 3, width: int = 5) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.last = nn.Linear(width, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """A float64 model that is the same at every call; the global generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make().double()
+
+
+def draw(*shape: int, turn: int = 0, rank: int = 0, requires_grad: bool = False) -> torch.Tensor:
+    """A float64 input that differs by turn and rank."""
+    generator = torch.Generator().manual_seed(1000 * turn + rank + 1)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_(requires_grad)
+
+
+def square_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+    """Mean square of the output for an input of shape [4, 3] that requires a gradient."""
+    x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
+    loss = model(x).square().mean()
+    loss.backward()
+    assert x.grad is not None
+    return [loss.detach(), x.grad]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Plain SGD: a gradient of zeros and none at all are the same to it."""
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW, which keeps state a parameter."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def units_of(*classes: type[nn.Module]) -> dict[str, Any]:
+    """The policy that makes a unit of each module of ``classes``."""
+    return {"name": "module_class", "classes": list(classes)}
+
+
+def threaded(world: ThreadedWorld, rank: int, **settings: Any) -> polyshard.ShardConfig:
+    """A configuration for one thread of ``world``."""
+    return polyshard.ShardConfig(collectives={"name": "threaded", "world": world, "rank": rank}, **settings)
+
+
+def on_ranks(world_size: int, function: Callable[[int, ThreadedWorld], T]) -> list[T]:
+    """``function(rank, world)`` on every rank of a new world. A collective that hangs fails within seconds."""
+    return ThreadedWorld(world_size, timeout=10.0).run(function, timeout=30.0)
+
+
+def sharded_copy(model: nn.Module, rank: int, world: ThreadedWorld, **settings: Any) -> nn.Module:
+    """A copy of ``model``, sharded."""
+    with world.lock:
+        mine = copy.deepcopy(model)
+    return polyshard.shard(mine, threaded(world, rank, **settings))
+
+
+def root_of(model: nn.Module) -> Root:
+    """What the units of a sharded model share."""
+    root: Root = model.__dict__["_polyshard_stage"].root
+    return root
+
+
+def warns_for(world_size: int, settings: Mapping[str, Any] | None = None) -> AbstractContextManager[Any]:
+    """Sharding over one rank warns, unless ``no_shard`` was asked for."""
+    if world_size == 1 and (settings or {}).get("strategy") != "no_shard":
+        return pytest.warns(UserWarning, match="switching to use `NO_SHARD`")
+    return nullcontext()
+
+
+def train_reference(
+    model: nn.Module, step: Step, world_size: int, turns: int = 3, optimizer: MakeOptimizer = sgd
+) -> Training:
+    """Train one unsharded copy of ``model`` a rank."""
+    copies = [copy.deepcopy(model) for _ in range(world_size)]
+    optimizers = [optimizer(each) for each in copies]
+    result = Training()
+    for turn in range(turns):
+        result.observed.append([list(step(each, turn, rank)) for rank, each in enumerate(copies)])
+        averaged: dict[str, torch.Tensor] = {}
+        for name, parameter in copies[0].named_parameters():
+            same = [dict(each.named_parameters())[name] for each in copies]
+            there = [each.grad for each in same if each.grad is not None]
+            total = sum(there, torch.zeros_like(parameter, requires_grad=False)) / world_size
+            averaged[name] = total
+            for each in same:
+                each.grad = total.clone() if there else None
+        result.gradients.append(averaged)
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    result.parameters = {name: value.detach() for name, value in copies[0].named_parameters()}
+    return result
+
+
+def train_sharded(
+    model: nn.Module,
+    step: Step,
+    world_size: int,
+    turns: int = 3,
+    optimizer: MakeOptimizer = sgd,
+    settings: Mapping[str, Any] | None = None,
+    wrap: Wrap = polyshard.shard,
+) -> Training:
+    """Train ``model`` sharded over ``world_size`` threads. After every step nothing may be gathered."""
+
+    def on_rank(
+        rank: int, world: ThreadedWorld
+    ) -> tuple[list[list[torch.Tensor]], list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+        with world.lock:
+            mine = copy.deepcopy(model)
+        mine = wrap(mine, threaded(world, rank, **(settings or {})))
+        opt = optimizer(mine)
+        observed, gradients = [], []
+        for turn in range(turns):
+            observed.append(list(step(mine, turn, rank)))
+            assert root_of(mine).gathered == ()
+            gradients.append({name: _gradient(p) for name, p in mine.named_parameters()})
+            opt.step()
+            opt.zero_grad()
+        with polyshard.unsharded(mine):
+            whole = {name: p.detach().clone() for name, p in mine.named_parameters()}
+        return observed, gradients, whole
+
+    with warns_for(world_size, settings):
+        ranks = on_ranks(world_size, on_rank)
+    originals = dict(model.named_parameters())
+    result = Training(parameters=ranks[0][2])
+    for _, _, other in ranks[1:]:
+        for name, value in other.items():
+            torch.testing.assert_close(value, result.parameters[name], rtol=0, atol=0)
+    for turn in range(turns):
+        result.observed.append([rank[0][turn] for rank in ranks])
+        result.gradients.append(
+            {name: whole_of(original, [rank[1][turn][name] for rank in ranks]) for name, original in originals.items()}
+        )
+    return result
+
+
+def whole_of(original: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The whole tensor like ``original`` from every rank's part: shards in rank order, or whole on each."""
+    if all(part.shape == original.shape for part in parts):
+        for part in parts[1:]:
+            torch.testing.assert_close(part, parts[0], rtol=0, atol=0)
+        return parts[0]
+    flat = torch.cat(list(parts))
+    assert flat.numel() == original.numel(), f"shards hold {flat.numel()} of {original.numel()} elements"
+    return flat.as_strided(original.shape, original.stride())
+
+
+def assert_same(sharded: Training, reference: Training, tolerance: float = 1e-12) -> None:
+    """Both trainings saw the same numbers."""
+    for turn, (mine, theirs) in enumerate(zip(sharded.observed, reference.observed, strict=True)):
+        for rank, (values, expected) in enumerate(zip(mine, theirs, strict=True)):
+            _close(values, expected, f"what rank {rank} returned in turn {turn}", tolerance)
+    for turn, (got, wanted) in enumerate(zip(sharded.gradients, reference.gradients, strict=True)):
+        _close_by_name(got, wanted, f"gradient in turn {turn}", tolerance)
+    _close_by_name(sharded.parameters, reference.parameters, "parameter", tolerance)
+
+
+def assert_parity(
+    model: nn.Module,
+    step: Step = square_step,
+    world_size: int = 3,
+    turns: int = 3,
+    optimizer: MakeOptimizer = sgd,
+    settings: Mapping[str, Any] | None = None,
+    wrap: Wrap = polyshard.shard,
+) -> None:
+    """Sharded and unsharded training of ``model`` give the same losses, gradients and parameters, in float64."""
+    reference = train_reference(model, step, world_size, turns, optimizer)
+    # A test whose gradients are all zero would agree with anything.
+    assert any(gradient.abs().max() > 0 for gradient in reference.gradients[0].values() if gradient.numel())
+    assert_same(train_sharded(model, step, world_size, turns, optimizer, settings, wrap), reference)
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(parameter.detach()) if parameter.grad is None else parameter.grad.detach().clone()
+
+
+def _close_by_name(
+    got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], what: str, tolerance: float
+) -> None:
+    assert got.keys() == wanted.keys()
+    for name, value in got.items():
+        _close([value], [wanted[name]], f"{what}: {name}", tolerance)
+
+
+def _close(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], what: str, tolerance: float) -> None:
+    for mine, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}")

@@ -1,0 +1,581 @@
+"""Bad input: the right error, before anything is sent, and a model that is as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import polyshard
+import pytest
+import torch
+from fake_distribution import install
+from parity import on_ranks, threaded
+from polyshard import ShardConfig, errors
+from polyshard.interfaces import CollectivesCapabilities, PluginContext, PolicyContext, UnitPlan, WrapPolicy
+from polyshard_backends.fake import FakeCollectives
+from polyshard_backends.threaded import ThreadedWorld
+from torch import nn
+
+
+class Silent(FakeCollectives):
+    """Rank 2 of 4. Any communication is a failure of the test."""
+
+    def __init__(self, **capabilities: Any) -> None:
+        super().__init__(PluginContext("silent", torch.device("cpu")), 2, 4)
+        self._changed: CollectivesCapabilities = replace(super().capabilities, **capabilities)
+
+    @property
+    def capabilities(self) -> CollectivesCapabilities:
+        return self._changed
+
+    def _speak(self, *_: Any, **__: Any) -> NoReturn:
+        raise AssertionError("a collective was issued")
+
+    all_gather = reduce_scatter = all_reduce = broadcast = all_gather_object = barrier = partition = _speak
+
+
+class Tower(nn.Module):
+    """``inner.head`` is where a case puts what cannot be sharded."""
+
+    def __init__(self, head: nn.Module | None = None) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.first = nn.Linear(3, 4)
+            self.inner = nn.Module()
+            self.inner.head = nn.Linear(4, 4) if head is None else head
+            self.last = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(self.inner.head(x) if isinstance(self.inner.head, nn.Linear | Holder) else x)
+
+
+class Holder(nn.Module):
+    """Computes with one parameter of any kind."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        super().__init__()
+        self.odd = parameter
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.odd.to(x.dtype).sum() if self.odd.layout is torch.strided else x
+
+
+class Subclass(torch.Tensor):
+    """A tensor with a life of its own."""
+
+
+def description(model: nn.Module) -> dict[str, Any]:
+    """All that sharding could have changed."""
+    return {
+        "modules": {name: (type(m), sorted(m.__dict__), len(m._forward_hooks)) for name, m in model.named_modules()},
+        "pre-hooks": {name: len(m._forward_pre_hooks) for name, m in model.named_modules()},
+        "objects": {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)},
+        "kinds": {
+            name: (type(p), p.dtype, p.device, p.requires_grad, id(p.grad)) for name, p in model.named_parameters()
+        },
+        "buffers": {name: (id(b), b.dtype, b.device) for name, b in model.named_buffers()},
+    }
+
+
+def step(model: nn.Module) -> list[torch.Tensor]:
+    """The parameters after one step of plain torch."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    torch.manual_seed(1)
+    loss = model(torch.ones(5, 3)).square().mean()
+    loss.backward()
+    if trained:
+        torch.optim.SGD(trained, lr=0.1).step()
+    return [loss.detach(), *(p.detach().to_dense() for p in model.parameters())]
+
+
+def refused(
+    model: nn.Module,
+    config: Callable[[], ShardConfig],
+    error: type[Exception],
+    *words: str,
+    trains: bool = True,
+    call: Callable[..., Any] = polyshard.shard,
+    **arguments: Any,
+) -> str:
+    """Check that sharding raises exactly ``error``, with all ``words``, and leaves ``model`` as it was."""
+    untouched = copy.deepcopy(model)
+    before = description(model)
+    with pytest.raises(error) as caught:
+        call(model, config(), **arguments)
+    assert type(caught.value) is error
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+    assert description(model) == before
+    if trains:
+        for got, wanted in zip(step(model), step(untouched), strict=True):
+            assert torch.equal(got, wanted)
+    return str(caught.value)
+
+
+def silent(**settings: Any) -> Callable[[], ShardConfig]:
+    return lambda: ShardConfig(collectives=Silent(), **settings)
+
+
+def test_each_error_is_also_the_builtin_that_fsdp_users_catch() -> None:
+    builtins = {
+        errors.ConfigError: ValueError,
+        errors.PluginNotFoundError: LookupError,
+        errors.PluginLoadError: ImportError,
+        errors.PluginConflictError: LookupError,
+        errors.PluginVersionError: RuntimeError,
+        errors.PluginContractError: TypeError,
+        errors.ParameterError: ValueError,
+        errors.DeviceError: RuntimeError,
+        errors.AlreadyShardedError: ValueError,
+        errors.EmptyUnitError: ValueError,
+        errors.WorldSizeError: ValueError,
+        errors.RankMismatchError: RuntimeError,
+    }
+    for ours, theirs in builtins.items():
+        assert issubclass(ours, theirs)
+        assert issubclass(ours, errors.PolyshardError)
+
+
+# Parameters.
+
+
+@dataclass
+class Case:
+    """A model that cannot be sharded."""
+
+    make: Callable[[], nn.Module]
+    error: type[Exception]
+    words: tuple[str, ...]
+    trains: bool = True
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def holding(parameter: nn.Parameter) -> Callable[[], nn.Module]:
+    return lambda: Tower(Holder(parameter))
+
+
+def with_gradient() -> nn.Module:
+    model = Tower()
+    model.inner.head.weight.grad = torch.ones(4, 4)
+    return model
+
+
+def with_hook() -> nn.Module:
+    model = Tower()
+    model.inner.head.weight.register_hook(torch.neg)
+    return model
+
+
+ODD = "'inner.head.odd'"
+PARAMETERS = {
+    "integer": Case(
+        holding(nn.Parameter(torch.tensor([1, 2]), requires_grad=False)),
+        errors.ParameterError,
+        ("Cannot flatten integer dtype tensors", ODD, "torch.int64", "ignored_parameters"),
+    ),
+    "bool": Case(
+        holding(nn.Parameter(torch.tensor([True]), requires_grad=False)),
+        errors.ParameterError,
+        ("integer dtype", ODD, "torch.bool"),
+    ),
+    "scalar": Case(
+        holding(nn.Parameter(torch.tensor(2.0))),
+        errors.ParameterError,
+        ("doesn't support scalar parameters", "inner.head.odd", "1D"),
+    ),
+    "sparse": Case(
+        holding(nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)),
+        errors.ParameterError,
+        ("torch.sparse_coo", ODD, "dense"),
+    ),
+    "subclass": Case(
+        holding(nn.Parameter(torch.ones(2).as_subclass(Subclass))),
+        errors.ParameterError,
+        ("Subclass", ODD),
+        trains=False,
+    ),
+    "sparse gradients": Case(
+        lambda: Tower(nn.Embedding(3, 4, sparse=True)),
+        errors.ParameterError,
+        ("'inner.head'", "sparse gradients", "sparse=False"),
+        trains=False,
+    ),
+    "sparse gradients of a bag": Case(
+        lambda: Tower(nn.EmbeddingBag(3, 4, sparse=True)),
+        errors.ParameterError,
+        ("'inner.head'", "sparse gradients"),
+        trains=False,
+    ),
+    "lazy": Case(
+        lambda: Tower(nn.LazyLinear(4)),
+        errors.ParameterError,
+        ("'inner.head.weight'", "not initialized", "forward"),
+        trains=False,
+    ),
+    "gradient": Case(with_gradient, errors.ParameterError, ("'inner.head.weight'", "gradient", "zero_grad")),
+    "hook": Case(
+        with_hook, errors.ParameterError, ("'inner.head.weight'", "register_hook", "register_post_accumulate_grad_hook")
+    ),
+    "no parameter": Case(
+        lambda: nn.Sequential(nn.ReLU(), nn.Flatten()),
+        errors.EmptyUnitError,
+        ("nothing to shard", "Sequential"),
+        trains=False,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PARAMETERS.values(), ids=PARAMETERS)
+@pytest.mark.parametrize("policy", ["never", "always"])
+def test_parameters_that_cannot_be_sharded(case: Case, policy: str) -> None:
+    refused(case.make(), silent(policy=policy), case.error, "rank 2", *case.words, trains=case.trains)
+
+
+@pytest.mark.parametrize("case", PARAMETERS.values(), ids=PARAMETERS)
+def test_parameters_that_cannot_be_sharded_inside_out(case: Case) -> None:
+    refused(case.make(), silent(), case.error, "rank 2", *case.words, trains=case.trains, call=polyshard.fully_shard)
+
+
+def test_what_is_ignored_is_not_refused() -> None:
+    model = Tower(Holder(nn.Parameter(torch.tensor([1, 2]), requires_grad=False)))
+    polyshard.shard(model, silent()(), ignored_parameters=[model.inner.head.odd])
+    model = Tower(nn.Embedding(3, 4, sparse=True))
+    polyshard.shard(model, silent()(), ignored_modules=[model.inner.head])
+    assert model.inner.head.weight.shape == (3, 4)
+
+
+def test_a_model_whose_every_parameter_is_ignored_is_empty() -> None:
+    model = Tower()
+    refused(model, silent(), errors.EmptyUnitError, "nothing to shard", ignored_modules=[model])
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(3, device="meta"))
+
+
+def test_meta_parameters_that_nobody_initialises() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, device="meta"), Bare())
+    words = ("1.scale", "Bare", "rank 2", "reset_parameters", "initializer=")
+    text = refused(model, silent(device="cpu"), errors.ParameterError, *words, trains=False)
+    assert "Linear" not in text
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_meta_and_real_parameters_may_be_mixed() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    config = ShardConfig(collectives=FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 2))
+    polyshard.shard(model, config)
+    assert not any(p.is_meta for p in model.parameters())
+
+
+# What is sharded already.
+
+
+def test_a_submodule_that_is_sharded_already() -> None:
+    model = Tower()
+    polyshard.shard(model.inner, silent()())
+    before = description(model)
+    with pytest.raises(errors.AlreadyShardedError) as caught:
+        polyshard.shard(model, silent()())
+    assert type(caught.value) is errors.AlreadyShardedError
+    assert "modules to not already have FSDP applied" in str(caught.value)
+    assert "found inner in" in str(caught.value)
+    assert "rank 2" in str(caught.value)
+    assert description(model) == before
+
+
+@pytest.mark.parametrize("call", [polyshard.shard, polyshard.fully_shard, polyshard.FullyShardedDataParallel])
+def test_a_model_that_is_sharded_already(call: Callable[..., Any]) -> None:
+    model = polyshard.shard(Tower(), silent()())
+    before = description(model)
+    with pytest.raises(errors.AlreadyShardedError, match=r"(?s)already have FSDP applied.*\(root\).*rank 2"):
+        call(model, silent()())
+    assert description(model) == before
+
+
+def test_a_parameter_that_another_module_has_sharded() -> None:
+    model = Tower()
+    model.last.weight = nn.Parameter(torch.ones(2, 4))
+    model.tied = nn.Linear(4, 2)
+    model.tied.weight = model.last.weight
+    polyshard.fully_shard(model.tied, silent()())
+    before = description(model)
+    with pytest.raises(errors.AlreadyShardedError, match=r"'last\.weight'.*shared.*rank 2"):
+        polyshard.fully_shard(model, silent()())
+    assert description(model) == before
+
+
+def test_composing_takes_no_policy() -> None:
+    words = ("fully_shard", "policy='always'", "Tower", "polyshard.shard")
+    refused(Tower(), silent(policy="always"), errors.ConfigError, *words, call=polyshard.fully_shard)
+
+
+# Policies.
+
+
+class Answers(WrapPolicy):
+    """Answers what it is told to."""
+
+    def __init__(self, answer: Callable[[nn.Module], Any]) -> None:
+        self._answer = answer
+
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        answer: UnitPlan = self._answer(root)
+        return answer
+
+
+POLICIES: dict[str, tuple[Callable[[Any], Any], type[Exception], tuple[str, ...]]] = {
+    "list": (lambda root: [root.first], errors.PluginContractError, ("must return a mapping", "Linear")),
+    "none": (lambda root: None, errors.PluginContractError, ("must return a mapping", "None")),
+    "names": (lambda root: {"first": {}}, errors.PluginContractError, ("'first': {}", "mapping of modules")),
+    "no overrides": (lambda root: {root.first: None}, errors.PluginContractError, (": None", "mapping of modules")),
+    "foreign": (lambda root: {nn.Linear(2, 2): {}}, errors.PluginContractError, ("Linear", "not inside the model")),
+    "unknown override": (
+        lambda root: {root.inner.head: {"reshard": True}},
+        errors.ConfigError,
+        ("reshard", "'inner.head'", "reshard_after_forward"),
+    ),
+    "wrong override": (
+        lambda root: {root.inner.head: {"reshard_after_forward": "yes"}},
+        errors.ConfigError,
+        ("reshard_after_forward", "'inner.head'", "'yes'"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("answer", "error", "words"), POLICIES.values(), ids=POLICIES)
+def test_policies_that_answer_something_else(
+    answer: Callable[[Any], Any], error: type[Exception], words: tuple[str, ...]
+) -> None:
+    refused(Tower(), silent(policy=Answers(answer)), error, "rank 2", *words)
+
+
+def test_a_policy_whose_overrides_name_no_plugin() -> None:
+    policy = Answers(lambda root: {root.first: {"precision": "bf61"}})
+    refused(Tower(), silent(policy=policy), errors.PluginNotFoundError, "'bf61'", "polyshard.precision", "'bf16'")
+
+
+def test_a_policy_function_that_answers_neither_true_nor_false() -> None:
+    words = ("CustomPolicy", "'first'", "3")
+    refused(Tower(), silent(policy=lambda module: 3), errors.PluginContractError, *words)
+
+
+def test_a_policy_that_raises() -> None:
+    def fails(root: nn.Module) -> NoReturn:
+        raise ZeroDivisionError("in the user's own code")
+
+    refused(Tower(), silent(policy=Answers(fails)), ZeroDivisionError, "in the user's own code")
+
+
+# Plugins.
+
+
+@pytest.mark.parametrize(
+    ("setting", "wrong", "near"),
+    [("precision", "bf61", "bf16"), ("offload", "CUP", "cpu"), ("policy", "transfomer", "transformer")],
+)
+def test_an_unknown_plugin(setting: str, wrong: str, near: str) -> None:
+    group = {"policy": "policies"}.get(setting, setting)
+    words = (repr(wrong), f"polyshard.{group}", f"Did you mean {near!r}?", f"{near}  (from polyshard ")
+    refused(Tower(), silent(**{setting: wrong}), errors.PluginNotFoundError, *words)
+
+
+def test_unknown_collectives() -> None:
+    words = ("'ncll'", "polyshard.collectives", "Did you mean 'nccl'?")
+    refused(Tower(), lambda: ShardConfig(collectives="ncll"), errors.PluginNotFoundError, *words)
+
+
+def test_an_unknown_listener() -> None:
+    words = ("'metrics'", "polyshard.plugins")
+    refused(Tower(), silent(listeners=["metrics"]), errors.PluginNotFoundError, *words)
+
+
+def test_a_plugin_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    points = [("polyshard.precision", "int4", "acme_int4_broken:Int4")]
+    install(tmp_path, "acme-int4", "2.1", points, {"acme_int4_broken": "import acme_kernels_not_there"})
+    words = ("'int4'", "acme-int4 2.1", "acme_int4_broken:Int4", "No module named 'acme_kernels_not_there'")
+    refused(Tower(), silent(precision="int4"), errors.PluginLoadError, *words)
+    with pytest.raises(errors.PluginLoadError) as caught:
+        polyshard.shard(Tower(), silent(precision="int4")())
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+
+
+def test_a_plugin_without_what_its_entry_point_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    points = [("polyshard.policies", "nowhere", "acme_nowhere:Policy")]
+    install(tmp_path, "acme-nowhere", "1.0", points, {"acme_nowhere": "x = 1"})
+    refused(Tower(), silent(policy="nowhere"), errors.PluginLoadError, "'nowhere'", "acme-nowhere 1.0", "'Policy'")
+
+
+def test_a_plugin_that_fails_when_it_is_constructed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    points = [("polyshard.offload", "disk", "acme_disk:Disk")]
+    source = "class Disk:\n    api_version = 1\n    def __init__(self, context, path='/'):\n        raise OSError(28, 'full')"
+    install(tmp_path, "acme-disk", "0.3", points, {"acme_disk": source})
+    refused(Tower(), silent(offload="disk"), errors.PluginLoadError, "'disk'", "acme-disk 0.3", "OSError", "full")
+
+
+@pytest.mark.parametrize("version", ["2", "0", "'1'", "None"])
+def test_a_plugin_of_another_contract_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    module = f"acme_version_{version.strip(chr(39))}"
+    source = (
+        "from polyshard.interfaces import PrecisionCaster\n"
+        f"class Caster(PrecisionCaster):\n    api_version = {version}\n    def __init__(self, context):\n        1 / 0\n"
+    )
+    install(tmp_path, "acme-next", "9.0", [("polyshard.precision", "next", f"{module}:Caster")], {module: source})
+    refused(Tower(), silent(precision="next"), errors.PluginVersionError, "'next'", "acme-next 9.0", "contract")
+
+
+@pytest.mark.parametrize("setting", ["collectives", "precision", "offload", "policy"])
+def test_an_object_of_the_wrong_contract(setting: str) -> None:
+    wrong = 7 if setting == "policy" else nn.Linear(2, 2)
+    settings: dict[str, Any] = {"collectives": Silent(), setting: wrong}
+    group = {"policy": "policies"}.get(setting, setting)
+    words = (type(wrong).__name__, f"polyshard.{group}")
+    refused(Tower(), lambda: ShardConfig(**settings), errors.PluginContractError, *words)
+
+
+def test_a_plugin_that_constructs_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    source = "def make(context):\n    return {}\nmake.api_version = 1\n"
+    install(tmp_path, "acme-dict", "1.0", [("polyshard.precision", "dict", "acme_dict:make")], {"acme_dict": source})
+    words = ("'dict'", "acme-dict 1.0", "PrecisionCaster", "dict")
+    refused(Tower(), silent(precision="dict"), errors.PluginContractError, *words)
+
+
+def test_an_option_that_a_plugin_does_not_have() -> None:
+    collectives = {"name": "fake", "rank": 0, "worldsize": 2}
+    words = ("'fake'", "'worldsize'", "Did you mean 'world_size'?")
+    refused(Tower(), lambda: ShardConfig(collectives=collectives), errors.ConfigError, *words)
+    words = ("'bf16'", "'reduction'", "cast_inputs")
+    refused(Tower(), silent(precision={"name": "bf16", "reduction": "fp32"}), errors.ConfigError, *words)
+
+
+# Settings.
+
+
+def test_a_setting_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(errors.ConfigError, match=r"'colectives'.*Did you mean 'collectives'"):
+        ShardConfig.from_mapping({"colectives": "fake"})
+    file = tmp_path / "run.toml"
+    file.write_text('[shard]\ncollectives = "fake"\nprecison = "bf16"\n')
+    with pytest.raises(errors.ConfigError, match=r"'precison'.*run\.toml.*Did you mean 'precision'") as caught:
+        ShardConfig.from_toml(file, environ={})
+    assert type(caught.value) is errors.ConfigError
+    with pytest.raises(errors.ConfigError, match=r"POLYSHARD_OFLOAD.*Did you mean 'POLYSHARD_OFFLOAD'"):
+        ShardConfig().with_environment({"POLYSHARD_OFLOAD": "cpu"})
+    with pytest.raises(TypeError, match="precison"):
+        ShardConfig(precison="bf16")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"strategy": "zero3"}, ("strategy", "'zero3'", "full_shard")),
+        ({"forward_prefetch": -1}, ("forward_prefetch", "-1")),
+        ({"timeout_s": 0}, ("timeout_s", "0")),
+        ({"device": "gpu"}, ("device", "'gpu'")),
+        ({"shard_size": 2}, ("shard_size=2", "hybrid_shard")),
+        ({"mesh": "2x2"}, ("mesh", "DeviceMesh")),
+    ],
+)
+def test_a_value_that_a_setting_cannot_take(settings: dict[str, Any], words: tuple[str, ...]) -> None:
+    refused(Tower(), silent(**settings), errors.ConfigError, *words)
+
+
+# Ranks and devices.
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [({"min_world_size": 8}, ("8 to any number of ranks",)), ({"max_world_size": 2}, ("1 to 2 ranks",))],
+)
+def test_a_world_size_that_the_backend_cannot_serve(limits: Mapping[str, int], words: tuple[str, ...]) -> None:
+    collectives = Silent(**limits)
+    words = ("'Silent'", "there are 4", "rank 2", *words)
+    refused(Tower(), lambda: ShardConfig(collectives=collectives), errors.WorldSizeError, *words)
+
+
+def test_a_rank_that_does_not_exist() -> None:
+    collectives = {"name": "fake", "rank": 4, "world_size": 4}
+    refused(Tower(), lambda: ShardConfig(collectives=collectives), errors.WorldSizeError, "'fake'", "rank 4 of 4")
+
+
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
+def test_shard_groups_that_do_not_divide_the_ranks(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("4 ranks", "groups of 3", "shard_size")
+    refused(Tower(), silent(strategy=strategy, shard_size=3), errors.WorldSizeError, *words)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    refused(Tower(), silent(strategy=strategy), errors.WorldSizeError, "4 ranks", "groups of 8")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    refused(Tower(), silent(strategy=strategy), errors.ConfigError, strategy, "shard_size=", "LOCAL_WORLD_SIZE")
+
+
+def test_collectives_that_serve_another_device() -> None:
+    collectives = Silent(devices=frozenset({"cuda"}))
+    words = ("'Silent'", "cuda", "computes on cpu", "rank 2")
+    refused(Tower(), lambda: ShardConfig(collectives=collectives), errors.DeviceError, *words)
+    refused(Tower(), lambda: ShardConfig(collectives="nccl"), errors.DeviceError, "'nccl'", "cuda", "cpu")
+
+
+def test_without_a_launcher_it_says_what_to_do() -> None:
+    words = ("no process group", "torchrun", 'collectives="fake"')
+    refused(Tower(), lambda: ShardConfig(), errors.StateError, *words)
+
+
+# Several ranks.
+
+
+def test_what_is_wrong_on_one_rank_is_raised_on_all() -> None:
+    good, bad = Tower(), Tower(Holder(nn.Parameter(torch.tensor([1]), requires_grad=False)))
+    wanted = {0: step(copy.deepcopy(good)), 1: step(copy.deepcopy(bad)), 2: step(copy.deepcopy(good))}
+
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[nn.Module, Exception]:
+        with world.lock:
+            mine = copy.deepcopy(bad if rank == 1 else good)
+        before = description(mine)
+        try:
+            polyshard.shard(mine, threaded(world, rank, policy="always"))
+        except errors.PolyshardError as error:
+            assert description(mine) == before
+            return mine, error
+        raise AssertionError("nothing was raised")
+
+    ranks = on_ranks(3, on_rank)
+    assert [type(error) for _, error in ranks] == [
+        errors.RankMismatchError,
+        errors.ParameterError,
+        errors.RankMismatchError,
+    ]
+    for rank, (mine, error) in enumerate(ranks):
+        assert "inner.head.odd" in str(error)
+        assert "rank 1" in str(error)
+        for got, expected in zip(step(mine), wanted[rank], strict=True):
+            assert torch.equal(got, expected)
+
+
+def test_ranks_with_other_models_or_settings_are_told() -> None:
+    def shard_one(rank: int, world: ThreadedWorld, model: nn.Module, settings: Mapping[str, Any]) -> str:
+        before = description(model)
+        with pytest.raises(errors.RankMismatchError) as caught:
+            polyshard.shard(model, threaded(world, rank, **settings))
+        assert description(model) == before
+        return str(caught.value)
+
+    texts = on_ranks(2, lambda rank, world: shard_one(rank, world, nn.Linear(3, 4 + rank), {}))
+    assert all("[4, 3]" in text and "[5, 3]" in text for text in texts)
+    settings: list[dict[str, Any]] = [{"precision": "none"}, {"precision": "bf16"}]
+    texts = on_ranks(2, lambda rank, world: shard_one(rank, world, nn.Linear(3, 4), settings[rank]))
+    assert all("'none'" in text and "'bf16'" in text for text in texts)
+    settings = [{"strategy": "full_shard"}, {"strategy": "shard_grad_op"}]
+    texts = on_ranks(2, lambda rank, world: shard_one(rank, world, nn.Linear(3, 4), settings[rank]))
+    assert all("full_shard" in text and "shard_grad_op" in text for text in texts)

@@ -1,0 +1,210 @@
+"""The conformance suites fail for plugins that break their contract, each in one way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from polyshard.interfaces import (
+    Collectives,
+    InputCast,
+    OffloadCapabilities,
+    OffloadManager,
+    PluginContext,
+    PolicyContext,
+    PrecisionCapabilities,
+    PrecisionCaster,
+    ReduceOp,
+    UnitDtypes,
+    UnitSpec,
+    WireSpec,
+    Work,
+    WrapPolicy,
+)
+from polyshard.testing import CollectivesSuite, OffloadSuite, PolicySuite, PrecisionSuite
+from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
+
+T = TypeVar("T")
+CPU = PluginContext("under test", torch.device("cpu"))
+
+
+class OwnSliceOnly(ThreadedCollectives):
+    """Gathers nothing."""
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
+        return super().all_gather(out.clone(), shard)
+
+
+class NarrowSums(ThreadedCollectives):
+    """Says that it widens and accumulates in the dtype that travels."""
+
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, **options: Any) -> Work:
+        narrow = torch.empty(out.shape, dtype=full.dtype)
+        super().reduce_scatter(narrow, full, **options).wait()
+        out.copy_(narrow)
+        return super().all_reduce(torch.zeros(1), op=ReduceOp.SUM)
+
+
+class ForgottenScale(ThreadedCollectives):
+    """Leaves ``postscale`` out."""
+
+    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp, postscale: float = 1.0) -> Work:
+        return super().all_reduce(tensor, op=op)
+
+
+class SortedParts(ThreadedCollectives):
+    """Numbers the ranks of a part in ascending order."""
+
+    def partition(self, rank_lists: Sequence[Sequence[int]]) -> ThreadedCollectives:
+        return super().partition([sorted(ranks) for ranks in rank_lists])
+
+
+class SuiteOf(CollectivesSuite):
+    def __init__(self, backend: type[ThreadedCollectives]) -> None:
+        self.backend = backend
+
+    def run_ranks(self, world_size: int, fn: Callable[[Collectives], T]) -> list[T]:
+        def on_rank(rank: int, world: ThreadedWorld) -> T:
+            return fn(self.backend(CPU, world, rank))
+
+        return ThreadedWorld(world_size, timeout=5.0).run(on_rank, timeout=10.0)
+
+
+@pytest.mark.parametrize(
+    ("backend", "test"),
+    [
+        (OwnSliceOnly, lambda suite: suite.test_all_gather_carries_every_dtype(2, True)),
+        (OwnSliceOnly, lambda suite: suite.test_gathers_and_reductions_overlap(2, (0, 1, 2, 3))),
+        (NarrowSums, lambda suite: suite.test_widening_accumulates_in_the_output_dtype(2, ReduceOp.SUM)),
+        (ForgottenScale, lambda suite: suite.test_all_reduce_follows_the_formula(2, ReduceOp.MAX)),
+        (SortedParts, lambda suite: suite.test_partition_numbers_ranks_by_their_list(3)),
+    ],
+    ids=["gather", "overlap", "widening", "postscale", "numbering"],
+)
+def test_faulty_collectives_fail(backend: type[ThreadedCollectives], test: Callable[[SuiteOf], None]) -> None:
+    with pytest.raises(AssertionError):
+        test(SuiteOf(backend))
+
+
+class Int8(PrecisionCaster):
+    """A wire of one byte an element behind one scale; sound, unless ``scale_by`` is not 1."""
+
+    capabilities = PrecisionCapabilities(encodes=True)
+
+    def __init__(self, scale_by: float = 1.0) -> None:
+        self.scale_by = scale_by
+
+    def dtypes(self, unit: UnitSpec) -> UnitDtypes:
+        dtype = unit.master_dtype
+        return UnitDtypes(compute=dtype, wire=dtype, reduce=dtype, grad=dtype)
+
+    def wire(self, unit: UnitSpec) -> WireSpec:
+        return WireSpec(16 + (unit.shard_numel + 15) // 16 * 16)
+
+    def encode(self, unit: UnitSpec, wire: torch.Tensor, shard: torch.Tensor) -> None:
+        scale = shard.abs().max().double() / 127
+        wire[:8].view(torch.float64).fill_(scale.item())
+        wire[16 : 16 + shard.numel()].view(torch.int8).copy_((shard / scale).round())
+
+    def decode(self, unit: UnitSpec, wire: torch.Tensor, out: torch.Tensor) -> None:
+        for row, values in zip(wire, out, strict=True):
+            scale = row[:8].view(torch.float64) * self.scale_by
+            values.copy_(row[16 : 16 + values.numel()].view(torch.int8) * scale)
+
+
+class FloatsIntegers(Int8):
+    """Casts integer inputs too."""
+
+    def input_cast(self, unit: UnitSpec) -> InputCast:
+        def cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return tuple(arg.float() if isinstance(arg, torch.Tensor) else arg for arg in args), kwargs
+
+        return cast
+
+
+class NarrowReduction(Int8):
+    """Accumulates gradients in less than they travel in."""
+
+    def dtypes(self, unit: UnitSpec) -> UnitDtypes:
+        return replace(super().dtypes(unit), wire=torch.float32, reduce=torch.bfloat16)
+
+
+def precision_suite(caster: PrecisionCaster) -> PrecisionSuite:
+    class Suite(PrecisionSuite):
+        def make(self) -> PrecisionCaster:
+            return caster
+
+    return Suite()
+
+
+def test_a_sound_encoding_passes() -> None:
+    precision_suite(Int8()).test_encoded_shards_come_back()
+
+
+@pytest.mark.parametrize(
+    ("caster", "test"),
+    [
+        (Int8(scale_by=1.5), lambda suite: suite.test_encoded_shards_come_back()),
+        (FloatsIntegers(), lambda suite: suite.test_input_casts_keep_structure_values_and_integers(torch.float32)),
+        (NarrowReduction(), lambda suite: suite.test_dtypes_are_floats_that_fit_each_other()),
+    ],
+    ids=["encoding", "integers", "reduction"],
+)
+def test_faulty_casters_fail(caster: PrecisionCaster, test: Callable[[PrecisionSuite], None]) -> None:
+    with pytest.raises(AssertionError):
+        test(precision_suite(caster))
+
+
+class Forgetful(OffloadManager):
+    """Overwrites the gradient of the microbatch before."""
+
+    @property
+    def capabilities(self) -> OffloadCapabilities:
+        return OffloadCapabilities(parks=False)
+
+    def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
+        return shard
+
+    def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
+        own_slice.copy_(master)
+
+    def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+        return grad
+
+
+def test_forgetful_offload_fails() -> None:
+    class Suite(OffloadSuite):
+        def make(self) -> OffloadManager:
+            return Forgetful()
+
+    Suite().test_stored_gradient_lies_beside_the_master()
+    with pytest.raises(AssertionError):
+        Suite().test_gradients_of_microbatches_add_up()
+
+
+class Careless(WrapPolicy):
+    """Chooses ignored modules and a setting that does not exist."""
+
+    def __init__(self, setting: str) -> None:
+        self.setting = setting
+
+    def plan(self, root: torch.nn.Module, context: PolicyContext) -> Mapping[torch.nn.Module, Mapping[str, Any]]:
+        return {module: {self.setting: "bf16"} for module in root.modules()}
+
+
+def test_careless_policy_fails() -> None:
+    class Suite(PolicySuite):
+        def __init__(self, setting: str) -> None:
+            self.setting = setting
+
+        def make(self) -> WrapPolicy:
+            return Careless(self.setting)
+
+    Suite("precision").test_plan_names_modules_of_the_model()
+    with pytest.raises(AssertionError):
+        Suite("presicion").test_plan_names_modules_of_the_model()
+    with pytest.raises(AssertionError):
+        Suite("precision").test_ignored_modules_are_not_chosen()

@@ -1,0 +1,470 @@
+"""Parameters stay the user's own objects, and what the user does to them between steps is honoured."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from parity import (
+    Block,
+    Net,
+    adam,
+    assert_parity,
+    draw,
+    on_ranks,
+    root_of,
+    seeded,
+    sharded_copy,
+    square_step,
+    threaded,
+    train_reference,
+    train_sharded,
+    units_of,
+    warns_for,
+    whole_of,
+)
+from polyshard.errors import ParameterChangedError, ParameterError, StateError
+from polyshard_backends.threaded import ThreadedWorld
+from torch import nn
+
+BLOCKS = {"policy": units_of(Block)}
+
+
+def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    with polyshard.unsharded(model):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_training_with_adam_equals_unsharded_training(world_size: int, strategy: str) -> None:
+    assert_parity(seeded(Net), world_size=world_size, optimizer=adam, settings={**BLOCKS, "strategy": strategy})
+
+
+def test_an_optimizer_made_before_sharding_trains_the_same() -> None:
+    model = seeded(Net)
+    reference = train_reference(model, square_step, 3, optimizer=adam)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        with world.lock:
+            mine = copy.deepcopy(model)
+        optimizer = adam(mine)
+        polyshard.shard(mine, threaded(world, rank, **BLOCKS))
+        for turn in range(3):
+            square_step(mine, turn, rank)
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole_parameters(mine)
+
+    for whole in on_ranks(3, on_rank):
+        torch.testing.assert_close(whole, reference.parameters, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_parameters_are_the_same_objects_under_the_same_names(world_size: int, device: str) -> None:
+    model = seeded(Net)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        with world.lock:
+            mine = copy.deepcopy(model).to(device)
+        before = dict(mine.named_parameters())
+        modules = dict(mine.named_modules())
+        polyshard.shard(mine, threaded(world, rank, **BLOCKS, device="cpu"))
+        after = dict(mine.named_parameters())
+        assert list(after) == list(before)
+        assert all(after[name] is before[name] for name in before)
+        assert all(type(parameter) is nn.Parameter and parameter.is_leaf for parameter in after.values())
+        assert all(parameter.device.type == "cpu" for parameter in after.values())
+        assert dict(mine.named_modules()) == modules
+        square_step(mine, 0, rank)
+        assert all(dict(mine.named_parameters())[name] is before[name] for name in before)
+
+    with warns_for(world_size):
+        on_ranks(world_size, on_rank)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_attributes_of_parameters_are_kept(device: str) -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        with world.lock:
+            mine = seeded(Net).to(device)
+        mine.last.weight.learning_rate_scale = 0.5
+        mine.blocks[1].up.bias.requires_grad_(False)
+        polyshard.shard(mine, threaded(world, rank, **BLOCKS, device="cpu"))
+        assert mine.last.weight.learning_rate_scale == 0.5
+        assert not mine.blocks[1].up.bias.requires_grad
+        assert mine.blocks[1].up.weight.requires_grad
+
+    on_ranks(2, on_rank)
+
+
+def test_outside_compute_parameters_are_shards_that_add_up_to_the_whole() -> None:
+    model = seeded(Net)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        mine = sharded_copy(model, rank, world, **BLOCKS)
+        assert all(parameter.ndim == 1 for parameter in mine.parameters())
+        return {name: parameter.detach().clone() for name, parameter in mine.named_parameters()}
+
+    ranks = on_ranks(4, on_rank)
+    for name, parameter in model.named_parameters():
+        whole = whole_of(parameter, [rank[name] for rank in ranks])
+        torch.testing.assert_close(whole, parameter.detach(), rtol=0, atol=0)
+
+
+def test_a_forward_sees_whole_parameters_under_their_names() -> None:
+    class Looks(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen = {name: (tuple(p.shape), p.requires_grad) for name, p in self.named_parameters()}
+            for module in self.blocks:
+                module.register_forward_pre_hook(
+                    lambda module, args: self.in_block.update({n: tuple(p.shape) for n, p in module.named_parameters()})
+                )
+            self.in_block: dict[str, tuple[int, ...]] = {}
+            return super().forward(x)
+
+    model = seeded(Looks)
+    own = {name: tuple(p.shape) for name, p in model.named_parameters() if not name.startswith("blocks")}
+    block = {name: tuple(p.shape) for name, p in model.blocks[0].named_parameters()}
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        mine = sharded_copy(model, rank, world, **BLOCKS)
+        mine(draw(2, 3))
+        assert list(mine.seen) == [name for name, _ in model.named_parameters()]
+        assert {name: shape for name, (shape, _) in mine.seen.items() if name in own} == own
+        assert all(trained for _, trained in mine.seen.values())
+        assert mine.in_block == block
+
+    on_ranks(3, on_rank)
+
+
+def change_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.detach() * 0.5
+
+
+def change_in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+def change_object(model: nn.Module) -> None:
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(parameter.detach() * 0.5))
+
+
+def change_object_in_place(model: nn.Module) -> None:
+    # The new object must not be mistaken for the old one on later steps.
+    change_object(model)
+    change_object(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("change", [change_data, change_in_place, change_object, change_object_in_place])
+def test_values_changed_between_steps_are_honoured(world_size: int, change: Callable[[nn.Module], None]) -> None:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        if turn == 1:
+            change(model)
+        return square_step(model, turn, rank)
+
+    model = seeded(Net)
+    # The optimizer of a model with replaced objects holds the old ones: parity of the step's numbers is what counts.
+    reference = train_reference(model, step, world_size, turns=2)
+    sharded = train_sharded(model, step, world_size, turns=2, settings=BLOCKS)
+    for turn in range(2):
+        torch.testing.assert_close(sharded.observed[turn], reference.observed[turn], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(sharded.gradients[turn], reference.gradients[turn], rtol=1e-12, atol=1e-12)
+
+
+def test_a_whole_new_parameter_is_taken_up_and_trained_by_the_old_optimizer() -> None:
+    model = seeded(Net)
+    new = draw(2, 5, turn=7)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        mine = sharded_copy(model, rank, world, **BLOCKS)
+        original = mine.last.weight
+        optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+        square_step(mine, 0, rank)
+        optimizer.zero_grad()
+        mine.last.weight = nn.Parameter(new.clone())
+        square_step(mine, 1, rank)
+        assert mine.last.weight is original
+        optimizer.step()
+        return whole_parameters(mine)
+
+    replica = copy.deepcopy(model)
+    with torch.no_grad():
+        replica.last.weight.copy_(new)
+    reference = train_reference(replica, lambda m, turn, rank: square_step(m, 1, rank), 3, turns=1)
+    for whole in on_ranks(3, on_rank):
+        torch.testing.assert_close(whole, reference.parameters, rtol=1e-12, atol=1e-12)
+
+
+def test_load_state_dict_of_shards_is_honoured() -> None:
+    model = seeded(Net)
+    other = seeded(Net, seed=5)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
+        mine = sharded_copy(model, rank, world, **BLOCKS)
+        theirs = sharded_copy(other, rank, world, **BLOCKS)
+        mine.load_state_dict(theirs.state_dict())
+        return mine(draw(4, 3)).detach()
+
+    for output in on_ranks(3, on_rank):
+        torch.testing.assert_close(output, other(draw(4, 3)).detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("replaces", ["all", "one"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_replaced_gradients_reach_the_optimizer_and_are_accumulated_to(world_size: int, replaces: str) -> None:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        seen = square_step(model, turn, rank)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None and (replaces == "all" or name == "blocks.1.up.weight"):
+                    parameter.grad = torch.full_like(parameter, 0.25)
+        return seen
+
+    model = seeded(Net)
+    chosen = {name for name, _ in model.named_parameters() if replaces == "all" or name == "blocks.1.up.weight"}
+    result = train_sharded(model, step, world_size, turns=1, settings=BLOCKS)
+    reference = train_reference(model, square_step, world_size, turns=2)
+    for name, before in model.named_parameters():
+        gradient = torch.full_like(before, 0.25) if name in chosen else reference.gradients[0][name]
+        torch.testing.assert_close(
+            result.parameters[name], before.detach() - 0.1 * gradient.detach(), rtol=1e-12, atol=1e-12
+        )
+
+    def accumulates(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        step(model, turn, rank)
+        return square_step(model, turn, rank)
+
+    twice = train_sharded(model, accumulates, world_size, turns=1, settings=BLOCKS)
+    for name, before in model.named_parameters():
+        once = reference.gradients[0][name]
+        kept = torch.full_like(before, 0.25).detach() if name in chosen else once
+        torch.testing.assert_close(twice.gradients[0][name], kept + once, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_in_both_ways(set_to_none: bool) -> None:
+    model = seeded(Net)
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        square_step(model, turn + 5, rank)
+        model.zero_grad(set_to_none=set_to_none)
+        for parameter in model.parameters():
+            assert parameter.grad is None or (not set_to_none and not parameter.grad.any())
+        return square_step(model, turn, rank)
+
+    assert_parity(model, step, settings=BLOCKS)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_gradients_accumulate_over_backwards(world_size: int) -> None:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        return [*square_step(model, turn, rank), *square_step(model, turn + 10, rank)]
+
+    assert_parity(seeded(Net), step, world_size, optimizer=adam, settings=BLOCKS)
+
+
+def wrong_shape(weight: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(weight.numel() + 1000, dtype=weight.dtype)
+
+
+def wrong_dtype(weight: torch.Tensor) -> torch.Tensor:
+    return weight.detach().float()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [(wrong_shape, "Cannot writeback when the parameter shape changes"), (wrong_dtype, "float32")],
+)
+@pytest.mark.parametrize("as_object", [True, False])
+def test_a_replacement_that_cannot_be_written_back_is_refused_and_the_model_goes_on(
+    world_size: int, wrong: Callable[[torch.Tensor], torch.Tensor], words: str, as_object: bool
+) -> None:
+    model = seeded(Net)
+    expected = model(draw(4, 3)).detach()
+
+    def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
+        mine = sharded_copy(model, rank, world, **BLOCKS)
+        # Each of two ranks has a part of this parameter.
+        block = mine.blocks[1]
+        weight, good = block.up.bias, block.up.bias.data
+        if as_object:
+            block.up.bias = nn.Parameter(wrong(weight))
+        else:
+            weight.data = wrong(weight)
+        with pytest.raises(ParameterChangedError, match=words) as caught:
+            mine(draw(4, 3))
+        assert "'blocks.1.up.bias'" in str(caught.value)
+        assert f"rank {rank}" in str(caught.value)
+        assert root_of(mine).gathered == ()
+        if as_object:
+            block.up.bias = weight
+        else:
+            weight.data = good
+        return mine(draw(4, 3)).detach()
+
+    with warns_for(world_size):
+        for output in on_ranks(world_size, on_rank):
+            torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_deleted_parameter_is_refused_by_name() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        mine = sharded_copy(seeded(Net), rank, world, **BLOCKS)
+        mine.blocks[0].up.bias = None
+        with pytest.raises(ParameterChangedError, match=r"'blocks\.0\.up\.bias'"):
+            mine(draw(4, 3))
+
+    on_ranks(2, on_rank)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("as_object", [True, False])
+def test_a_parameter_replaced_between_forward_and_backward_is_refused(strategy: str, as_object: bool) -> None:
+    model = seeded(Net)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        mine = sharded_copy(model, rank, world, **BLOCKS, strategy=strategy)
+        loss = mine(draw(4, 3)).square().mean()
+        # Each of two ranks has a part of this parameter; one that has none has nothing to refuse.
+        weight = mine.blocks[1].up.bias
+        if as_object:
+            mine.blocks[1].up.bias = nn.Parameter(weight.detach().clone())
+        else:
+            weight.data = weight.detach().clone()
+        with pytest.raises(
+            ParameterChangedError, match="does not support changing the parameters between forward and backward"
+        ) as caught:
+            loss.backward()
+        assert "'blocks.1.up.bias'" in str(caught.value)
+        mine.zero_grad()
+        return square_step(mine, 0, rank)
+
+    with_same_values = train_reference(model, square_step, 2, turns=1)
+    for values, expected in zip(on_ranks(2, on_rank), with_same_values.observed[0], strict=True):
+        torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_requires_grad_changed_after_sharding_is_followed(world_size: int) -> None:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        # All trained; biases frozen; and back.
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.requires_grad_(turn != 1)
+        seen = square_step(model, turn, rank)
+        if turn == 1:
+            assert all(p.grad is None for name, p in model.named_parameters() if name.endswith("bias"))
+        return seen
+
+    assert_parity(seeded(Net), step, world_size, optimizer=adam, settings=BLOCKS)
+
+
+def test_a_whole_unit_frozen_after_sharding_is_not_reduced() -> None:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        model.blocks[1].requires_grad_(turn == 0)
+        return square_step(model, turn, rank)
+
+    assert_parity(seeded(Net), step, settings=BLOCKS)
+
+
+def test_a_model_copied_or_pickled_before_sharding_is_another_model() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        with world.lock:
+            source = seeded(Net)
+            first = copy.deepcopy(source)
+            second = pickle.loads(pickle.dumps(source))
+        polyshard.shard(first, threaded(world, rank, **BLOCKS))
+        polyshard.shard(second, threaded(world, rank, **BLOCKS))
+        assert all(parameter.ndim == 1 for parameter in second.parameters())
+        torch.testing.assert_close(first(draw(4, 3)), second(draw(4, 3)), rtol=0, atol=0)
+        torch.testing.assert_close(first(draw(4, 3)), source(draw(4, 3)), rtol=1e-12, atol=1e-12)
+
+    on_ranks(2, on_rank)
+
+
+@pytest.mark.parametrize("copies", [copy.deepcopy, pickle.dumps])
+def test_a_sharded_model_refuses_to_be_copied_or_pickled_and_says_what_to_do(copies: Callable[[Any], Any]) -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        mine = sharded_copy(seeded(Net), rank, world, **BLOCKS)
+        expected = mine(draw(4, 3)).detach()
+        with pytest.raises(StateError, match=f"sharded module cannot be .*rank {rank}.*state dict"):
+            copies(mine)
+        torch.testing.assert_close(mine(draw(4, 3)).detach(), expected, rtol=0, atol=0)
+
+    on_ranks(2, on_rank)
+
+
+def test_moving_a_sharded_model_to_another_dtype_is_refused_at_the_next_forward() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        mine = sharded_copy(seeded(Net), rank, world, **BLOCKS)
+        mine.to("cpu")
+        mine(draw(4, 3))
+        mine.half()
+        with pytest.raises(ParameterChangedError, match=r"float16.*before sharding"):
+            mine(draw(4, 3))
+
+    on_ranks(2, on_rank)
+
+
+def test_register_hook_on_a_parameter_is_refused_and_the_model_is_left_as_it_was() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        with world.lock:
+            mine = seeded(Net)
+        mine.blocks[2].down.weight.register_hook(lambda gradient: gradient)
+        shapes = [parameter.shape for parameter in mine.parameters()]
+        with pytest.raises(ParameterError, match=r"'blocks\.2\.down\.weight'.*register_post_accumulate_grad_hook"):
+            polyshard.shard(mine, threaded(world, rank, **BLOCKS))
+        assert [parameter.shape for parameter in mine.parameters()] == shapes
+        mine(draw(4, 3))
+
+    on_ranks(2, on_rank)
+
+
+def test_channels_last_parameters_keep_their_strides_in_compute() -> None:
+    class Convolution(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+            self.head = nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.stride = self.convolution.weight.stride()
+            return self.head(self.convolution(x).mean((2, 3)))
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        loss = model(draw(2, 2, 4, 4, turn=turn, rank=rank)).square().mean()
+        loss.backward()
+        assert model.stride == (8, 1, 4, 2)
+        return [loss.detach()]
+
+    assert_parity(seeded(Convolution), step, world_size=3)
+
+
+def test_parameters_without_elements_are_carried_along() -> None:
+    class WithEmpty(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.empty = nn.Parameter(torch.zeros(0, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert self.empty.shape == (0, 4)
+            return super().forward(x) + self.empty.sum()
+
+    assert_parity(seeded(WithEmpty), world_size=2, settings=BLOCKS)

@@ -1,0 +1,532 @@
+"""Units inside units, shared modules and parameters, frozen parts, buffers: against the unsharded model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from parity import (
+    Block,
+    Net,
+    adam,
+    assert_parity,
+    draw,
+    on_ranks,
+    root_of,
+    seeded,
+    sharded_copy,
+    square_step,
+    threaded,
+    train_reference,
+    units_of,
+    warns_for,
+)
+from polyshard.errors import AlreadyShardedError, ConfigError, EmptyUnitError, StateError
+from polyshard_backends.threaded import ThreadedWorld
+from torch import nn
+
+STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
+
+
+class Nest(nn.Module):
+    """A unit that holds a parameter, a linear layer and, below it, another such unit."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.before = nn.Linear(3, 3)
+        self.inner = Nest(depth - 1) if depth > 1 else nn.Linear(3, 3)
+        self.after = nn.Linear(3, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.inner(torch.tanh(self.before(x))) * self.scale) + x
+
+
+@pytest.mark.parametrize("policy", [units_of(Nest), units_of(Nest, nn.Linear), "never", "always"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_units_inside_units(policy: Any, strategy: str) -> None:
+    assert_parity(seeded(lambda: Nest(3)), optimizer=adam, turns=2, settings={"policy": policy, "strategy": strategy})
+
+
+def test_deep_nesting_over_more_ranks_than_some_parameters_have_elements() -> None:
+    assert_parity(seeded(lambda: Nest(8)), world_size=4, settings={"policy": "always"})
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("depth", [1, 4])
+def test_a_module_that_calls_itself(strategy: str, depth: int) -> None:
+    class Recursive(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor, depth: int) -> torch.Tensor:
+            x = torch.tanh(self.linear(x))
+            if depth:
+                x = self(x, depth - 1)
+            # The parameters are still needed on the way back up.
+            return self.linear(x) + x
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.recursive = Recursive()
+            self.last = nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.recursive(x, depth))
+
+    assert_parity(seeded(Root), settings={"policy": units_of(Recursive), "strategy": strategy})
+
+
+def test_an_outermost_module_that_calls_itself() -> None:
+    class Recursive(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block(3)
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+            x = self.block(x)
+            if depth:
+                x = self(x, depth - 1)
+            return self.linear(x)
+
+    assert_parity(seeded(Recursive), settings={"policy": units_of(Block)})
+
+
+class Tied(nn.Module):
+    """Embedding and head share one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 5)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(5, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.embedding(tokens)))
+
+
+def tokens_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+    tokens = (draw(2, 4, turn=turn, rank=rank) * 100).long() % 11
+    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    loss.backward()
+    return [loss.detach()]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("policy", [units_of(Block), units_of(Block, nn.Embedding, nn.Linear), "always", "never"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_tied_embedding_and_head(world_size: int, policy: Any, strategy: str) -> None:
+    assert_parity(
+        seeded(Tied),
+        tokens_step,
+        world_size,
+        turns=2,
+        optimizer=adam,
+        settings={"policy": policy, "strategy": strategy},
+    )
+
+
+def test_tied_parameters_stay_tied_and_every_name_is_kept() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        mine = sharded_copy(seeded(Tied), rank, world, policy="always")
+        assert mine.head.weight is mine.embedding.weight
+        tokens_step(mine, 0, rank)
+        assert mine.head.weight is mine.embedding.weight
+        names = [name for name, _ in mine.named_parameters(remove_duplicate=False)]
+        assert {"head.weight", "embedding.weight"} <= set(names)
+
+    on_ranks(2, on_rank)
+
+
+def test_a_parameter_shared_by_two_units_belongs_to_the_lowest_that_holds_both() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = Block(3), Block(3)
+            self.two.up.weight = self.one.up.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.two(self.one(x))
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(3, 3)
+            self.pair = Two()
+            self.other = Two()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.other(self.pair(self.first(x)))
+
+    assert_parity(seeded(Root), settings={"policy": units_of(Two, Block)}, optimizer=adam)
+    held: dict[str, tuple[str, ...]] = {}
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        mine = sharded_copy(seeded(Root), rank, world, policy=units_of(Two, Block))
+        if rank == 0:
+            held.update({unit.name: unit.spec.parameter_names for unit in root_of(mine).units})
+
+    on_ranks(2, on_rank)
+    assert held["pair"] == ("pair.one.up.weight",)
+    assert held["pair.one"] == ("pair.one.up.bias", "pair.one.down.weight")
+    assert held["pair.two"] == ("pair.two.up.bias", "pair.two.down.weight")
+
+
+@pytest.mark.parametrize("policy", [units_of(Block), "always", "never"])
+def test_one_module_in_two_places(policy: Any) -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shared = Block(3)
+            self.left = nn.Sequential(nn.Linear(3, 3), shared)
+            self.right = nn.Sequential(shared, nn.Linear(3, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.left(x) * self.right(x)
+
+    assert_parity(seeded(Root), settings={"policy": policy}, optimizer=adam)
+
+
+def test_buffers_are_each_rank_s_own_and_follow_batch_statistics() -> None:
+    class Normed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(self.norm(x))
+
+    model = seeded(Normed)
+    assert_parity(model, settings={"policy": units_of(Block, nn.BatchNorm1d)})
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        mine = sharded_copy(model, rank, world, policy=units_of(Block))
+        square_step(mine, 0, rank)
+        return dict(mine.named_buffers())
+
+    for rank, buffers in enumerate(on_ranks(2, on_rank)):
+        expected = copy.deepcopy(model)
+        square_step(expected, 0, rank)
+        torch.testing.assert_close(buffers, dict(expected.named_buffers()), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_children_called_directly_without_the_root(strategy: str) -> None:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        x = draw(4, 5, turn=turn, rank=rank, requires_grad=True)
+        loss = model.blocks[2](model.blocks[0](x)).square().mean()
+        loss.backward()
+        assert x.grad is not None
+        return [loss.detach(), x.grad]
+
+    assert_parity(seeded(Net), step, settings={"policy": units_of(Block), "strategy": strategy})
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_child_first_and_then_the_root_in_one_backward(strategy: str) -> None:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
+        extra = model.blocks[1](torch.cat([x, x[:, :2]], dim=1))
+        loss = model(x).square().mean() + extra.square().mean()
+        loss.backward()
+        assert x.grad is not None
+        return [loss.detach(), x.grad]
+
+    assert_parity(seeded(Net), step, settings={"policy": units_of(Block), "strategy": strategy}, optimizer=adam)
+
+
+def test_a_child_in_its_own_backward_between_steps_of_the_root() -> None:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        if turn == 1:
+            loss = model.blocks[1](draw(4, 5, turn=turn, rank=rank)).square().mean()
+            loss.backward()
+            return [loss.detach()]
+        return square_step(model, turn, rank)
+
+    assert_parity(seeded(Net), step, settings={"policy": units_of(Block)})
+
+
+def test_other_modules_run_in_another_order_every_turn() -> None:
+    class Shuffles(Net):
+        turn = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for index in [(0, 1, 2), (2, 0), (1,), (2, 1, 0)][self.turn]:
+                x = self.blocks[index](x)
+            return self.last(x)
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        model.turn = turn
+        return square_step(model, turn, rank)
+
+    assert_parity(seeded(Shuffles), step, turns=4, settings={"policy": units_of(Block)})
+
+
+class Generator(Net):
+    """Has further methods that compute."""
+
+    def generate(self, x: torch.Tensor, *, steps: int) -> torch.Tensor:
+        for _ in range(steps):
+            x = torch.tanh(self(x) @ self.last.weight[:, :3])
+        return x
+
+    def penalty(self) -> torch.Tensor:
+        return self.first.weight.square().sum() + self.last.weight.abs().sum()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_registered_method_sees_whole_parameters(world_size: int, strategy: str) -> None:
+    model = seeded(Generator)
+    with torch.no_grad():
+        expected = model.generate(draw(4, 3), steps=3)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
+        mine = sharded_copy(model, rank, world, policy=units_of(Block), strategy=strategy)
+        polyshard.register_forward_method(mine, "generate")
+        with torch.no_grad():
+            generated = mine.generate(draw(4, 3), steps=3)
+        assert root_of(mine).gathered == ()
+        square_step(mine, 0, rank)
+        return generated
+
+    with warns_for(world_size, {"strategy": strategy}):
+        for generated in on_ranks(world_size, on_rank):
+            torch.testing.assert_close(generated, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_registered_method_trains_with_the_forward() -> None:
+    def wrap(model: nn.Module, config: polyshard.ShardConfig) -> nn.Module:
+        polyshard.shard(model, config)
+        polyshard.register_forward_method(model, "penalty")
+        return model
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        loss = model(draw(4, 3, turn=turn, rank=rank)).square().mean() + 0.1 * model.penalty()
+        loss.backward()
+        return [loss.detach()]
+
+    assert_parity(seeded(Generator), step, settings={"policy": units_of(Block)}, wrap=wrap)
+
+
+def test_registering_what_cannot_compute_is_refused() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        mine = sharded_copy(seeded(Generator), rank, world, policy=units_of(Block))
+        with pytest.raises(ConfigError, match="does not have a method penalties"):
+            polyshard.register_forward_method(mine, "penalties")
+        with pytest.raises(StateError, match="needs a sharded module"):
+            polyshard.register_forward_method(mine.first, "forward")
+
+    on_ranks(2, on_rank)
+
+
+def inside_out(model: nn.Module, config: polyshard.ShardConfig) -> nn.Module:
+    for block in model.blocks:
+        polyshard.fully_shard(block, config)
+    return polyshard.fully_shard(model, config)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_composing_from_the_inside_out_equals_sharding_at_once(strategy: str) -> None:
+    assert_parity(seeded(Net), wrap=inside_out, optimizer=adam, settings={"strategy": strategy})
+
+
+def test_composing_makes_the_same_units_under_the_same_names() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        at_once = sharded_copy(seeded(Net), rank, world, policy=units_of(Block))
+        with world.lock:
+            mine = seeded(Net)
+        composed = inside_out(mine, threaded(world, rank))
+        described = [
+            [(unit.name, unit.spec.parameter_names, unit.spec.is_root, unit.layout) for unit in root_of(each).units]
+            for each in (at_once, composed)
+        ]
+        assert described[0] == described[1]
+
+    on_ranks(2, on_rank)
+
+
+def test_three_levels_composed() -> None:
+    def wrap(model: nn.Module, config: polyshard.ShardConfig) -> nn.Module:
+        polyshard.fully_shard(model.inner.inner, config)
+        polyshard.fully_shard(model.inner, config)
+        return polyshard.fully_shard(model, config)
+
+    assert_parity(seeded(lambda: Nest(3)), wrap=wrap)
+
+
+def test_a_composed_block_may_be_used_before_it_joins_a_root() -> None:
+    model = seeded(Net)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        with world.lock:
+            mine = copy.deepcopy(model)
+        config = threaded(world, rank)
+        for block in mine.blocks:
+            polyshard.fully_shard(block, config)
+        mine.blocks[0](draw(4, 5)).sum().backward()
+        mine.blocks[0].zero_grad()
+        polyshard.fully_shard(mine, config)
+        return square_step(mine, 0, rank)
+
+    expected = train_reference(model, square_step, 2, turns=1).observed[0]
+    for values, reference in zip(on_ranks(2, on_rank), expected, strict=True):
+        torch.testing.assert_close(values, reference, rtol=1e-12, atol=1e-12)
+
+
+def test_sharding_twice_or_nothing_is_refused() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        mine = sharded_copy(seeded(Net), rank, world, policy=units_of(Block))
+        with pytest.raises(AlreadyShardedError):
+            polyshard.shard(mine, threaded(world, rank))
+        with pytest.raises(EmptyUnitError, match="has no parameters"):
+            polyshard.shard(nn.ReLU(), threaded(world, rank))
+
+    on_ranks(2, on_rank)
+
+
+def test_the_wrapper_trains_the_same() -> None:
+    def wrap(model: nn.Module, config: polyshard.ShardConfig) -> nn.Module:
+        wrapper = polyshard.FullyShardedDataParallel(model, config)
+        assert wrapper.blocks is model.blocks
+        return wrapper.module
+
+    assert_parity(seeded(Net), wrap=wrap, settings={"policy": units_of(Block)})
+
+
+class LowRank(nn.Module):
+    """A frozen linear layer and a trained low-rank addition, in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(5, 5)
+        self.base.requires_grad_(False)
+        self.down = nn.Parameter(torch.linspace(-1, 1, 10).reshape(5, 2))
+        self.up = nn.Parameter(torch.linspace(1, -1, 10).reshape(2, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.base(x) + x @ self.down @ self.up)
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 5).requires_grad_(False)
+        self.layers = nn.Sequential(LowRank(), LowRank())
+        self.last = nn.Linear(5, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.layers(self.first(x)))
+
+
+@pytest.mark.parametrize("policy", [units_of(LowRank), "never", "always"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_frozen_and_trained_parameters_in_one_module(policy: Any, strategy: str) -> None:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        seen = square_step(model, turn, rank)
+        assert all(parameter.grad is None for parameter in model.parameters() if not parameter.requires_grad)
+        return seen
+
+    assert_parity(seeded(Adapted), step, optimizer=adam, settings={"policy": policy, "strategy": strategy})
+
+
+def no_input_gradient(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+    loss = model(draw(4, 3, turn=turn, rank=rank)).square().mean()
+    loss.backward()
+    return [loss.detach()]
+
+
+@pytest.mark.parametrize("frozen", [("first", "blocks.0"), ("blocks.1",), ("blocks", "first"), ("last",), ("first",)])
+@pytest.mark.parametrize("step", [square_step, no_input_gradient])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+def test_frozen_parts_anywhere(frozen: tuple[str, ...], step: Callable[..., Any], strategy: str) -> None:
+    def make() -> nn.Module:
+        net = Net()
+        for name in frozen:
+            net.get_submodule(name).requires_grad_(False)
+        return net
+
+    assert_parity(seeded(make), step, world_size=2, turns=2, settings={"policy": units_of(Block), "strategy": strategy})
+
+
+def test_a_wholly_frozen_model_computes_and_passes_gradients_to_its_input() -> None:
+    model = seeded(Net).requires_grad_(False)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        mine = sharded_copy(model, rank, world, policy=units_of(Block))
+        mine(draw(4, 3))
+        assert root_of(mine).gathered == ()
+        values = square_step(mine, 0, rank)
+        assert root_of(mine).gathered == ()
+        return values
+
+    for rank, values in enumerate(on_ranks(2, on_rank)):
+        torch.testing.assert_close(values, square_step(copy.deepcopy(model), 0, rank), rtol=1e-12, atol=1e-12)
+
+
+def test_ignored_modules_and_parameters_stay_whole_and_are_left_to_the_user() -> None:
+    model = seeded(Net)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        with world.lock:
+            mine = copy.deepcopy(model)
+        polyshard.shard(
+            mine,
+            threaded(world, rank, policy=units_of(Block)),
+            ignored_modules=[mine.blocks[1]],
+            ignored_parameters=[mine.last.bias],
+        )
+        assert mine.blocks[1].up.weight.shape == (7, 5)
+        assert mine.last.bias.shape == (2,)
+        assert mine.last.weight.ndim == 1
+        values = square_step(mine, 0, rank)
+        assert mine.last.bias.grad is not None
+        return [*values, mine.last.bias.grad, mine.blocks[1].up.weight.grad]
+
+    for rank, values in enumerate(on_ranks(2, on_rank)):
+        plain = copy.deepcopy(model)
+        expected = square_step(plain, 0, rank)
+        torch.testing.assert_close(
+            values, [*expected, plain.last.bias.grad, plain.blocks[1].up.weight.grad], rtol=1e-12, atol=1e-12
+        )
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "hybrid_shard", "hybrid_shard_zero2"])
+def test_no_sync_sums_microbatches_before_one_reduction(strategy: str) -> None:
+    def sharded_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        if "_polyshard_stage" not in model.__dict__:
+            return [*square_step(model, turn, rank), *square_step(model, turn + 10, rank)]
+        with polyshard.no_sync(model):
+            first = square_step(model, turn, rank)
+            assert all(parameter.grad is None for parameter in model.parameters())
+        return [*first, *square_step(model, turn + 10, rank)]
+
+    settings: dict[str, Any] = {"policy": units_of(Block), "strategy": strategy}
+    if strategy.startswith("hybrid"):
+        settings["shard_size"] = 2
+        model = seeded(Net)
+        reference = train_reference(model, sharded_step, 4)
+
+        def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+            mine = sharded_copy(model, rank, world, **settings)
+            optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+            for turn in range(3):
+                sharded_step(mine, turn, rank)
+                optimizer.step()
+                optimizer.zero_grad()
+            with polyshard.unsharded(mine):
+                return {name: p.detach().clone() for name, p in mine.named_parameters()}
+
+        for whole in on_ranks(4, on_rank):
+            torch.testing.assert_close(whole, reference.parameters, rtol=1e-12, atol=1e-12)
+    else:
+        assert_parity(seeded(Net), sharded_step, settings=settings, optimizer=adam)

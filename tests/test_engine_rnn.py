@@ -1,0 +1,141 @@
+"""RNN modules, which keep a list of their weights beside ``_parameters``."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from parity import adam, assert_parity, draw, on_ranks, seeded, sharded_copy, units_of
+from polyshard_backends.threaded import ThreadedWorld
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.rnn = kind(4, 5, batch_first=True, **options)
+        width = options.get("proj_size") or 5
+        self.last = nn.Linear(width * (2 if options.get("bidirectional") else 1), 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output, state = self.rnn(self.first(x))
+        last = state[0] if isinstance(state, tuple) else state
+        return self.last(output) + last.mean()
+
+
+def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+    x = draw(2, 6, 3, turn=turn, rank=rank, requires_grad=True)
+    loss = model(x).square().mean()
+    loss.backward()
+    assert x.grad is not None
+    return [loss.detach(), x.grad]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (nn.LSTM, {}),
+        (nn.LSTM, {"num_layers": 2, "bidirectional": True}),
+        (nn.LSTM, {"proj_size": 3}),
+        (nn.GRU, {"num_layers": 2}),
+        (nn.GRU, {"bias": False}),
+        (nn.RNN, {}),
+    ],
+)
+@pytest.mark.parametrize("policy", [units_of(nn.LSTM, nn.GRU, nn.RNN), "never"])
+def test_recurrent_layers_as_units_and_inside_units(
+    kind: type[nn.RNNBase], options: dict[str, Any], policy: Any
+) -> None:
+    assert_parity(
+        seeded(lambda: Recurrent(kind, **options)),
+        step,
+        world_size=3,
+        turns=2,
+        optimizer=adam,
+        settings={"policy": policy},
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("strategy", ["shard_grad_op", "no_shard"])
+def test_strategies(world_size: int, strategy: str) -> None:
+    settings = {"policy": units_of(nn.LSTM), "strategy": strategy}
+    assert_parity(seeded(lambda: Recurrent(nn.LSTM)), step, world_size, settings=settings)
+
+
+def test_packed_sequences_go_in_and_out_of_a_unit() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(3, 4)
+            self.rnn = nn.GRU(4, 5, batch_first=True)
+            self.last = nn.Linear(5, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            packed = pack_padded_sequence(self.first(x), torch.tensor([6, 4]), batch_first=True)
+            output, _ = self.rnn(packed)
+            assert isinstance(output, PackedSequence)
+            return self.last(pad_packed_sequence(output, batch_first=True)[0])
+
+    assert_parity(seeded(Packed), step, settings={"policy": units_of(nn.GRU)})
+
+
+def test_cells_unrolled_over_time() -> None:
+    class Unrolled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.LSTMCell(3, 5)
+            self.last = nn.Linear(5, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            state = None
+            for moment in x.unbind(1):
+                state = self.cell(moment, state)
+            assert state is not None
+            return self.last(state[0])
+
+    assert_parity(seeded(Unrolled), step, world_size=2, settings={"policy": units_of(nn.LSTMCell)})
+
+
+def test_a_frozen_recurrent_layer() -> None:
+    def make() -> nn.Module:
+        model = Recurrent(nn.LSTM)
+        model.rnn.requires_grad_(False)
+        return model
+
+    assert_parity(seeded(make), step, world_size=2, settings={"policy": units_of(nn.LSTM)})
+
+
+def test_values_loaded_after_sharding_are_computed_with() -> None:
+    model, other = seeded(lambda: Recurrent(nn.LSTM)), seeded(lambda: Recurrent(nn.LSTM), seed=3)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
+        mine = sharded_copy(model, rank, world, policy=units_of(nn.LSTM))
+        theirs = sharded_copy(other, rank, world, policy=units_of(nn.LSTM))
+        mine(draw(2, 6, 3))
+        mine.load_state_dict(copy.copy(theirs.state_dict()))
+        return mine(draw(2, 6, 3)).detach()
+
+    for output in on_ranks(2, on_rank):
+        torch.testing.assert_close(output, other(draw(2, 6, 3)).detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_a_recurrent_weight_replaced_between_steps_is_honoured() -> None:
+    model = seeded(lambda: Recurrent(nn.GRU))
+    new = draw(15, 5, turn=4)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
+        mine = sharded_copy(model, rank, world, policy=units_of(nn.GRU))
+        mine(draw(2, 6, 3))
+        mine.rnn.weight_hh_l0 = nn.Parameter(new.clone())
+        return mine(draw(2, 6, 3)).detach()
+
+    expected = copy.deepcopy(model)
+    with torch.no_grad():
+        expected.rnn.weight_hh_l0.copy_(new)
+    for output in on_ranks(2, on_rank):
+        torch.testing.assert_close(output, expected(draw(2, 6, 3)).detach(), rtol=1e-12, atol=1e-12)
