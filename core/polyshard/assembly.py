@@ -237,7 +237,7 @@ def _plan(
     chosen = plugins.policy.plan(module, PolicyContext(request.ignored_modules, request.ignored_parameters))
     if isinstance(chosen, Mapping):
         alone = {
-            inner: {"precision": "none"}
+            inner: dict[str, Any]()
             for inner in module.modules()
             if inner not in chosen and inner is not module and plugins.caster.leaves_alone(inner)
         }

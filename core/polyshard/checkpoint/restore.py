@@ -44,8 +44,9 @@ class Source:
         """Each key under ``prefix`` and the path of the value within the saved state."""
         return {
             key: tuple(path)
-            for key, path in (self.metadata.planner_data or {}).items()
-            if tuple(path)[: len(prefix)] == prefix
+            for key, path in self.metadata.planner_data.items()
+            # Paths name a parameter of which nobody wrote anything, too: one rank of a pretended world may hold none.
+            if tuple(path)[: len(prefix)] == prefix and key in self.metadata.state_dict_metadata
         }
 
 

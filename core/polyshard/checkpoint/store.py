@@ -75,8 +75,10 @@ def save(
         if collectives.rank == 0 or not collectives.capabilities.can_communicate:
             _commit(directory, step, collectives)
             if keep is not None:
+                # By number, but never what was just written: a run taken up again at an earlier step starts lower.
                 for old in _committed(Path(root))[:-keep]:
-                    _remove(old)
+                    if old != directory:
+                        _remove(old)
     owner.events.on_save(model, directory)
     return directory
 

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..interfaces import Collectives
+from .agreement import together
 
 
 def write_state(directory: Path, state: dict[str, Any], collectives: Collectives) -> None:
@@ -25,19 +26,24 @@ def write_state(directory: Path, state: dict[str, Any], collectives: Collectives
         save(state, storage_writer=writer, process_group=collectives.process_group)
         return
     coordinates = collectives.rank == 0 or not speaks
+    what = f"Writing the checkpoint {directory}"
     planner = DefaultSavePlanner()
-    planner.set_up_planner(state, writer.storage_meta(), coordinates)
-    writer.set_up_storage_writer(coordinates)
-    plan = writer.prepare_local_plan(planner.create_local_plan())
+    # A rank that fails while others wait for what it has to say would be answered with something else.
+    with together(collectives, what):
+        planner.set_up_planner(state, writer.storage_meta(), coordinates)
+        writer.set_up_storage_writer(coordinates)
+        plan = writer.prepare_local_plan(planner.create_local_plan())
     plans = collectives.all_gather_object(plan) if speaks else [plan]
     metadata = None
-    if coordinates:
-        plans, metadata = planner.create_global_plan(plans)
-        plans = writer.prepare_global_plan(plans)
+    with together(collectives, what):
+        if coordinates:
+            plans, metadata = planner.create_global_plan(plans)
+            plans = writer.prepare_global_plan(plans)
     if speaks:
         plans = collectives.all_gather_object(plans if coordinates else None)[0]
-    plan = planner.finish_plan(plans[collectives.rank if speaks else 0])
-    written = writer.write_data(plan, planner).wait()
+    with together(collectives, what):
+        plan = planner.finish_plan(plans[collectives.rank if speaks else 0])
+        written = writer.write_data(plan, planner).wait()
     everything = collectives.all_gather_object(written) if speaks else [written]
     if metadata is not None:
         writer.finish(metadata, everything)

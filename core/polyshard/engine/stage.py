@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -21,6 +22,12 @@ from .unit import Unit, UnitState
 
 if TYPE_CHECKING:
     from .root import Root
+
+
+class _Call:
+    """One forward of a stage, alive as long as its graph."""
+
+    __slots__ = ("__weakref__",)
 
 
 class Stage:
@@ -61,7 +68,8 @@ class Stage:
         self._unmanaged = bool(self.units) and all(unit.resident for unit in self.units)
         self._managed = bool(self.units) and not self._unmanaged
         self._entered = 0
-        self._outstanding = 0
+        # Forwards whose backward is still to come. Weak: a graph that the user dropped takes its call along.
+        self._outstanding: WeakSet[_Call] = WeakSet()
         self._outer_error: BaseException | None = None
         self._backward_mode = True
         self.awaits_backward = False
@@ -191,17 +199,17 @@ class Stage:
         for stage in root.schedule.enter_backward(self):
             stage.unshard()
 
-    def post_backward(self) -> None:
+    def post_backward(self, call: _Call) -> None:
         """The gradients of one call's inputs are there; after the last call, reduce."""
-        self._outstanding -= 1
-        if self._outstanding <= 0:
+        self._outstanding.discard(call)
+        if not self._outstanding:
             self.finish()
 
     def finish(self) -> None:
         """Take the gradients, release the parameters, start the reductions."""
         root = self.root
         assert root is not None
-        self._outstanding = 0
+        self._outstanding.clear()
         self.in_backward = False
         self.awaits_backward = False
         owes, self.owes = self.owes, self.owes and not root.accumulates
@@ -250,7 +258,7 @@ class Stage:
     def reset(self) -> None:
         """Back to the state between steps, whatever went wrong."""
         self._entered = 0
-        self._outstanding = 0
+        self._outstanding.clear()
         self.in_backward = False
         self.awaits_backward = False
         for unit in self.units:
@@ -299,8 +307,9 @@ class Stage:
         if not found:
             # The end of the backward takes over: an integer input, or the first unit of the model.
             return args, kwargs
-        self._outstanding += 1
-        passed = iter(pass_through(self.post_backward, found))
+        call = _Call()
+        self._outstanding.add(call)
+        passed = iter(pass_through(partial(self.post_backward, call), found))
         replace: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: (  # noqa: E731
             next(passed) if tensor.requires_grad else tensor
         )

@@ -125,6 +125,10 @@ class Unit:
         self.leaves: list[torch.Tensor]
         self.bindings: Bindings
         self._bind(self.buffer)
+        if dtypes.grad != self.spec.master_dtype:
+            # Autograd refuses a gradient of another dtype than its parameter's unless the parameter says so.
+            for original in self.originals.tensors:
+                original.grad_dtype = dtypes.grad
         self.gradients = Gradients(self)
         if self.permanent:
             self.state = UnitState.UNSHARDED
