@@ -18,7 +18,7 @@ from .agreement import agree
 from .config import PluginChoice, ShardConfig, Strategy
 from .engine.lanes import HostLanes, Lanes, StreamLanes
 from .engine.materialize import Initializer, build_units, place_buffers, refuse_uninitializable
-from .engine.plan import STAGE_ATTRIBUTE, PlannedStage, plan_stages, refuse_sharded
+from .engine.plan import STAGE_ATTRIBUTE, PlannedStage, plan_stages, refuse_sharded, refuse_unshardable
 from .engine.ranks import RankGrid
 from .engine.root import Root
 from .engine.schedule import Schedule
@@ -234,6 +234,12 @@ def _plan(
             refuse_sharded(module, rank)
     else:
         refuse_sharded(module, rank)
+    refuse_unshardable(
+        module,
+        ignored_modules=request.ignored_modules,
+        ignored_parameters=request.ignored_parameters,
+        rank=rank,
+    )
     chosen = plugins.policy.plan(module, PolicyContext(request.ignored_modules, request.ignored_parameters))
     if isinstance(chosen, Mapping):
         alone = {

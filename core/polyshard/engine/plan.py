@@ -49,7 +49,7 @@ def plan_stages(
     Raises:
         EmptyUnitError: ``root`` has no parameter at all.
         AlreadyShardedError: a parameter is claimed by a stage that exists already.
-        ParameterError, DeviceError: a parameter cannot be sharded.
+        DeviceError: parameters are on several devices.
         PluginContractError: ``chosen`` is not a plan for ``root``.
     """
     names = {module: name for name, module in root.named_modules()}
@@ -76,7 +76,6 @@ def plan_stages(
                     f"Parameter '{name}' is shared with a parameter already managed by another FSDP group "
                     f"(rank {rank}). Shard the module that contains all of its uses in one call."
                 )
-            check_parameter(name, parameter, rank)
             owners[parameter] = (
                 [owner for owner in owners[parameter] if owner in chain] if parameter in owners else list(chain)
             )
@@ -106,12 +105,32 @@ def plan_stages(
     return stages
 
 
-def check_parameter(name: str, parameter: nn.Parameter, rank: int) -> None:
-    """Raise if ``parameter`` cannot be sharded.
+def refuse_unshardable(
+    root: nn.Module,
+    *,
+    ignored_modules: Collection[nn.Module] = (),
+    ignored_parameters: Collection[nn.Parameter] = (),
+    rank: int = 0,
+) -> None:
+    """Raise if a parameter of ``root`` cannot be sharded. To be called before a policy looks at them.
 
     Raises:
         ParameterError: saying which, and what to do.
     """
+    seen = set(ignored_parameters)
+    for prefix, module, _ in _walk(root, {}, _inside(ignored_modules)):
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ParameterError(
+                f"'{prefix}' makes sparse gradients, which cannot be reduced in a flat buffer (rank {rank}). "
+                "Construct it with sparse=False, or pass it in ignored_modules."
+            )
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter not in seen:
+                seen.add(parameter)
+                _check_parameter(f"{prefix}.{key}" if prefix else key, parameter, rank)
+
+
+def _check_parameter(name: str, parameter: nn.Parameter, rank: int) -> None:
     where = f"'{name}' on rank {rank}"
     if isinstance(parameter, (UninitializedParameter, UninitializedBuffer)):
         raise ParameterError(f"The parameter {where} is not initialized. Run a forward of the lazy module first.")
@@ -159,11 +178,6 @@ def _walk(
             return
         if module is root or module in chosen:
             chain = (*chain, module)
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise ParameterError(
-                f"'{prefix}' makes sparse gradients, which cannot be reduced in a flat buffer. "
-                "Construct it with sparse=False, or pass it in ignored_modules."
-            )
         found.append((prefix, module, chain))
         for key, child in module._modules.items():
             if child is not None:
@@ -210,6 +224,12 @@ def _checked(chosen: UnitPlan, names: Mapping[nn.Module, str], rank: int) -> dic
             raise ConfigError(
                 f"A wrap policy overrides {', '.join(unknown)} for '{names[module]}' (rank {rank}), which no unit has. "
                 f"A unit has: {', '.join(UNIT_OVERRIDES)}."
+            )
+        releases = overrides.get("reshard_after_forward")
+        if releases is not None and not isinstance(releases, bool):
+            raise ConfigError(
+                f"A wrap policy overrides reshard_after_forward for '{names[module]}' by {releases!r} (rank {rank}). "
+                "Give True, False or None."
             )
     return dict(chosen)
 
