@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from pickle import PicklingError
 from typing import Any
 
 import polyshard
@@ -16,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from polyshard import checkpoint
 from polyshard.errors import ConfigError, PolyshardError, RankMismatchError, StateError
 from polyshard_backends.threaded import ThreadedWorld
+from polyshard_plugins.precision import Unchanged
 from processes import RankPool
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -228,7 +230,7 @@ def test_state_dicts_are_views_of_the_shards_and_refuse_to_compute() -> None:
             for chunk in state[name].chunks:
                 assert chunk.view.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
             held += parameter.numel()
-            if parameter.requires_grad:
+            if parameter.requires_grad and parameter.numel():
                 assert moments[name]["exp_avg"].shape == state[name].shape
         assert state["conv.weight"].shape == (5, 2, 3, 3)
         with pytest.raises(StateError, match=r"holds a part of it.*polyshard\.unsharded"):
@@ -368,6 +370,19 @@ def test_a_failure_on_one_rank_is_told_to_all(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path) is None
 
 
+def test_a_write_that_fails_on_one_rank_leaves_nothing_committed(tmp_path: Path) -> None:
+    def work(model: Net) -> None:
+        optimizer = adamw(model)
+        if polyshard_rank(model) == 1:
+            optimizer.state[model.conv.weight]["unpicklable"] = lambda: None
+        expected = (AttributeError, PicklingError) if polyshard_rank(model) == 1 else RankMismatchError
+        with pytest.raises(expected, match="lambda"):
+            checkpoint.save(tmp_path, 1, model, optimizer)
+
+    on_threads(3, work)
+    assert checkpoint.latest(tmp_path) is None
+
+
 def test_calls_at_the_wrong_place_are_refused(tmp_path: Path) -> None:
     directory = saved(tmp_path)
 
@@ -392,6 +407,59 @@ def test_calls_at_the_wrong_place_are_refused(tmp_path: Path) -> None:
             checkpoint.model_state(model.project)
 
     on_threads(2, work)
+
+
+def test_buffers_are_those_of_the_first_rank(tmp_path: Path) -> None:
+    def work(model: Net) -> float:
+        model.count += 10 * polyshard_rank(model)
+        directory = checkpoint.save(tmp_path, 1, model)
+        model.count.zero_()
+        model.cache.fill_(7.0)
+        checkpoint.load(directory, model)
+        assert model.cache.tolist() == [7.0, 7.0]
+        return float(model.count)
+
+    assert on_threads(3, work, seed=4) == [4.0, 4.0, 4.0]
+
+
+def test_a_learning_rate_that_is_a_tensor_stays_that_tensor(tmp_path: Path) -> None:
+    def work(model: Net) -> None:
+        optimizer = adamw(model)
+        rate = torch.tensor(0.25)
+        optimizer.param_groups[0]["lr"] = rate
+        directory = checkpoint.save(tmp_path, 1, model, optimizer)
+        rate.fill_(0.5)
+        checkpoint.load(directory, model, optimizer)
+        assert optimizer.param_groups[0]["lr"] is rate
+        assert float(rate) == 0.25
+        fresh = adamw(model)
+        checkpoint.load(directory, model, fresh)
+        assert float(fresh.param_groups[0]["lr"]) == 0.25
+
+    on_threads(2, work)
+
+
+class Counting(Unchanged):
+    """A caster with something to remember."""
+
+    def __init__(self) -> None:
+        self.amax = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"amax": self.amax}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.amax = state["amax"]
+
+
+def test_a_precision_caster_takes_its_state_back(tmp_path: Path) -> None:
+    one, other = Counting(), Counting()
+    choice = {"name": "fake", "rank": 0, "world_size": 2}
+    model = shard(Net(0), choice, precision=one)
+    one.amax = 3.5
+    directory = checkpoint.save(tmp_path, 1, model)
+    checkpoint.load(directory, shard(Net(0), choice, precision=other))
+    assert other.amax == 3.5
 
 
 class Watcher:
@@ -448,11 +516,9 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-def _sharded_here(ranks: list[int], seed: int, **settings: Any) -> Net | None:
+def _sharded_here(ranks: list[int], seed: int) -> Net | None:
     group = dist.new_group(ranks)
-    if dist.get_rank() not in ranks:
-        return None
-    return shard(Net(seed), group, **settings)
+    return shard(Net(seed), group) if dist.get_rank() in ranks else None
 
 
 def _train_and_save(rank: int, root: Path) -> tuple[Values, Values] | None:
@@ -468,14 +534,14 @@ def _train_and_save(rank: int, root: Path) -> tuple[Values, Values] | None:
     return at_save, values(model)
 
 
-def _load_and_save(rank: int, root: Path, strategy: str) -> tuple[Values, Any]:
-    model = _sharded_here([0, 1, 2], 1, strategy=strategy)
+def _load_and_save(rank: int, root: Path, target: Path) -> tuple[Values, Any]:
+    model = _sharded_here([0, 1, 2], 1)
     assert model is not None
     optimizer = adamw(model)
     directory = checkpoint.latest(root)
     assert directory is not None
     extra = checkpoint.load(directory, model, optimizer)
-    checkpoint.save(root / strategy, 3, model, optimizer)
+    checkpoint.save(target, 3, model, optimizer)
     return values(model), extra
 
 
@@ -496,12 +562,11 @@ def test_processes_of_a_gloo_group_save_load_and_resume(tmp_path: Path, pool: Ra
     assert second is not None
     at_save, at_end = first
     assert_equal(second[1], at_end)
-    for strategy in ("full_shard", "no_shard"):
-        for loaded, extra in pool.run(_load_and_save, tmp_path, strategy):
-            assert_equal(loaded, at_save)
-            assert extra == {"rank": 1}
-    for directory in (tmp_path, tmp_path / "full_shard", tmp_path / "no_shard"):
-        for resumed in pool.run(_resume, directory / "step-00000003")[1:]:
+    for loaded, extra in pool.run(_load_and_save, tmp_path, tmp_path / "by three"):
+        assert_equal(loaded, at_save)
+        assert extra == {"rank": 1}
+    for root in (tmp_path, tmp_path / "by three"):
+        for resumed in pool.run(_resume, root / "step-00000003")[1:]:
             assert resumed is not None
             assert_equal(resumed, at_end)
     plain = Net(3)

@@ -193,7 +193,7 @@ def test_selective_checkpointing() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_an_error_in_the_recomputation_leaves_the_next_step_right(reentrant: bool) -> None:
-    class Fails(Exception):
+    class RecomputationError(Exception):
         pass
 
     class Root(Checkpointed):
@@ -208,7 +208,7 @@ def test_an_error_in_the_recomputation_leaves_the_next_step_right(reentrant: boo
                 calls += 1
                 y = self.blocks[1](y)
                 if self.fails and calls > 1:
-                    raise Fails
+                    raise RecomputationError
                 return self.blocks[2](y)
 
             x = self.blocks[3](self._checkpoint(watched, self.blocks[0](x)))
@@ -217,7 +217,7 @@ def test_an_error_in_the_recomputation_leaves_the_next_step_right(reentrant: boo
     def failing(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
         if turn == 1:
             model.fails = True
-            with pytest.raises(Fails):
+            with pytest.raises(RecomputationError):
                 step(model, turn, rank)
             model.fails = False
             # What a backward that raised left in .grad is undefined, unsharded too.

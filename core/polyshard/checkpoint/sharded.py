@@ -127,7 +127,7 @@ def of_piece(slot: Slot, piece: Piece | None, flat: torch.Tensor) -> CheckpointT
         order = storage_order(slot.shape, slot.stride)
         back = inverse(order)
         cursor = 0
-        for box in range_boxes([slot.shape[dim] for dim in order], 0, piece.numel):
+        for box in range_boxes([slot.shape[dim] for dim in order], piece.start, piece.stop):
             part = flat.narrow(0, cursor, box.numel).view(box.sizes).permute(back)
             chunks.append(Chunk(box.permuted(back), part))
             cursor += box.numel

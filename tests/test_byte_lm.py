@@ -1,0 +1,358 @@
+"""The example: its data, its settings, and short runs of the script as a user starts it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from polyshard import Strategy
+from polyshard.errors import ConfigError
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "byte_lm"
+CONFIG = EXAMPLE / "run.toml"
+#: Seconds for one run of the script; most of it is importing torch on every rank.
+LIMIT = 60
+#: A model and a run that take about a second.
+TINY = (
+    "run.width=16",
+    "run.layers=6",
+    "run.heads=2",
+    "run.context=16",
+    "run.batch=6",
+    "run.warmup=2",
+    "run.eval_every=3",
+    "run.eval_batches=1",
+    "run.checkpoint_every=3",
+    "run.sample=8",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scripts_on_path() -> Iterator[None]:
+    """The example's files import each other by plain names, as Python sets it up for a script."""
+    sys.path.insert(0, str(EXAMPLE))
+    before = set(sys.modules)
+    try:
+        yield
+    finally:
+        sys.path.remove(str(EXAMPLE))
+        for name in set(sys.modules) - before:
+            if str(getattr(sys.modules[name], "__file__", "")).startswith(str(EXAMPLE)):
+                del sys.modules[name]
+
+
+def part(name: str) -> ModuleType:
+    """The example's module ``name``."""
+    return importlib.import_module(name)
+
+
+def start(arguments: Sequence[str], *, ranks: int = 2, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the script on ``ranks`` CPU processes, or without torchrun where that is 0; its output is in ``stdout``."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("POLYSHARD_")}
+    process = subprocess.Popen(
+        [sys.executable, *launch, str(EXAMPLE / "train.py"), "--config", str(CONFIG), *arguments],
+        env={**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        # torchrun's own children, too: a rank that hangs would outlive its launcher.
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"no end within {LIMIT} s:\n{output}")
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def changes(*settings: str) -> list[str]:
+    """``--set`` for each of ``settings``."""
+    return [word for setting in settings for word in ("--set", setting)]
+
+
+def history(run: Path) -> dict[str, Any]:
+    """What the run in folder ``run`` recorded."""
+    found: dict[str, Any] = json.loads((run / "history.json").read_text())
+    return found
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    """A folder that looks like a standard library, with 60 modules."""
+    root = tmp_path / "lib"
+    for number in range(60):
+        path = root / ("package" if number % 2 else ".") / f"module{number}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"# {number}\n")
+    for folder in ("site-packages", "test", "package/tests"):
+        (root / folder).mkdir(parents=True)
+        (root / folder / "other.py").write_text("# not for training\n")
+    return root
+
+
+def test_training_and_held_out_text_are_whole_files_and_share_none(library: Path) -> None:
+    data = part("data")
+    corpus = data.Corpus.read(library)
+    train = bytes(corpus.train.tolist()).split(b"\0")
+    held_out = bytes(corpus.held_out.tolist()).split(b"\0")
+    assert train.pop() == held_out.pop() == b""
+    assert not set(train) & set(held_out)
+    assert sorted(train + held_out) == sorted(f"# {number}\n".encode() for number in range(60))
+
+
+def test_a_file_stays_held_out_when_other_files_come_or_go(library: Path) -> None:
+    data = part("data")
+    before = {path for path in data.library_files(library) if data.is_held_out(path)}
+    assert before
+    removed = next(path for path in data.library_files(library) if not data.is_held_out(path))
+    (library / removed).unlink()
+    (library / "added.py").write_text("# new\n")
+    after = {path for path in data.library_files(library) if data.is_held_out(path)}
+    assert after - {Path("added.py")} == before
+
+
+def test_the_real_library_gives_megabytes_of_text_with_a_tenth_held_out() -> None:
+    corpus = part("data").Corpus.read()
+    assert len(corpus.train) > 2_000_000
+    assert 0.02 < len(corpus.held_out) / (len(corpus.train) + len(corpus.held_out)) < 0.25
+    assert b"import" in bytes(corpus.held_out[:200_000].tolist())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_the_ranks_parts_together_are_the_whole_batch(world_size: int) -> None:
+    data = part("data")
+    text = torch.arange(256, dtype=torch.uint8).repeat(20)
+    batches = data.Batches(text, context=7, batch=12, seed=3)
+    parts = [batches.part(4, rank=rank, world_size=world_size) for rank in range(world_size)]
+    whole = batches.whole(4)
+    for side in range(2):
+        assert torch.equal(torch.cat([rows[side] for rows in parts]), whole[side])
+    sizes = [len(rows[0]) for rows in parts]
+    assert max(sizes) - min(sizes) <= 1
+    # In this text each byte is one more than the byte before it.
+    assert torch.equal(whole[1], (whole[0] + 1) % 256)
+
+
+def test_a_batch_follows_from_seed_and_step() -> None:
+    data = part("data")
+    text = torch.randint(256, (5000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+    def drawn(seed: int, step: int) -> torch.Tensor:
+        inputs: torch.Tensor = data.Batches(text, context=16, batch=4, seed=seed).whole(step)[0]
+        return inputs
+
+    torch.manual_seed(1)
+    first = drawn(0, 10)
+    torch.manual_seed(2)
+    assert torch.equal(drawn(0, 10), first)
+    assert not torch.equal(drawn(0, 11), first)
+    assert not torch.equal(drawn(1, 10), first)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_the_mean_of_the_ranks_losses_is_the_loss_of_the_whole_batch(world_size: int) -> None:
+    data, model, settings = part("data"), part("model"), part("settings")
+    run = settings.RunSettings(width=16, layers=1, heads=2, context=8, dtype="fp64")
+    net = model.build_model(run)
+    text = torch.randint(256, (3000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    batches = data.Batches(text, context=8, batch=12, seed=0)
+    inputs, targets = batches.whole(0)
+    probabilities = torch.softmax(net(inputs), -1).gather(-1, targets[..., None])
+    expected = -probabilities.log().mean().item()
+    parts = [
+        model.part_of_mean_loss(
+            net, *batches.part(0, rank=rank, world_size=world_size), sequences=12, world_size=world_size
+        ).item()
+        for rank in range(world_size)
+    ]
+    assert sum(parts) / world_size == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_model_of_run_toml_has_a_million_parameters_and_six_blocks_with_biases() -> None:
+    settings, model = part("settings"), part("model")
+    net = model.build_model(settings.load_settings(CONFIG, environ={}).run)
+    assert sum(parameter.numel() for parameter in net.parameters()) >= 1_000_000
+    assert len(net.blocks) >= 5
+    linears = [module for module in net.modules() if isinstance(module, torch.nn.Linear)]
+    assert all(linear.bias is not None for linear in linears)
+    assert net.head.weight is not net.bytes.weight
+
+
+def test_the_model_sees_no_later_byte() -> None:
+    settings, model = part("settings"), part("model")
+    net = model.build_model(settings.RunSettings(width=16, layers=2, heads=2, context=8))
+    inputs = torch.arange(8)[None]
+    changed = inputs.clone()
+    changed[0, 5] = 200
+    before, after = net(inputs), net(changed)
+    assert torch.equal(before[0, :5], after[0, :5])
+    assert not torch.equal(before[0, 5], after[0, 5])
+
+
+def test_generating_continues_the_prompt_beyond_the_context_and_repeats_itself() -> None:
+    settings, model = part("settings"), part("model")
+    net = model.build_model(settings.RunSettings(width=16, layers=1, heads=2, context=8))
+
+    def written(temperature: float) -> bytes:
+        text: bytes = model.generate(
+            net, b"def f", 20, context=8, temperature=temperature, seed=0, device=torch.device("cpu")
+        )
+        return text
+
+    assert written(0.7).startswith(b"def f")
+    assert len(written(0.7)) == 25
+    assert written(0.7) == written(0.7)
+    assert written(0.0)[5] == net(torch.tensor([list(b"def f")]))[0, -1].argmax().item()
+
+
+def test_the_learning_rate_rises_to_its_highest_and_falls_to_a_tenth() -> None:
+    settings, training = part("settings"), part("training")
+    run = settings.RunSettings(lr=0.01, warmup=10, steps=110)
+    rates = [training.rate_at(step, run) for step in range(110)]
+    assert rates[0] == pytest.approx(0.001)
+    assert max(rates) == rates[9] == rates[10] == pytest.approx(0.01)
+    assert rates[60] == pytest.approx(0.01 * (0.1 + 0.9 * 0.5))
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[-1] == pytest.approx(0.001, rel=0.01)
+
+
+def test_the_command_line_wins_over_the_environment_and_that_over_the_file() -> None:
+    settings = part("settings")
+    environ = {"POLYSHARD_STRATEGY": "shard_grad_op", "POLYSHARD_PRECISION": "bf16"}
+    loaded = settings.load_settings(CONFIG, ["shard.strategy=no_shard", "run.steps=7", "run.lr=1"], environ=environ)
+    assert loaded.shard.strategy is Strategy.NO_SHARD
+    assert loaded.shard.precision == "bf16"
+    assert loaded.shard.offload == "none"
+    assert (loaded.run.steps, loaded.run.lr, loaded.run.width) == (7, 1, 128)
+    assert not loaded.pretends
+
+
+def test_flags_are_short_for_settings() -> None:
+    parsed = part("train").parse_arguments(["--steps", "7", "--offload", "cpu", "--set", "run.seed=3"])
+    loaded = part("settings").load_settings(CONFIG, parsed.overrides, environ={})
+    assert (loaded.run.steps, loaded.run.seed, loaded.shard.offload) == (7, 3, "cpu")
+
+
+def test_verify_takes_its_own_table_and_the_command_line_over_it() -> None:
+    loaded = part("settings").load_settings(CONFIG, ["run.context=16"], verify=True, environ={})
+    assert (loaded.run.steps, loaded.run.context) == (20, 16)
+    assert loaded.run.width < 128
+
+
+def test_fake_pretends_1024_ranks_unless_told_otherwise() -> None:
+    load = part("settings").load_settings
+    pretended = load(CONFIG, environ={"POLYSHARD_COLLECTIVES": "fake"})
+    assert pretended.pretends
+    assert pretended.shard.collectives == {"name": "fake", "world_size": 1024}
+    fewer = {"POLYSHARD_COLLECTIVES": "fake", "POLYSHARD_COLLECTIVES__WORLD_SIZE": "8"}
+    assert load(CONFIG, environ=fewer).shard.collectives == {"name": "fake", "world_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("run.widht=64", "Did you mean 'width'"),
+        ("shard.strateggy=no_shard", "Did you mean 'strategy'"),
+        ("shard.strategy=none", "strategy 'none' does not exist"),
+        ("steps=3", r"Write run\.NAME=VALUE"),
+        ("run.steps=many", "type int"),
+        ("run.steps=0", "at least 1"),
+        ("run.heads=5", "not divisible by run.heads"),
+        ("run.dtype=fp8", "There are: fp32, fp64"),
+    ],
+)
+def test_a_wrong_setting_is_named(override: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        part("settings").load_settings(CONFIG, [override], environ={})
+
+
+def test_differences_outside_the_bounds_fail_and_so_does_standing_still() -> None:
+    verify = part("verify")
+    good = verify.Comparison(steps=20, loss=1e-6, relative_loss=1e-7, parameters=1e-5, movement=0.02)
+    assert good.failures(verify.Bounds(loss=1e-5)) == []
+    assert len(good.failures(verify.Bounds(parameters=1e-10))) == 1
+    assert len(verify.Comparison(20, math.nan, 0.0, 0.0, 0.0).failures(verify.Bounds(loss=1e-5))) == 2
+
+
+@pytest.mark.slow
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    tiny = [*changes(*TINY), "--steps", "6"]
+    uninterrupted = start([*tiny, "--output", str(whole)])
+    assert uninterrupted.returncode == 0, uninterrupted.stdout
+    stopped = start([*tiny, "--output", str(parted), "--stop-after", "3"])
+    assert stopped.returncode == 0, stopped.stdout
+    assert len(history(parted / "run-001")["train"]) == 3
+    resumed = start([*tiny, "--output", str(parted), "--resume"])
+    assert resumed.returncode == 0, resumed.stdout
+
+    expected, found = history(whole / "run-001"), history(parted / "run-001")
+    assert len(expected["train"]) == 6
+    assert found == expected
+    assert [step for step, _ in expected["held_out"]] == [0, 3, 6]
+    # What the model writes depends on every parameter, the last update's as well.
+    assert resumed.stdout.split("the model writes:")[1] == uninterrupted.stdout.split("the model writes:")[1]
+
+    run = whole / "run-001"
+    assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
+    assert "tokens/s" in uninterrupted.stdout
+    assert "7 units on 2 rank(s)" in uninterrupted.stdout
+
+
+@pytest.mark.slow
+def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
+    tiny = [*changes(*TINY), "--output", str(tmp_path), "--steps", "3"]
+    nothing = start([*tiny, "--resume"], ranks=1)
+    assert nothing.returncode != 0
+    assert "there is no checkpoint to resume" in nothing.stdout
+
+
+@pytest.mark.slow
+def test_verify_passes_on_three_ranks_and_prints_what_it_measured() -> None:
+    done = start(
+        ["--verify", "--dtype", "fp64", "--offload", "cpu", *changes("run.width=16", "run.context=16")], ranks=3
+    )
+    assert done.returncode == 0, done.stdout
+    assert "20 AdamW steps on 3 rank(s), fp64 parameters" in done.stdout
+    assert "PASS" in done.stdout
+    apart = next(line for line in done.stdout.splitlines() if "difference in parameters" in line)
+    assert float(apart.split()[4]) <= 1e-10
+
+
+def test_one_pretended_rank_of_1024_says_what_memory_it_needs() -> None:
+    done = start([], ranks=0, POLYSHARD_COLLECTIVES="fake")
+    assert done.returncode == 0, done.stdout
+    assert "memory of rank 0 of 1,024" in done.stdout
+    rows = {
+        line.split("│")[1].strip(): int(line.split("│")[2].replace(",", ""))
+        for line in done.stdout.splitlines()
+        if line.count("│") == 4
+    }
+    parameters = int(done.stdout.split(" parameters in ")[0].split()[-1].replace(",", ""))
+    shard = rows["parameters: this rank's shards"]
+    # One 1024th in fp32, each of 7 units rounded up to a whole element a rank.
+    assert parameters * 4 <= shard * 1024 <= parameters * 4 + 7 * 1024 * 16
+    assert rows["optimizer state (AdamW)"] == 2 * shard
+    assert rows["total"] == sum(nbytes for name, nbytes in rows.items() if name != "total")
+
+
+def test_without_torchrun_the_script_says_how_to_launch_it() -> None:
+    done = start([], ranks=0, RANK="")
+    assert done.returncode == 2
+    assert "torchrun --standalone --nproc-per-node 2" in done.stdout
+    assert "Traceback" not in done.stdout
