@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.metadata import EntryPoints
 from typing import Any, cast
 
 import torch
@@ -76,6 +77,7 @@ def shard_module(request: Request) -> Root:
     error: Exception | None = None
     report: list[Any] = []
     try:
+        entry_points = catalog.scan()
         context = PluginContext(
             name="",
             device=_compute_device(request),
@@ -83,9 +85,9 @@ def shard_module(request: Request) -> Root:
             mesh=mesh,
             timeout=timedelta(seconds=config.timeout_s),
         )
-        collectives_plugin = catalog.resolve(Group.COLLECTIVES, choice)
+        collectives_plugin = catalog.resolve(Group.COLLECTIVES, choice, entry_points)
         collectives = collectives_plugin.construct(_named(context, choice))
-        plugins = _resolve(request, context, collectives, collectives_plugin)
+        plugins = _resolve(request, context, collectives, collectives_plugin, entry_points)
         planned, casters, offloads = _plan(request, plugins)
         strategy = _strategy(config, collectives.world_size)
         shard_lists, replicate_lists = _rank_lists(config, strategy, collectives.world_size)
@@ -140,6 +142,7 @@ def _build(
     for plan in planned:
         caster, offload = casters[plan.name], offloads[plan.name]
         is_root = plan.module is module
+        own = _own_modules(plan, planned, request)
         units = build_units(
             plan,
             grid,
@@ -149,10 +152,11 @@ def _build(
             reshard=_reshards(config, strategy, plan),
             initializer=request.initializer,
             is_root=is_root,
+            modules=own,
             whole_shapes=whole_shapes,
         )
         spec = units[0].spec if units else _empty_spec(plan, device, is_root)
-        for inner in _own_modules(plan, planned, present, request.ignored_modules):
+        for inner in own:
             place_buffers(inner, device, caster.dtypes(spec).buffer)
         for unit in units:
             unit.observers = plugins.events.observers(unit.spec) if plugins.events.active else ()
@@ -194,12 +198,13 @@ def _resolve(
     context: PluginContext,
     collectives: Collectives,
     collectives_plugin: catalog.Resolved[Collectives],
+    entry_points: EntryPoints,
 ) -> _Plugins:
     config = request.config
-    precision = catalog.resolve(Group.PRECISION, config.precision)
-    offload = catalog.resolve(Group.OFFLOAD, config.offload)
-    policy = catalog.resolve(Group.POLICIES, _policy_choice(config.policy))
-    listeners = [catalog.resolve(Group.PLUGINS, choice) for choice in config.listeners]
+    precision = catalog.resolve(Group.PRECISION, config.precision, entry_points)
+    offload = catalog.resolve(Group.OFFLOAD, config.offload, entry_points)
+    policy = catalog.resolve(Group.POLICIES, _policy_choice(config.policy), entry_points)
+    listeners = [catalog.resolve(Group.PLUGINS, choice, entry_points) for choice in config.listeners]
     capabilities = collectives.capabilities
     if context.device.type not in capabilities.devices:
         raise DeviceError(
@@ -255,7 +260,8 @@ def _plan(
         ignored_parameters=request.ignored_parameters,
         rank=rank,
     )
-    refuse_uninitializable(planned, request.initializer, rank)
+    hollow = [inner for stage in planned for inner in _own_modules(stage, planned, request)]
+    refuse_uninitializable(planned, hollow, request.initializer, rank)
     casters: dict[str, PrecisionCaster] = {}
     offloads: dict[str, OffloadManager] = {}
     for stage in planned:
@@ -385,20 +391,15 @@ def _empty_spec(plan: PlannedStage, device: torch.device, is_root: bool) -> Unit
     return UnitSpec(plan.name, type(plan.module), (), 0, 0, torch.get_default_dtype(), device, is_root)
 
 
-def _own_modules(
-    plan: PlannedStage,
-    planned: list[PlannedStage],
-    present: Mapping[nn.Module, Stage],
-    ignored: Collection[nn.Module],
-) -> list[nn.Module]:
+def _own_modules(plan: PlannedStage, planned: list[PlannedStage], request: Request) -> list[nn.Module]:
     """The modules inside ``plan.module`` that no inner stage owns."""
-    others = {other.module for other in planned} | set(present) | set(ignored)
+    others = {other.module for other in planned} | set(request.ignored_modules)
     own: list[nn.Module] = []
 
     def visit(module: nn.Module) -> None:
         own.append(module)
         for child in module.children():
-            if child not in others:
+            if child not in others and STAGE_ATTRIBUTE not in child.__dict__:
                 visit(child)
 
     visit(plan.module)

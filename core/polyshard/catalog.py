@@ -15,7 +15,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, EntryPoints
 from typing import Any, Generic, Literal, TypeVar, cast, overload
 
 from stevedore import DriverManager
@@ -167,19 +167,28 @@ class _LiveDriverManager(DriverManager[Any]):
 
 
 @overload
-def resolve(group: Literal[Group.COLLECTIVES], choice: PluginChoice) -> Resolved[Collectives]: ...
+def resolve(
+    group: Literal[Group.COLLECTIVES], choice: PluginChoice, entry_points: EntryPoints | None = None
+) -> Resolved[Collectives]: ...
 @overload
-def resolve(group: Literal[Group.PRECISION], choice: PluginChoice) -> Resolved[PrecisionCaster]: ...
+def resolve(
+    group: Literal[Group.PRECISION], choice: PluginChoice, entry_points: EntryPoints | None = None
+) -> Resolved[PrecisionCaster]: ...
 @overload
-def resolve(group: Literal[Group.OFFLOAD], choice: PluginChoice) -> Resolved[OffloadManager]: ...
+def resolve(
+    group: Literal[Group.OFFLOAD], choice: PluginChoice, entry_points: EntryPoints | None = None
+) -> Resolved[OffloadManager]: ...
 @overload
-def resolve(group: Literal[Group.POLICIES], choice: PluginChoice) -> Resolved[WrapPolicy]: ...
+def resolve(
+    group: Literal[Group.POLICIES], choice: PluginChoice, entry_points: EntryPoints | None = None
+) -> Resolved[WrapPolicy]: ...
 @overload
-def resolve(group: Group, choice: PluginChoice) -> Resolved[object]: ...
-def resolve(group: Group, choice: PluginChoice) -> Resolved[Any]:
+def resolve(group: Group, choice: PluginChoice, entry_points: EntryPoints | None = None) -> Resolved[object]: ...
+def resolve(group: Group, choice: PluginChoice, entry_points: EntryPoints | None = None) -> Resolved[Any]:
     """Find the plugin that ``choice`` names, import it, and check the version of its contract.
 
     An object that fulfils the group's contract resolves to itself. Nothing is constructed and no rank is spoken to.
+    ``entry_points``: what ``scan`` returned, for several calls in a row; None reads the installed metadata anew.
 
     Raises ``ConfigError`` for a choice that names nothing, ``PluginNotFoundError``, ``PluginConflictError`` where
     several distributions offer the name, ``PluginLoadError`` with the cause of a failed import, ``PluginVersionError``,
@@ -188,7 +197,8 @@ def resolve(group: Group, choice: PluginChoice) -> Resolved[Any]:
     spec = PluginSpec.parse(choice)
     if not isinstance(spec, PluginSpec):
         return _given(group, spec)
-    entry_point = _chosen(group, spec, _entry_points(group))
+    named = _entry_points(group, entry_points, spec.name)
+    entry_point = _chosen(group, spec, named or _entry_points(group, entry_points))
     where = f"plugin {spec.name!r} of {group.value} ({entry_point.value}, from {_origin(entry_point)})"
     try:
         factory = _LiveDriverManager(group.value, spec.name, [entry_point]).driver
@@ -270,14 +280,22 @@ def _given(group: Group, plugin: object) -> Resolved[Any]:
     return Resolved(group=group, name=name, value=_qualified(cls), distribution="", version="", factory=give)
 
 
-def _entry_points(group: Group) -> list[EntryPoint]:
+def scan() -> EntryPoints:
+    """All entry points of all installed distributions, as they are now: about a millisecond for each ten of them."""
+    # Python 3.11's annotation still names the class that 3.10 returned.
+    return cast("EntryPoints", importlib.metadata.entry_points())
+
+
+def _entry_points(group: Group, scanned: EntryPoints | None = None, name: str | None = None) -> list[EntryPoint]:
     """The group's entry points, ordered, each once.
 
     An editable install can leave two metadata folders of one distribution, or one file that lists a line twice.
     """
     found = {
         (entry_point.name, _normalised(_distribution(entry_point)), entry_point.value): entry_point
-        for entry_point in importlib.metadata.entry_points(group=group.value)
+        for entry_point in (scan() if scanned is None else scanned).select(group=group.value)
+        # Telling distributions apart parses their metadata: not for names that nobody asked for.
+        if name is None or entry_point.name == name
     }
     return [found[key] for key in sorted(found)]
 

@@ -45,31 +45,42 @@ class Bindings:
         self, parameters: Sequence[ManagedParameter], leaves: Sequence[torch.Tensor], *, guarded: bool
     ) -> None:
         self.shown = Shown.ORIGINALS
-        self._guarded = guarded
+        self._elsewhere = Shown.GUARDS if guarded else Shown.ORIGINALS
+        self._parameters = tuple(parameters)
         swaps: dict[nn.Module, _Swap] = {}
         for parameter, leaf in zip(parameters, leaves, strict=True):
             if leaf is parameter.original:
                 continue
-            guard = ShardedParameter.of(parameter.original, parameter.names[0]) if guarded else parameter.original
             for module, attribute in parameter.sites:
                 swap = swaps.setdefault(module, _Swap(module._parameters, {shown: {} for shown in Shown}))
                 swap.of[Shown.ORIGINALS][attribute] = parameter.original
                 swap.of[Shown.VIEWS][attribute] = leaf
-                swap.of[Shown.GUARDS][attribute] = guard
-        self._swaps = list(swaps.values())
-        self._swaps += [_flat_weights(module, swap) for module, swap in swaps.items() if isinstance(module, nn.RNNBase)]
-        self._updates: dict[Shown, list[tuple[dict[str, Any], dict[str, Any]]]] = {
-            shown: [(swap.target, swap.of[shown]) for swap in self._swaps] for shown in Shown
-        }
+        self._swaps = swaps
+        self._updates: dict[Shown, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+
+    def hide(self, computing: bool) -> None:
+        """Let modules see the originals, or, while a forward is ``computing``, the guards."""
+        self.show(self._elsewhere if computing else Shown.ORIGINALS)
 
     def show(self, shown: Shown) -> None:
         """Let modules see ``shown``. Views must be attached by then."""
         if self.shown is not shown:
-            if shown is Shown.GUARDS and not self._guarded:
-                shown = Shown.ORIGINALS
+            if not self._updates:
+                self._prepare()
             for target, update in self._updates[shown]:
                 target.update(update)
             self.shown = shown
+
+    def _prepare(self) -> None:
+        # At first use, which is in the first forward: sharding a model is then as fast as it can be.
+        if self._elsewhere is Shown.GUARDS:
+            for parameter in self._parameters:
+                guard = ShardedParameter.of(parameter.original, parameter.names[0])
+                for module, attribute in parameter.sites:
+                    self._swaps[module].of[Shown.GUARDS][attribute] = guard
+        swaps = list(self._swaps.values())
+        swaps += [_flat_weights(module, swap) for module, swap in self._swaps.items() if isinstance(module, nn.RNNBase)]
+        self._updates = {shown: [(swap.target, swap.of[shown]) for swap in swaps] for shown in Shown}
 
 
 def _flat_weights(module: nn.RNNBase, swap: _Swap) -> _Swap:

@@ -21,30 +21,41 @@ from .unit import Reshard, Unit
 Initializer = Callable[[nn.Module], None]
 
 
-def refuse_uninitializable(stages: Iterable[PlannedStage], initializer: Initializer | None, rank: int) -> None:
-    """Raise if a meta parameter's module could not be initialised.
+def refuse_uninitializable(
+    stages: Iterable[PlannedStage], modules: Iterable[nn.Module], initializer: Initializer | None, rank: int
+) -> None:
+    """Raise if a module that holds meta parameters or buffers could not be initialised.
 
     Raises:
-        ParameterError: naming the modules.
+        ParameterError: naming the tensors and their modules.
     """
     if initializer is not None:
         return
+    held = [
+        (parameter.names[0], module)
+        for stage in stages
+        for group in stage.groups
+        for parameter in group
+        if parameter.original.is_meta
+        for module, _ in parameter.sites
+    ]
+    held += [(key, module) for module in modules for key, buffer in module._buffers.items() if _is_meta(buffer)]
     missing = sorted(
         {
-            f"{parameter.names[0]} ({type(module).__name__})"
-            for stage in stages
-            for group in stage.groups
-            for parameter in group
-            if parameter.original.is_meta
-            for module, _ in parameter.sites
+            f"{name} ({type(module).__name__})"
+            for name, module in held
             if not callable(getattr(module, "reset_parameters", None))
         }
     )
     if missing:
         raise ParameterError(
-            f"Parameters are on the meta device and their modules have no reset_parameters(): {', '.join(missing)} "
-            f"(rank {rank}). Give the modules a reset_parameters() method, or pass initializer=."
+            "Parameters or buffers are on the meta device and their modules have no reset_parameters(): "
+            f"{', '.join(missing)} (rank {rank}). Give the modules a reset_parameters() method, or pass initializer=."
         )
+
+
+def _is_meta(buffer: torch.Tensor | None) -> bool:
+    return buffer is not None and buffer.is_meta
 
 
 def build_units(
@@ -57,36 +68,45 @@ def build_units(
     reshard: Reshard,
     initializer: Initializer | None,
     is_root: bool,
+    modules: Sequence[nn.Module],
     whole_shapes: Mapping[nn.Parameter, tuple[int, ...]],
 ) -> list[Unit]:
     """The units of one stage.
 
     Memory on ``device`` grows by this rank's shards, and for meta parameters by one whole stage until they are cut.
-    Values are read from the parameters where they are; only this rank's elements move. ``whole_shapes``: of every
-    parameter of the model, since those of other stages may be cut already.
+    Values are read from the parameters where they are; only this rank's elements move. ``modules``: those of the stage,
+    whose meta buffers are materialised too. ``whole_shapes``: of every parameter of the model, since those of other
+    stages may be cut already.
     """
     layouts, specs = [], []
     for group in stage.groups:
         layout = _layout(group, grid, caster, stage, device, is_root)
         layouts.append(layout)
         specs.append(_spec(stage, group, layout, device, is_root))
+    hollow = [module for module in modules if any(_is_meta(buffer) for buffer in module._buffers.values())]
     if any(parameter.original.is_meta for group in stage.groups for parameter in group):
-        masters = _materialize(stage, layouts, grid, device, initializer, whole_shapes)
+        masters = _materialize(stage, layouts, grid, device, hollow, initializer, whole_shapes)
     else:
         masters = [_cut(group, layout, grid, device) for group, layout in zip(stage.groups, layouts, strict=True)]
+        with torch.no_grad():
+            for module in hollow:
+                place_buffers(module, device, None)
+                _initialize(module, set(), initializer, whole_shapes)
+    # Taken from the end and let go of one by one: an offload manager makes its own copy of each.
+    masters.reverse()
     return [
         Unit(
             spec,
             layout,
             group,
             grid,
-            master,
+            masters.pop(),
             caster.dtypes(spec),
             caster,
             offload,
             reshard=reshard if grid.shard is not None else Reshard.NEVER,
         )
-        for spec, layout, group, master in zip(specs, layouts, stage.groups, masters, strict=True)
+        for spec, layout, group in zip(specs, layouts, stage.groups, strict=True)
     ]
 
 
@@ -160,13 +180,20 @@ def _materialize(
     layouts: Sequence[FlatLayout],
     grid: RankGrid,
     device: torch.device,
+    hollow: Sequence[nn.Module],
     initializer: Initializer | None,
     whole_shapes: Mapping[nn.Parameter, tuple[int, ...]],
 ) -> list[torch.Tensor]:
     flats: list[torch.Tensor] = []
-    fresh: dict[nn.Module, None] = {}
+    fresh: dict[nn.Module, None] = dict.fromkeys(hollow)
     held: list[tuple[nn.Module, str, Any]] = []
     with torch.inference_mode(False), torch.no_grad():
+        # Before the whole stage's memory, not behind it: the heap then gives that memory back, instead of keeping a hole
+        # as large as a stage in front of every shard.
+        masters = [
+            torch.empty(layout.shard_numel if grid.shard else 0, dtype=group[0].original.dtype, device=device)
+            for group, layout in zip(stage.groups, layouts, strict=True)
+        ]
         for group, layout in zip(stage.groups, layouts, strict=True):
             flat = torch.empty(layout.padded_numel, dtype=group[0].original.dtype, device=device)
             for offset, numel in layout.gaps():
@@ -195,11 +222,8 @@ def _materialize(
                 module._parameters[key] = original
         if grid.shard is None:
             return flats
-        masters = []
-        for index, layout in enumerate(layouts):
-            begin = grid.shard_rank * layout.shard_numel
-            masters.append(flats[index].narrow(0, begin, layout.shard_numel).clone())
-            flats[index] = torch.empty(0)
+        for master, layout, flat in zip(masters, layouts, flats, strict=True):
+            master.copy_(flat.narrow(0, grid.shard_rank * layout.shard_numel, layout.shard_numel))
         return masters
 
 

@@ -15,6 +15,7 @@ class Phase(enum.Enum):
     FORWARD   IDLE      it ends, or raises
     IDLE      BACKWARD  a gradient reaches an output
     BACKWARD  IDLE      the backward ends; after one that raised, the next forward
+    FORWARD   BACKWARD  a forward differentiates inside itself, and goes on after
     ========  ========  ==========================================================
     """
 

@@ -47,7 +47,7 @@ def plan_stages(
     module order, less those that have none left.
 
     Raises:
-        EmptyUnitError: ``root`` has no parameter at all.
+        EmptyUnitError: ``root`` has no parameter at all, sharded ones included.
         AlreadyShardedError: a parameter is claimed by a stage that exists already.
         DeviceError: parameters are on several devices.
         PluginContractError: ``chosen`` is not a plan for ``root``.
@@ -83,7 +83,7 @@ def plan_stages(
             if site not in sites.setdefault(parameter, []):
                 sites[parameter].append(site)
             aliases.setdefault(parameter, []).append(name)
-    if not owners:
+    if not owners and not claimed:
         raise EmptyUnitError(
             f"There is nothing to shard: {type(root).__name__} has no parameters (rank {rank}). "
             "Pass a module that has some, or leave it as it is."

@@ -125,9 +125,11 @@ class Root:
         for unit in reduced:
             unit.gradients.run_post_accumulate_hooks()
         for stage in self.stages:
-            stage.reset()
+            if not stage.entered:
+                stage.reset()
         self.schedule.end_backward()
-        self.phase = Phase.IDLE
+        # A forward that differentiates inside itself goes on.
+        self.phase = Phase.IDLE if self.active is None else Phase.FORWARD
         self.audit = None
         if self.events.active:
             self.events.step_end(self.stages[0].module)

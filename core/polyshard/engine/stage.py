@@ -16,6 +16,7 @@ from ..errors import StateError, UnshardedUseError
 from ..interfaces import InputCast, OutputCast
 from . import _torch_private
 from .boundary import pass_through
+from .outputs import SideOutputs, refuse_escape, watch_output
 from .ranks import RankGrid
 from .tensors import iter_tensors, map_tensors
 from .unit import Unit, UnitState
@@ -72,6 +73,8 @@ class Stage:
         self._outstanding: WeakSet[_Call] = WeakSet()
         self._outer_error: BaseException | None = None
         self._backward_mode = True
+        self._reached = False
+        self._side_outputs: SideOutputs | None = None
         self.awaits_backward = False
         self.in_backward = False
         #: Entered with gradients on: other ranks may have gradients for it, so that this one must reduce with them.
@@ -145,7 +148,7 @@ class Stage:
             output = self.output_cast(output)
         watched = False
         if not self._unmanaged and torch.is_grad_enabled() and not (recomputes and self.awaits_backward):
-            output, watched = self._watch_outputs(output)
+            output, watched = self._watch_output(output)
         if recomputes:
             self.awaits_backward |= watched
             return output
@@ -156,15 +159,14 @@ class Stage:
                 unit.hide()
                 if unit.permanent:
                     continue
-                releases = unit.releases(outermost)
-                if releases or outermost:
-                    self._refuse_escape(unit, output)
-                if releases:
+                if unit.releases(outermost):
+                    self._refuse_escape((unit,), output, outermost)
                     unit.reshard()
         self.awaits_backward |= watched
         if watched or self.owes:
             root.schedule.leave(self)
         if outermost:
+            self._refuse_escape(tuple(root.units), output, outermost)
             root.end_forward()
         return output
 
@@ -185,6 +187,7 @@ class Stage:
                 f"'{self.name or '(root)'}' on rank {self._rank}. Differentiate twice outside of sharded modules."
             )
         self.in_backward = True
+        self._reached = True
         root.enter_backward()
         self.owes = True
         for unit in self.units:
@@ -201,6 +204,8 @@ class Stage:
 
     def post_backward(self, call: _Call) -> None:
         """The gradients of one call's inputs are there; after the last call, reduce."""
+        if not self.in_backward:
+            self._refuse_back_door()
         self._outstanding.discard(call)
         if not self._outstanding:
             self.finish()
@@ -219,7 +224,8 @@ class Stage:
             gradients = unit.gradients.take() if unit.trainable else []
             arrived = any(gradient is not None for gradient in gradients)
             # Released before the reduction's buffers are taken: the two are never alive together.
-            unit.reshard()
+            if not self.entered:
+                unit.reshard()
             if arrived:
                 root.accumulates = True
             elif not (unit.trainable and owes and root.accumulates) or unit.grid.alone:
@@ -234,9 +240,16 @@ class Stage:
     def catch_up(self) -> None:
         """Finish at the end of a backward, whether or not it came by."""
         if not self.in_backward:
+            if not self._reached and any(unit.gradients.pending for unit in self.units):
+                self._refuse_back_door()
             # The other ranks may have gathered for a gradient that only they have.
             self.unshard()
         self.finish()
+
+    @property
+    def entered(self) -> bool:
+        """Whether its forward is running: a backward inside of it must not release its parameters."""
+        return self._entered > 0
 
     def late(self) -> bool:
         """Whether gradients arrived after ``finish``, or ``post_backward`` was not reached."""
@@ -259,6 +272,7 @@ class Stage:
         """Back to the state between steps, whatever went wrong."""
         self._entered = 0
         self._outstanding.clear()
+        self._reached = False
         self.in_backward = False
         self.awaits_backward = False
         for unit in self.units:
@@ -317,43 +331,39 @@ class Stage:
             return (next(passed),), kwargs
         return map_tensors(replace, args), map_tensors(replace, kwargs)
 
-    def _watch_outputs(self, output: Any) -> tuple[Any, bool]:
-        if isinstance(output, torch.Tensor):
-            if not output.requires_grad:
-                return output, False
-            if not output._is_view():
-                _torch_private.on_gradient(output, self._gradient_hook())
-                return output, True
-        found = [tensor for tensor in iter_tensors(output) if tensor.requires_grad]
-        if not found:
-            return output, False
-        if not any(tensor._is_view() for tensor in found):
-            hook = self._gradient_hook()
-            for tensor in found:
-                _torch_private.on_gradient(tensor, hook)
-            return output, True
-        # An in-place change of a view rewrites its history and would drop a hook on it, and backward would then read
-        # released memory. The boundary's output is no view.
-        passed = iter(pass_through(self._gradient_hook(), found))
-        return map_tensors(lambda tensor: next(passed) if tensor.requires_grad else tensor, output), True
+    def _watch_output(self, output: Any) -> tuple[Any, bool]:
+        hook = self._gradient_hook()
+        output, watched = watch_output(output, hook)
+        if self._side_outputs is None:
+            self._side_outputs = SideOutputs(self._own_modules())
+        return output, self._side_outputs.watch(hook) or watched
 
-    def _refuse_escape(self, unit: Unit, output: Any) -> None:
-        if unit.state is not UnitState.UNSHARDED:
+    def _refuse_escape(self, units: Sequence[Unit], output: Any, outermost: bool) -> None:
+        try:
+            refuse_escape(units, output, self.name, self._rank)
+        except UnshardedUseError:
+            if outermost:
+                # No hook of an outer module will see this error and clean up.
+                assert self.root is not None
+                self.root.abandon()
+            raise
+
+    def _own_modules(self) -> list[nn.Module]:
+        assert self.root is not None
+        inner = {stage.module for stage in self.root.stages if stage is not self}
+        found: list[nn.Module] = []
+        waiting = [self.module]
+        while waiting:
+            module = waiting.pop()
+            found.append(module)
+            waiting += [child for child in module.children() if child not in inner]
+        return found
+
+    def _refuse_back_door(self) -> None:
+        if all(unit.permanent or unit.state is UnitState.UNSHARDED for unit in self.units):
             return
-        tensors = (output,) if isinstance(output, torch.Tensor) else iter_tensors(output)
-        for tensor in tensors:
-            if tensor.device == unit.buffer.flat.device and tensor.numel() and unit.buffer.holds(tensor):
-                offset = (tensor.data_ptr() - unit.buffer.address) // unit.buffer.flat.element_size()
-                name = next(
-                    (
-                        parameter.names[0]
-                        for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True)
-                        if slot.offset <= offset < slot.end
-                    ),
-                    unit.name,
-                )
-                raise UnshardedUseError(
-                    f"The forward of '{self.name or '(root)'}' returned memory of its parameter '{name}' on rank "
-                    f"{self._rank}, which is released when the forward ends. Return a clone, or compute with it inside "
-                    "the forward."
-                )
+        raise StateError(
+            f"A backward went through '{self.name or '(root)'}' on rank {self._rank} without coming through a tensor "
+            "that its forward returned, so its parameters were not gathered and its gradients are not right. Return every "
+            "tensor that leaves the forward, in a tuple, list, dict, dataclass or plain object."
+        )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any, TypeVar, cast
 
 import torch
@@ -28,6 +29,43 @@ def iter_tensors(value: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from iter_tensors(getattr(value, field.name))
+
+
+def iter_hidden_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in the attributes of objects in ``value`` that ``iter_tensors`` does not open.
+
+    A cache of keys and values, a batch: anything with ``__dict__`` or ``__slots__``, and collections of other kinds.
+    Modules are not opened.
+    """
+    yield from _hidden(value, set(), inside=False)
+
+
+def _hidden(value: Any, seen: set[int], *, inside: bool) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if inside:
+            yield value
+        return
+    if value is None or isinstance(value, (bool, int, float, str, bytes, type, torch.nn.Module)) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, PackedSequence):
+        return
+    if isinstance(value, (tuple, list)):
+        items: Iterable[Any] = value
+    elif isinstance(value, dict):
+        items = value.values()
+    elif dataclasses.is_dataclass(value):
+        items = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    elif isinstance(value, (Set, deque)):
+        items, inside = value, True
+    elif callable(value):
+        return
+    else:
+        slots = [name for base in type(value).__mro__ for name in getattr(base, "__slots__", ())]
+        items = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+        inside = True
+    for item in items:
+        yield from _hidden(item, seen, inside=inside)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: T) -> T:

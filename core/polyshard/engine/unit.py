@@ -221,8 +221,7 @@ class Unit:
 
     def hide(self) -> None:
         """Let modules see the originals again; while a forward runs, stand-ins that refuse to compute."""
-        computing = self.root is not None and self.root.phase is Phase.FORWARD
-        self.bindings.show(Shown.GUARDS if computing else Shown.ORIGINALS)
+        self.bindings.hide(self.root is not None and self.root.phase is Phase.FORWARD)
 
     def reshard(self) -> None:
         """Release the gather buffer."""
