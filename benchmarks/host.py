@@ -4,7 +4,8 @@
 
 Every figure is a peer's own time less that of the same model unsharded. Peers take turns within each round, so a
 machine that is busy for a while is busy for all of them; a ratio is taken within a round, and the median over rounds
-is reported with its spread.
+is reported with its spread. Time is CPU time of the whole process, all threads: what other processes take meanwhile
+does not count.
 """
 
 from __future__ import annotations
@@ -140,36 +141,40 @@ def undisturbed() -> Iterator[None]:
 
 def step(model: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> tuple[float, float, torch.Tensor]:
     """Seconds of one forward and of one backward, and the output."""
-    begin = time.perf_counter()
+    begin = time.process_time()
     output = model(x)
-    forward = time.perf_counter()
+    forward = time.process_time()
     output.backward(gradient)
-    end = time.perf_counter()
+    end = time.process_time()
     for parameter in model.parameters():
         parameter.grad = None
     return forward - begin, end - forward, output.detach()
 
 
 def time_steps(
-    peers: dict[str, nn.Module], precision: Precision, settings: Settings
-) -> dict[str, dict[str, list[float]]]:
-    """Microseconds a unit, the median of each round's steps: peer -> direction -> one value a round."""
+    peers: dict[int, dict[str, nn.Module]], precision: Precision, settings: Settings
+) -> dict[int, dict[str, dict[str, list[float]]]]:
+    """Microseconds a unit, the median of each round's steps: count -> peer -> direction -> one value a round."""
     x = torch.rand(WIDTH, WIDTH, dtype=precision.plain) + 0.5
     gradient = torch.ones_like(x)
-    for name, model in peers.items():
+    everyone = [(count, name, model) for count, models in peers.items() for name, model in models.items()]
+    for count, name, model in everyone:
         for _ in range(settings.warmup):
             output = step(model, x, gradient)[2]
         # All weights are ones: a peer that computed with anything else would be timed on other work.
         if not torch.equal(output, x):
-            raise RuntimeError(f"{name} computed something else than the plain module")
-    times: dict[str, dict[str, list[float]]] = {name: {direction: [] for direction in DIRECTIONS} for name in peers}
+            raise RuntimeError(f"{name} with {count} parameters a unit computed something else than the plain module")
+    times: dict[int, dict[str, dict[str, list[float]]]] = {
+        count: {name: {direction: [] for direction in DIRECTIONS} for name in peers[count]} for count in peers
+    }
     for _ in range(settings.rounds):
-        for name, model in peers.items():
-            step(model, x, gradient)
-            with undisturbed():
+        # Every count in every round: a slope is a difference between counts, and must not see the machine's drift.
+        with undisturbed():
+            for count, name, model in everyone:
+                step(model, x, gradient)
                 taken = [step(model, x, gradient)[:2] for _ in range(settings.steps)]
-            for direction, values in zip(DIRECTIONS, zip(*taken, strict=True), strict=True):
-                times[name][direction].append(statistics.median(values) * 1e6 / settings.units)
+                for direction, values in zip(DIRECTIONS, zip(*taken, strict=True), strict=True):
+                    times[count][name][direction].append(statistics.median(values) * 1e6 / settings.units)
     return times
 
 
@@ -202,10 +207,10 @@ def _median_us(call: Callable[[], Any], settings: Settings) -> float:
     times = []
     with undisturbed():
         for _ in range(settings.rounds):
-            begin = time.perf_counter()
+            begin = time.process_time()
             for _ in range(repeats):
                 call()
-            times.append((time.perf_counter() - begin) / repeats)
+            times.append((time.process_time() - begin) / repeats)
     return statistics.median(times) * 1e6
 
 
@@ -242,9 +247,9 @@ def wrap_from_meta(mesh: DeviceMesh, settings: Settings) -> dict[str, list[float
         for name, (device, way) in ways.items():
             model = build(device)
             with undisturbed():
-                begin = time.perf_counter()
+                begin = time.process_time()
                 way(model)
-                taken = time.perf_counter() - begin
+                taken = time.process_time() - begin
             if repeat:
                 times[name].append(taken * 1e3)
     return times
@@ -330,9 +335,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(
-        ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
 
@@ -374,10 +377,10 @@ def main() -> None:
     """Run, print the table last."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write everything as JSON")
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--steps", type=int, default=15, help="steps of each peer in a round")
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--steps", type=int, default=6, help="steps of each peer in a round")
     parser.add_argument("--units", type=int, default=16, help="blocks of the model whose steps are timed")
-    parser.add_argument("--wrap-rounds", type=int, default=7)
+    parser.add_argument("--wrap-rounds", type=int, default=9)
     parser.add_argument("--wrap-units", type=int, default=100)
     parser.add_argument("--world-size", type=int, default=8)
     given = parser.parse_args()
@@ -392,15 +395,18 @@ def main() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=settings.world_size, store=FakeStore())
-    report: dict[str, Any] = {"environment": environment(), "settings": asdict(settings), "targets": TARGETS, "step": {}}
+    report: dict[str, Any] = {
+        "environment": environment(),
+        "settings": asdict(settings),
+        "targets": TARGETS,
+        "step": {},
+    }
     try:
         mesh = init_device_mesh("cpu", (settings.world_size,))
         for precision in PRECISIONS:
-            times = {}
-            for count in PARAMETER_COUNTS:
-                print(f"{precision.name}: {count} parameters a unit", file=sys.stderr)
-                times[count] = time_steps(chains(count, precision, mesh, settings), precision, settings)
-            result = analyse(times)
+            print(f"stepping: {precision.name}", file=sys.stderr)
+            peers = {count: chains(count, precision, mesh, settings) for count in PARAMETER_COUNTS}
+            result = analyse(time_steps(peers, precision, settings))
             result["transport_us"] = {count: transport(count, precision, settings) for count in PARAMETER_COUNTS}
             report["step"][precision.name] = result
         print("wrapping", file=sys.stderr)

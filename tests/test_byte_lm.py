@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -314,12 +315,34 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path) -
     assert "7 units on 2 rank(s)" in uninterrupted.stdout
 
 
-@pytest.mark.slow
-def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
-    tiny = [*changes(*TINY), "--output", str(tmp_path), "--steps", "3"]
-    nothing = start([*tiny, "--resume"], ranks=1)
-    assert nothing.returncode != 0
-    assert "there is no checkpoint to resume" in nothing.stdout
+def test_resuming_where_nothing_was_saved_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run-001").mkdir()
+    with pytest.raises(ConfigError, match="no checkpoint to resume"):
+        part("checkpointing").last_run_folder(tmp_path)
+
+
+def test_resuming_with_another_rate_or_another_text_is_refused(tmp_path: Path) -> None:
+    checkpointing, settings, ranks = part("checkpointing"), part("settings"), part("ranks")
+    loaded = settings.load_settings(CONFIG, [*TINY, "shard.collectives=fake"], environ={})
+    run = loaded.run
+    text = torch.zeros(100, dtype=torch.uint8)
+    corpus = part("data").Corpus(text, text, "one")
+    training = part("training").Training(loaded, ranks.Ranks(0, 1024, torch.device("cpu"), communicates=False), corpus)
+    training.step(0)
+    model, optimizer, history = training.model, training.optimizer, training.history
+    folder = checkpointing.new_run_folder(tmp_path)
+    checkpointing.save_checkpoint(folder, 1, model, optimizer, run=run, digest="one", history=history)
+
+    def resumed(run: Any, digest: str) -> int:
+        step: int = checkpointing.load_checkpoint(folder, model, optimizer, run=run, digest=digest)[0]
+        return step
+
+    assert checkpointing.last_run_folder(tmp_path) == folder
+    assert resumed(replace(run, output="elsewhere"), "one") == 1
+    with pytest.raises(ConfigError, match=r"run\.lr was 0\.004 and is 0\.1"):
+        resumed(replace(run, lr=0.1), "one")
+    with pytest.raises(ConfigError, match="the standard library differs"):
+        resumed(run, "another")
 
 
 @pytest.mark.slow

@@ -376,6 +376,23 @@ def test_requires_grad_changed_after_sharding_is_followed(world_size: int) -> No
     assert_parity(seeded(Net), step, world_size, optimizer=adam, settings=BLOCKS)
 
 
+def test_requires_grad_as_it_is_at_the_backward_counts() -> None:
+    """Frozen for a forward in between, or frozen after the forward: as in plain torch."""
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        loss = model(draw(4, 3, turn=turn, rank=rank)).square().mean()
+        if turn < 2:
+            model.requires_grad_(False)
+            model(draw(4, 3, turn=turn + 5, rank=rank))
+            model.requires_grad_(True)
+        else:
+            model.blocks[1].up.weight.requires_grad_(False)
+        loss.backward()
+        return [loss.detach()]
+
+    assert_parity(seeded(Net), step, settings=BLOCKS)
+
+
 def test_a_whole_unit_frozen_after_sharding_is_not_reduced() -> None:
     def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
         model.blocks[1].requires_grad_(turn == 0)

@@ -75,9 +75,8 @@ def on_each_rank(
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
         mine = sharded_copy(model, rank, world, **settings)
         step(mine, rank)
-        return {
-            name: torch.zeros(0, dtype=p.dtype) if p.grad is None else p.grad for name, p in mine.named_parameters()
-        }
+        none = next(p.grad for p in mine.parameters() if p.grad is not None).new_zeros(0)
+        return {name: none if p.grad is None else p.grad for name, p in mine.named_parameters()}
 
     ranks = on_ranks(world_size, on_rank)
     return {name: whole_of(p, [rank[name] for rank in ranks]) for name, p in model.named_parameters()}
@@ -88,15 +87,26 @@ def on_each_rank(
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-def test_gradients_travel_narrow_and_are_averaged_in_fp32(precision: str, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "full_shard"},
+        {"strategy": "full_shard", "offload": "cpu"},
+        {"strategy": "shard_grad_op"},
+        {"strategy": "no_shard"},
+    ],
+    ids=lambda settings: "-".join(settings.values()),
+)
+def test_gradients_of_narrow_compute_are_averaged_in_fp32(
+    precision: str, world_size: int, settings: dict[str, str]
+) -> None:
     model = net()
     by_rank = [cast_gradients(model, HALF[precision], 0, rank)[1] for rank in range(world_size)]
 
     def step(mine: nn.Module, rank: int) -> None:
         loss_of(mine(inputs(0, rank))).backward()
 
-    got = on_each_rank(model, world_size, step, precision=precision, strategy=strategy, **BLOCKS)
+    got = on_each_rank(model, world_size, step, precision=precision, **settings, **BLOCKS)
     rounded_differently = 0
     for name in got:
         assert got[name].dtype == torch.float32

@@ -513,3 +513,53 @@ def test_a_policy_decides_for_each_unit_whether_it_is_released() -> None:
 def test_prefetching_changes_no_numbers(forward: int, backward: int) -> None:
     settings = {**EACH_LINEAR, "forward_prefetch": forward, "backward_prefetch": backward}
     assert_parity(seeded(Net), world_size=2, turns=4, optimizer=adam, settings=settings)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_units_are_fetched_as_far_ahead_as_asked(ahead: int) -> None:
+    model = cast("Net", seeded(lambda: Net(blocks=4)))
+    settings = {"forward_prefetch": ahead, "backward_prefetch": ahead}
+    polyshard.shard(model, polyshard.ShardConfig(collectives=fake(), **BLOCKS, **settings))
+    gathered: dict[str, list[set[str]]] = {"forward": [], "backward": []}
+
+    def note(direction: str) -> None:
+        gathered[direction].append(set(root_of(model).gathered) - {"(root)"})
+
+    def watch(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        note("forward")
+        output.register_hook(lambda gradient: note("backward"))
+
+    # Inside a block, so that its own parameters are there.
+    handles = [cast("Block", block).up.register_forward_hook(watch) for block in model.blocks]
+    square_step(model, 0, 0)
+    # The first forward has no order to follow yet.
+    assert gathered["forward"] == [{f"blocks.{index}"} for index in range(4)]
+    backward = [{f"blocks.{each}" for each in range(max(0, index - ahead), index + 1)} for index in (3, 2, 1, 0)]
+    assert gathered["backward"] == backward
+    gathered["forward"].clear()
+    square_step(model, 1, 0)
+    forward = [{f"blocks.{each}" for each in range(index, min(4, index + ahead + 1))} for index in range(4)]
+    assert gathered["forward"] == forward
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_a_forward_sees_what_was_written_since_the_last_one(strategy: str) -> None:
+    model = seeded(Net)
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.mul_(0.5)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
+        mine = sharded_copy(model, rank, world, strategy=strategy, **BLOCKS)
+        # Its backward never comes, so that its units may still be whole.
+        mine(draw(4, 3))
+        with torch.no_grad():
+            for parameter in mine.parameters():
+                parameter.mul_(0.5)
+        return mine(draw(4, 3)).detach()
+
+    for output in on_ranks(2, on_rank):
+        torch.testing.assert_close(output, changed(draw(4, 3)).detach(), rtol=1e-12, atol=1e-12)

@@ -17,15 +17,16 @@ from torch import nn
 from . import catalog
 from .agreement import agree
 from .config import PluginChoice, ShardConfig, Strategy
+from .engine.draft import build_units, draft_stage, place_buffers
 from .engine.lanes import HostLanes, Lanes, StreamLanes
-from .engine.materialize import Initializer, build_units, place_buffers, refuse_uninitializable
+from .engine.materialize import Initializer, materialize, refuse_uninitializable
 from .engine.plan import STAGE_ATTRIBUTE, PlannedStage, plan_stages, refuse_sharded, refuse_unshardable
 from .engine.ranks import RankGrid
 from .engine.root import Root
 from .engine.schedule import Schedule
 from .engine.stage import Stage
 from .engine.unit import Reshard
-from .errors import ConfigError, DeviceError, WorldSizeError
+from .errors import ConfigError, DeviceError, ParameterError, WorldSizeError
 from .events import Events
 from .interfaces import (
     Collectives,
@@ -35,7 +36,6 @@ from .interfaces import (
     PolicyContext,
     PrecisionCaster,
     RankAndSize,
-    UnitSpec,
     WrapPolicy,
 )
 
@@ -138,25 +138,23 @@ def _build(
     for stage in present.values():
         for unit in stage.units:
             whole_shapes.update({p.original: s.shape for p, s in zip(unit.parameters, unit.layout.slots, strict=True)})
+    drafts = [
+        draft_stage(plan, own, grid, device, casters[plan.name], is_root=plan.module is module)
+        for plan, own in zip(planned, _own_modules(planned, request), strict=True)
+    ]
+    masters = materialize(drafts, grid, device, request.initializer, whole_shapes)
     made: dict[nn.Module, Stage] = {}
-    for plan in planned:
-        caster, offload = casters[plan.name], offloads[plan.name]
-        is_root = plan.module is module
-        own = _own_modules(plan, planned, request)
+    for draft in drafts:
+        plan, caster, spec = draft.stage, draft.caster, draft.spec
         units = build_units(
-            plan,
+            draft,
+            masters.pop(plan.name, None),
             grid,
             device,
-            caster,
-            offload,
-            reshard=_reshards(config, strategy, plan),
-            initializer=request.initializer,
-            is_root=is_root,
-            modules=own,
-            whole_shapes=whole_shapes,
+            offloads[plan.name],
+            _reshards(config, strategy, plan),
         )
-        spec = units[0].spec if units else _empty_spec(plan, device, is_root)
-        for inner in own:
+        for inner in draft.modules:
             place_buffers(inner, device, caster.dtypes(spec).buffer)
         for unit in units:
             unit.observers = plugins.events.observers(unit.spec) if plugins.events.active else ()
@@ -260,14 +258,29 @@ def _plan(
         ignored_parameters=request.ignored_parameters,
         rank=rank,
     )
-    hollow = [inner for stage in planned for inner in _own_modules(stage, planned, request)]
-    refuse_uninitializable(planned, hollow, request.initializer, rank)
+    own = {inner for modules in _own_modules(planned, request) for inner in modules}
+    named = {inner: name for name, inner in module.named_modules() if inner in own}
+    refuse_uninitializable(planned, named, request.initializer, rank)
+    _refuse_irreducible(planned, plugins.collectives)
     casters: dict[str, PrecisionCaster] = {}
     offloads: dict[str, OffloadManager] = {}
     for stage in planned:
         casters[stage.name] = _override(Group.PRECISION, stage, "precision", plugins.caster, plugins.context)
         offloads[stage.name] = _override(Group.OFFLOAD, stage, "offload", plugins.offload, plugins.context)
     return planned, casters, offloads
+
+
+def _refuse_irreducible(planned: list[PlannedStage], collectives: Collectives) -> None:
+    for stage in planned:
+        for group in stage.groups:
+            dtype = group[0].original.dtype
+            trained = group[0].original.requires_grad and collectives.world_size > 1
+            if trained and dtype.is_complex and dtype not in collectives.capabilities.dtypes:
+                raise ParameterError(
+                    f"The collectives do not reduce {dtype}, which '{group[0].names[0]}' has (rank "
+                    f"{collectives.rank}). Keep real and imaginary parts as real parameters, or pass it in "
+                    "ignored_parameters."
+                )
 
 
 def _override(group: Group, stage: PlannedStage, key: str, default: Any, context: PluginContext) -> Any:
@@ -387,20 +400,17 @@ def _described(stage: PlannedStage) -> list[Any]:
     return [stage.name, [[p.names[0], list(p.original.shape), str(p.original.dtype)] for p in parameters]]
 
 
-def _empty_spec(plan: PlannedStage, device: torch.device, is_root: bool) -> UnitSpec:
-    return UnitSpec(plan.name, type(plan.module), (), 0, 0, torch.get_default_dtype(), device, is_root)
-
-
-def _own_modules(plan: PlannedStage, planned: list[PlannedStage], request: Request) -> list[nn.Module]:
-    """The modules inside ``plan.module`` that no inner stage owns."""
-    others = {other.module for other in planned} | set(request.ignored_modules)
-    own: list[nn.Module] = []
-
-    def visit(module: nn.Module) -> None:
-        own.append(module)
-        for child in module.children():
-            if child not in others and STAGE_ATTRIBUTE not in child.__dict__:
-                visit(child)
-
-    visit(plan.module)
-    return own
+def _own_modules(planned: list[PlannedStage], request: Request) -> list[list[nn.Module]]:
+    """For each stage, the modules inside it that no inner stage owns."""
+    others = {stage.module for stage in planned} | set(request.ignored_modules)
+    found = []
+    for stage in planned:
+        own, waiting = [], [stage.module]
+        while waiting:
+            module = waiting.pop()
+            own.append(module)
+            waiting += [
+                child for child in module.children() if child not in others and STAGE_ATTRIBUTE not in child.__dict__
+            ]
+        found.append(own)
+    return found

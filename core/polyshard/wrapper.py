@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -38,6 +38,8 @@ class FullyShardedDataParallel(nn.Module):
             ignored_modules=ignored_modules,
             ignored_parameters=ignored_parameters,
         )
+        # state_dict() leaves ".module" out, also inside a larger model's.
+        self.register_load_state_dict_pre_hook(_under_module)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
@@ -71,10 +73,6 @@ class FullyShardedDataParallel(nn.Module):
         """The module's state dict: this rank's shards under the module's own names."""
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load what ``state_dict`` returned on the same rank of the same world."""
-        return self.module.load_state_dict(state_dict, strict, assign)
-
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -83,3 +81,8 @@ class FullyShardedDataParallel(nn.Module):
 
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
+
+
+def _under_module(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)

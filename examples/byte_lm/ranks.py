@@ -71,7 +71,7 @@ def join_ranks(settings: Settings) -> Iterator[Ranks]:
         device = settings.shard.device or torch.device("cpu")
         yield Ranks(int(options.get("rank", 0)), int(options["world_size"]), device, communicates=False)
         return
-    if "RANK" not in os.environ:
+    if not os.environ.get("RANK"):
         raise ConfigError(
             "this process is no rank of a job. Launch it with\n"
             "  torchrun --standalone --nproc-per-node 2 examples/byte_lm/train.py --config examples/byte_lm/run.toml\n"

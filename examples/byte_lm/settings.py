@@ -39,7 +39,7 @@ class RunSettings:
     layers: int = 6
     heads: int = 4
     context: int = 128
-    steps: int = 500
+    steps: int = 400
     batch: int = 24
     lr: float = 4e-3
     warmup: int = 40
@@ -48,8 +48,8 @@ class RunSettings:
     seed: int = 0
     dtype: str = "fp32"
     report_every: int = 10
-    eval_every: int = 100
-    eval_batches: int = 16
+    eval_every: int = 50
+    eval_batches: int = 8
     checkpoint_every: int = 100
     output: str = "runs/byte_lm"
     prompt: str = "def "

@@ -87,18 +87,17 @@ def train(settings: Settings, ranks: Ranks, corpus: Corpus, progress: Progress, 
     progress.note(describe(training))
     first = 0
     if arguments.resume:
-        folder = ranks.from_first(last_run_folder(output) if ranks.is_first else None)
-        assert folder is not None
+        folder = last_run_folder(output)
         first, training.history = load_checkpoint(
             folder, training.model, training.optimizer, run=run, digest=corpus.digest
         )
         progress.note(f"going on in {folder} after step {first}")
     else:
-        folder = ranks.from_first(new_run_folder(output) if ranks.is_first else None)
-        assert folder is not None
+        made = ranks.from_first(new_run_folder(output) if ranks.is_first else None)
+        assert made is not None
+        folder = made
 
     def save(step: int) -> None:
-        assert folder is not None
         saved = save_checkpoint(
             folder,
             step,
@@ -128,7 +127,14 @@ def train(settings: Settings, ranks: Ranks, corpus: Corpus, progress: Progress, 
         seed=run.seed,
         device=ranks.device,
     )
-    progress.note(f"the model writes:\n{text.decode(errors='replace')}")
+    progress.note(f"the model writes:\n{shown(text)}")
+
+
+def shown(text: bytes) -> str:
+    """``text`` without what a terminal would obey, or could not show."""
+    return "".join(
+        char if char in "\n\t" or (char.isascii() and char.isprintable()) else "?" for char in map(chr, text)
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

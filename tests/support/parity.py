@@ -72,6 +72,20 @@ class Net(nn.Module):
         return self.last(x)
 
 
+class Words(nn.Module):
+    """An integer input, an embedding in front."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 5)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.last = nn.Linear(5, 11, bias=False)
+
+    def forward(self, tokens: torch.Tensor, *, scale: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.blocks(self.embedding(tokens))
+        return self.last(x if scale is None else x * scale)
+
+
 def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """A float64 model that is the same at every call; the global generator is left as it was."""
     # The default generator belongs to the process, and ranks are threads.

@@ -101,8 +101,14 @@ def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Call ``hook`` in backward before the node that made ``tensor`` runs."""
-    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    """Call ``hook`` in backward before the node that made ``tensor`` runs.
+
+    On the node where there is one: ``Tensor.register_hook`` takes eight times as long.
+    """
+    if tensor.grad_fn is not None:
+        tensor.grad_fn.register_prehook(hook)
+    else:
+        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def default_store() -> Any | None:

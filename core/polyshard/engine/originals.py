@@ -96,6 +96,10 @@ class Originals:
             before = self._trained
             self._remember()
             return before != self._trained
+        return self.retrained()
+
+    def retrained(self) -> bool:
+        """Whether any ``requires_grad`` changed since the last call."""
         trained = list(map(_is_trained, self.tensors))
         changed = trained != self._trained
         self._trained = trained

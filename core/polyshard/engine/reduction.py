@@ -126,6 +126,11 @@ class Gradients:
         if self._wire is not None:
             self._wire.release()
 
+    def let_go(self) -> None:
+        """Do not keep the last reduced gradient alive once the user has dropped it."""
+        if self._views and self._owners[0].grad is None:
+            self._flat, self._views = None, []
+
     def forget(self) -> None:
         """Let reductions in flight end without a result."""
         self._result = None

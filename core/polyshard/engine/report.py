@@ -48,7 +48,7 @@ def memory_report(root: Root, *, ahead: int, in_flight: int) -> MemoryReport:
     """
     units = list(root.units)
     kept = [u for u in units if not u.permanent and (u.reshard_policy is Reshard.NEVER or u.spec.is_root)]
-    released = sorted((u.buffer.nbytes for u in units if not u.permanent and u not in kept), reverse=True)
+    released = sorted((u.gathered_nbytes for u in units if not u.permanent and u not in kept), reverse=True)
     wires = sorted((u.layout.padded_numel * u.dtypes.wire.itemsize for u in units if u.trainable), reverse=True)
     return MemoryReport(
         world_size=root.collectives.world_size,
@@ -57,6 +57,6 @@ def memory_report(root: Root, *, ahead: int, in_flight: int) -> MemoryReport:
         parameters=sum(slot.numel for u in units for slot in u.layout.slots),
         master_nbytes=sum(u.master.numel() * u.master.element_size() for u in units),
         gradient_nbytes=sum(u.layout.shard_numel * u.dtypes.grad.itemsize for u in units if u.trainable),
-        gathered_nbytes=sum(u.buffer.nbytes for u in kept) + sum(released[: 1 + ahead]),
+        gathered_nbytes=sum(u.gathered_nbytes for u in kept) + sum(released[: 1 + ahead]),
         reduction_nbytes=sum(wires[:in_flight]),
     )

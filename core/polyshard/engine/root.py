@@ -77,6 +77,8 @@ class Root:
         self.phase = Phase.FORWARD
         for unit in self.units:
             unit.take_up_changes()
+            if not unit.prepared:
+                unit.prepare()
             unit.expire()
             unit.hide()
         self.active = stage

@@ -100,11 +100,23 @@ class Stage:
                 for p in unit.parameters
             )
 
-    @_torch_private.hidden_from_compile
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Make the parameters whole."""
+        if torch.compiler.is_compiling():
+            return _hidden_pre_forward(self, module, args, kwargs)
+        return self._pre_forward(module, args, kwargs)
+
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Let go of the parameters, and wait for a backward where there can be one."""
+        if torch.compiler.is_compiling():
+            return _hidden_post_forward(self, module, output)
+        return self._post_forward(module, output)
+
+    def _pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         root = self.root
         assert root is not None
         recomputes = _torch_private.in_backward()
@@ -133,9 +145,7 @@ class Stage:
             args, kwargs = self._watch_inputs(args, kwargs)
         return args, kwargs
 
-    @_torch_private.hidden_from_compile
-    def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Let go of the parameters, and wait for a backward where there can be one."""
+    def _post_forward(self, module: nn.Module, output: Any) -> Any:
         root = self.root
         assert root is not None
         recomputes = _torch_private.in_backward()
@@ -228,6 +238,9 @@ class Stage:
                 unit.reshard()
             if arrived:
                 root.accumulates = True
+            elif root.synchronises and root.accumulates and unit.gradients.unreduced:
+                # Earlier microbatches left gradients that nothing else would reduce.
+                pass
             elif not (unit.trainable and owes and root.accumulates) or unit.grid.alone:
                 # Not part of this step, or autograd.grad, which accumulates nowhere: no rank has anything to reduce.
                 continue
@@ -253,12 +266,13 @@ class Stage:
 
     def late(self) -> bool:
         """Whether gradients arrived after ``finish``, or ``post_backward`` was not reached."""
-        assert self.root is not None
-        return (
-            self.in_backward
-            or (self.owes and self.root.accumulates)
-            or any(unit.trainable and unit.gradients.pending for unit in self.units)
-        )
+        root = self.root
+        assert root is not None
+        if self.in_backward or (self.owes and root.accumulates):
+            return True
+        if root.synchronises and root.accumulates and any(unit.gradients.unreduced for unit in self.units):
+            return True
+        return any(unit.trainable and unit.gradients.pending for unit in self.units)
 
     def left_forward(self) -> None:
         """The outermost forward ended: release what no backward will come back to."""
@@ -317,6 +331,10 @@ class Stage:
                 unit.reshard()
 
     def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) and args[0].requires_grad:
+            call = _Call()
+            self._outstanding.add(call)
+            return pass_through(partial(self.post_backward, call), list(args)), kwargs
         found = [tensor for tensor in iter_tensors((args, kwargs)) if tensor.requires_grad]
         if not found:
             # The end of the backward takes over: an integer input, or the first unit of the model.
@@ -327,8 +345,6 @@ class Stage:
         replace: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: (  # noqa: E731
             next(passed) if tensor.requires_grad else tensor
         )
-        if len(args) == 1 and not kwargs and args[0] is found[0]:
-            return (next(passed),), kwargs
         return map_tensors(replace, args), map_tensors(replace, kwargs)
 
     def _watch_output(self, output: Any) -> tuple[Any, bool]:
@@ -364,6 +380,19 @@ class Stage:
             return
         raise StateError(
             f"A backward went through '{self.name or '(root)'}' on rank {self._rank} without coming through a tensor "
-            "that its forward returned, so its parameters were not gathered and its gradients are not right. Return every "
-            "tensor that leaves the forward, in a tuple, list, dict, dataclass or plain object."
+            "that its forward returned, so its parameters were not gathered and its gradients are not right. Return "
+            "every tensor that leaves the forward, in a tuple, list, dict, dataclass or plain object."
         )
+
+
+# torch.compile does not look inside these. Eager steps go around them, and so never import the compiler.
+@_torch_private.hidden_from_compile
+def _hidden_pre_forward(
+    stage: Stage, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return stage._pre_forward(module, args, kwargs)
+
+
+@_torch_private.hidden_from_compile
+def _hidden_post_forward(stage: Stage, module: nn.Module, output: Any) -> Any:
+    return stage._post_forward(module, output)

@@ -113,8 +113,11 @@ class Unit:
         self.originals = Originals(
             parameters, layout, self.pieces, self.master, whole=grid.shard is None, rank=grid.world.rank
         )
-        self.buffer = self._make_buffer(dtypes.compute)
-        self._training_buffer = self.buffer
+        self.buffer: FlatBuffer
+        self.leaves: list[torch.Tensor] = []
+        self.bindings: Bindings
+        self.prepared = False
+        self._training_buffer: FlatBuffer | None = None
         self._eval_buffer: FlatBuffer | None = None
         self._full_precision_in_eval = (
             not self.permanent
@@ -122,9 +125,6 @@ class Unit:
             and self._encoded is None
             and caster.full_precision_in_eval(spec)
         )
-        self.leaves: list[torch.Tensor]
-        self.bindings: Bindings
-        self._bind(self.buffer)
         if dtypes.grad != self.spec.master_dtype:
             # Autograd refuses a gradient of another dtype than its parameter's unless the parameter says so.
             for original in self.originals.tensors:
@@ -142,6 +142,17 @@ class Unit:
     def resident(self) -> bool:
         """Whether the originals themselves compute and collect gradients: a single rank, and nothing to cast."""
         return self.permanent and self.grid.alone
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of the gather buffer while it has memory; 0 where the master serves compute."""
+        return 0 if self.permanent else self.layout.padded_numel * self.dtypes.compute.itemsize
+
+    def prepare(self) -> None:
+        """Make the gather buffer and its views: before the first forward, not while the model is being cut."""
+        self._training_buffer = self._make_buffer(self.dtypes.compute)
+        self._bind(self._training_buffer)
+        self.prepared = True
 
     @property
     def allocation(self) -> AbstractContextManager[Any]:
@@ -178,7 +189,7 @@ class Unit:
             if self._eval_buffer is None:
                 self._eval_buffer = self._make_buffer(self.spec.master_dtype)
             wanted = self._eval_buffer
-        if wanted is not self.buffer:
+        if wanted is not None and wanted is not self.buffer:
             self.reshard()
             self._bind(wanted)
 
@@ -221,7 +232,8 @@ class Unit:
 
     def hide(self) -> None:
         """Let modules see the originals again; while a forward runs, stand-ins that refuse to compute."""
-        self.bindings.hide(self.root is not None and self.root.phase is Phase.FORWARD)
+        if self.prepared:
+            self.bindings.hide(self.root is not None and self.root.phase is Phase.FORWARD)
 
     def reshard(self) -> None:
         """Release the gather buffer."""
@@ -236,8 +248,9 @@ class Unit:
             observer.reshard(self.spec)
 
     def expire(self) -> None:
-        """Parameters left unsharded by an earlier forward may be older than the master: gather again before use."""
+        """A new step: parameters left unsharded may be older than the master, and are gathered again before use."""
         self._expired = self.state is not UnitState.SHARDED
+        self.gradients.let_go()
 
     def releases(self, outermost: bool) -> bool:
         """Whether the unit is released after a forward."""
@@ -255,12 +268,15 @@ class Unit:
             self.follow_requires_grad()
 
     def refuse_changes(self) -> None:
-        """Refuse parameters replaced between forward and backward.
+        """Refuse parameters replaced between forward and backward; take up a changed ``requires_grad``.
 
         Raises:
             ParameterChangedError: naming the parameter.
         """
         self.originals.refuse_changes(held=self.bindings.shown is Shown.ORIGINALS)
+        # Autograd asks a leaf whether it wants its gradient when that arrives.
+        if self.originals.retrained():
+            self.follow_requires_grad()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise StateError(

@@ -1,0 +1,188 @@
+"""What the pages say is run: their Python, their commands, their links.
+
+[Note: how a page is run]
+Blocks run in the order of the page, in an empty folder that is the working directory and on the path:
+
+- A line that holds nothing but a file's name in backticks names the block below it: the block is written to that file.
+  A ``pyproject.toml`` written so is installed, as far as its name, version and entry points go.
+- Other ``python`` blocks run, all those of a page in one namespace.
+- In ``console`` blocks the lines after ``$`` run where they start with ``polyshard`` or ``python -m pytest``. Lines
+  below a command must be in what it prints, in this order, blanks aside; ``...`` stands for any lines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import polyshard
+import pytest
+from fake_distribution import install
+from polyshard import errors
+from polyshard.cli import main as polyshard_command
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_NAMED = re.compile(r"^`([\w./-]+)`$")
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_FILE = re.compile(r"`((?:core|engine|backends|policies|plugins|tests|docs|examples|benchmarks)/[\w./-]*|\w+\.py)`")
+
+
+@dataclasses.dataclass(frozen=True)
+class Snippet:
+    """One fenced block of a page."""
+
+    language: str
+    text: str
+    line: int
+    """Number of the block's first line in the page, from 1."""
+    file: str | None
+    """The file that it stands for."""
+
+
+def snippets(page: Path) -> Iterator[Snippet]:
+    """The fenced blocks of ``page``, in order."""
+    text = page.read_text(encoding="utf-8")
+    for match in _FENCE.finditer(text):
+        above = text[: match.start()].rstrip().rpartition("\n")[2]
+        named = _NAMED.match(above)
+        yield Snippet(match[1], match[2], text.count("\n", 0, match.start(2)) + 1, named[1] if named else None)
+
+
+def _identify(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory of a page. Nothing that was imported from it stays."""
+    for variable in [name for name in os.environ if name.startswith("POLYSHARD_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        origin = getattr(sys.modules[name], "__file__", None) or ""
+        places = [origin, *getattr(sys.modules[name], "__path__", [])]
+        if any(Path(place).is_relative_to(tmp_path) for place in places if place):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_identify)
+def test_page_runs(
+    page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A module of its own: classes made in a page are looked up by the name of theirs.
+    module = ModuleType(f"page_{page.stem}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for snippet in snippets(page):
+        if snippet.file is not None:
+            _write(snippet, folder)
+        elif snippet.language == "python":
+            # Blank lines in front, so that a traceback shows the line of the page.
+            source = "\n" * (snippet.line - 1) + snippet.text
+            exec(compile(source, str(page), "exec"), module.__dict__)
+        elif snippet.language == "console":
+            _run_console(snippet, page, folder, capsys)
+
+
+def _write(snippet: Snippet, folder: Path) -> None:
+    assert snippet.file is not None
+    path = folder / snippet.file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(snippet.text, encoding="utf-8")
+    if path.name == "pyproject.toml":
+        project = tomllib.loads(snippet.text)["project"]
+        entry_points = [
+            (group, name, value)
+            for group, names in project.get("entry-points", {}).items()
+            for name, value in names.items()
+        ]
+        install(folder, project["name"], project["version"], entry_points)
+
+
+def _run_console(snippet: Snippet, page: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for block in re.split(r"^\$ ", snippet.text, flags=re.MULTILINE)[1:]:
+        command, *shown = block.splitlines()
+        where = f"{_identify(page)}, line {snippet.line}: {command}"
+        words = shlex.split(command, comments=True)
+        if words[0] == "polyshard":
+            capsys.readouterr()
+            status = polyshard_command(words[1:])
+            printed = "".join(capsys.readouterr())
+        elif words[:3] == ["python", "-m", "pytest"]:
+            done = subprocess.run(
+                [sys.executable, *words[1:], "-p", "no:cacheprovider"],
+                env={**os.environ, "PYTHONPATH": str(folder)},
+                capture_output=True,
+                text=True,
+                timeout=100,
+                check=False,
+            )
+            status, printed = done.returncode, done.stdout + done.stderr
+        else:
+            continue
+        assert status == 0, f"{where}\n{printed}"
+        lines = iter([" ".join(line.split()) for line in printed.splitlines()])
+        for wanted in (" ".join(line.split()) for line in shown):
+            assert wanted in ("", "...") or wanted in lines, f"{where}\ndoes not print {wanted!r}, but\n{printed}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md", *sorted(ROOT.glob("examples/*/*.md"))], ids=_identify)
+def test_links_lead_to_files_that_exist(page: Path) -> None:
+    prose = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    for target in _LINK.findall(prose):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path) if path else page
+        assert file.exists(), f"{_identify(page)} links to {target}"
+        if anchor:
+            assert anchor in _anchors(file), f"{_identify(page)} links to {target}, which has no such heading"
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors that a forge makes of the headings of ``page``."""
+    headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_files_named_in_the_architecture_exist() -> None:
+    page = ROOT / "docs" / "architecture.md"
+    named = _FILE.findall(page.read_text(encoding="utf-8"))
+    assert len(named) > 30
+    for name in named:
+        inside = ROOT / "core" / "polyshard" if name.startswith("engine/") else ROOT
+        found = any((ROOT / "core").rglob(name)) if "/" not in name else (inside / name).exists()
+        assert found, f"{_identify(page)} names {name}"
+
+
+def test_every_setting_and_strategy_is_in_the_tables() -> None:
+    text = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8")
+    rows = set(re.findall(r"^\| `(\w+)`", text, re.MULTILINE))
+    settings = {field.name for field in dataclasses.fields(polyshard.ShardConfig)}
+    assert rows == settings | {strategy.value for strategy in polyshard.Strategy}
+
+
+def test_the_tree_of_errors_is_the_tree_of_classes() -> None:
+    text = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8")
+    drawn = re.findall(r"^([│ ]*[├└]──) (\w+)(?: \((\w+)\))?", text, re.MULTILINE)
+    assert {name for _, name, _ in drawn} == set(errors.__all__) - {"PolyshardError"}
+    parent = errors.PolyshardError
+    for branch, name, built_in in drawn:
+        error = getattr(errors, name)
+        assert issubclass(error, errors.PolyshardError if len(branch) == 3 else parent), name
+        if len(branch) == 3:
+            parent = error
+        if built_in:
+            assert built_in in [base.__name__ for base in error.__bases__], name

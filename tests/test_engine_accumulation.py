@@ -1,0 +1,106 @@
+"""Gradients summed over microbatches before one reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from parity import (
+    Block,
+    Net,
+    adam,
+    assert_parity,
+    draw,
+    on_ranks,
+    seeded,
+    sharded_copy,
+    square_step,
+    train_reference,
+    units_of,
+)
+from polyshard_backends.threaded import ThreadedWorld
+from torch import nn
+
+STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "hybrid_shard", "hybrid_shard_zero2"])
+def test_no_sync_sums_microbatches_before_one_reduction(strategy: str) -> None:
+    def sharded_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        if "_polyshard_stage" not in model.__dict__:
+            return [*square_step(model, turn, rank), *square_step(model, turn + 10, rank)]
+        with polyshard.no_sync(model):
+            first = square_step(model, turn, rank)
+            assert all(parameter.grad is None for parameter in model.parameters())
+        return [*first, *square_step(model, turn + 10, rank)]
+
+    settings: dict[str, Any] = {"policy": units_of(Block), "strategy": strategy}
+    if strategy.startswith("hybrid"):
+        settings["shard_size"] = 2
+        model = seeded(Net)
+        reference = train_reference(model, sharded_step, 4)
+
+        def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+            mine = sharded_copy(model, rank, world, **settings)
+            optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+            for turn in range(3):
+                sharded_step(mine, turn, rank)
+                optimizer.step()
+                optimizer.zero_grad()
+            with polyshard.unsharded(mine):
+                return {name: p.detach().clone() for name, p in mine.named_parameters()}
+
+        for whole in on_ranks(4, on_rank):
+            torch.testing.assert_close(whole, reference.parameters, rtol=1e-12, atol=1e-12)
+    else:
+        assert_parity(seeded(Net), sharded_step, settings=settings, optimizer=adam)
+
+
+def accumulating(second: Callable[[nn.Module, int, int], list[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:
+    """A whole microbatch without reduction, then ``second`` with it."""
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        with polyshard.no_sync(model) if "_polyshard_stage" in model.__dict__ else nullcontext():
+            first = square_step(model, turn, rank)
+        return [*first, *second(model, turn, rank)]
+
+    return step
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_waiting_gradients_of_a_unit_that_the_last_microbatch_does_not_use_are_reduced_with_the_others(
+    strategy: str,
+) -> None:
+    class Skips(Net):
+        skipped = -1
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for index, block in enumerate(self.blocks):
+                if index != self.skipped:
+                    x = block(x)
+            return self.last(x)
+
+    def without_one(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        model.skipped = 1
+        values = square_step(model, turn + 10, rank)
+        model.skipped = -1
+        return values
+
+    settings = {"policy": units_of(Block), "strategy": strategy}
+    assert_parity(seeded(Skips), accumulating(without_one), world_size=2, settings=settings)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_waiting_gradients_are_reduced_by_a_backward_through_a_child_alone(strategy: str) -> None:
+    def child_alone(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        loss = model.blocks[1](draw(4, 5, turn=turn, rank=rank)).square().mean()
+        loss.backward()
+        return [loss.detach()]
+
+    settings = {"policy": units_of(Block), "strategy": strategy}
+    assert_parity(seeded(Net), accumulating(child_alone), world_size=2, settings=settings)

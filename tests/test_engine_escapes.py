@@ -1,0 +1,187 @@
+"""Memory and graphs that leave a unit by other ways than its output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from parity import (
+    Block,
+    assert_parity,
+    draw,
+    on_ranks,
+    root_of,
+    seeded,
+    sharded_copy,
+    square_step,
+    train_reference,
+    units_of,
+)
+from polyshard.errors import UnshardedUseError
+from polyshard_backends.threaded import ThreadedWorld
+from torch import nn
+
+
+class Leaks(nn.Module):
+    """Returns its own weight, or a view of it, on request."""
+
+    leaks = "no"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(5, 5)
+        self.two = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.two(self.one(x))
+        if self.leaks == "weight":
+            return y, self.two.weight
+        if self.leaks == "view":
+            return {"y": y, "row": self.two.weight[1]}
+        if self.leaks == "detached":
+            return y, self.two.weight.detach().t()
+        return y
+
+
+@pytest.mark.parametrize("leaks", ["weight", "view", "detached"])
+@pytest.mark.parametrize("train", [True, False])
+def test_a_unit_that_returns_its_own_weight_is_refused_by_name(leaks: str, train: bool) -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(3, 5)
+            self.unit = Leaks()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output = self.unit(self.first(x))
+            return output if isinstance(output, torch.Tensor) else next(iter(output))
+
+    model = seeded(Root)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        mine = sharded_copy(model, rank, world, policy=units_of(Leaks))
+        mine.unit.leaks = leaks
+        with torch.set_grad_enabled(train), pytest.raises(UnshardedUseError, match=r"'unit\.two\.weight'") as caught:
+            mine(draw(4, 3))
+        assert f"rank {rank}" in str(caught.value)
+        assert root_of(mine).gathered == ()
+        mine.unit.leaks = "no"
+        return square_step(mine, 0, rank)
+
+    expected = train_reference(model, square_step, 2, turns=1).observed[0]
+    for values, reference in zip(on_ranks(2, on_rank), expected, strict=True):
+        torch.testing.assert_close(values, reference, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("leaks", ["weight", "view"])
+def test_an_outermost_module_that_returns_its_own_weight_is_refused_by_name(leaks: str, strategy: str) -> None:
+    model = seeded(Leaks)
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        loss = model(draw(4, 5, turn=turn, rank=rank)).square().mean()
+        loss.backward()
+        return [loss.detach()]
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        mine = sharded_copy(model, rank, world, strategy=strategy)
+        mine.leaks = leaks
+        with pytest.raises(UnshardedUseError, match=r"'two\.weight'"):
+            mine(draw(4, 5))
+        assert root_of(mine).gathered == ()
+        mine.leaks = "no"
+        return step(mine, 0, rank)
+
+    expected = train_reference(model, step, 2, turns=1).observed[0]
+    for values, reference in zip(on_ranks(2, on_rank), expected, strict=True):
+        torch.testing.assert_close(values, reference, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_the_outermost_module_may_not_return_a_kept_unit_s_weight(train: bool) -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(3, 5)
+            self.unit = Leaks()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.unit(self.first(x))
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        mine = sharded_copy(seeded(Root), rank, world, policy=units_of(Leaks), strategy="shard_grad_op")
+        mine.unit.leaks = "weight"
+        with torch.set_grad_enabled(train), pytest.raises(UnshardedUseError, match=r"'unit\.two\.weight'"):
+            mine(draw(4, 3))
+        assert root_of(mine).gathered == ()
+
+    on_ranks(2, on_rank)
+
+
+class Router(nn.Module):
+    """A unit that keeps a loss of its own as an attribute, as mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.router = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.linear(x))
+        self.balance = torch.tanh(self.router(torch.tanh(self.router(x)))).square().mean()
+        return y
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize(("read_by", "with_output"), [("root", True), ("root", False), ("user", True)])
+def test_a_loss_kept_as_an_attribute(read_by: str, with_output: bool, prefetch: int, strategy: str) -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 2)
+            self.routers = nn.Sequential(Router(), Router())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss = self.last(self.routers(self.first(x))).square().mean()
+            loss = loss if with_output else loss.detach()
+            return loss + self.routers[0].balance + self.routers[1].balance if read_by == "root" else loss
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        loss = model(draw(4, 3, turn=turn, rank=rank))
+        if read_by == "user":
+            loss = loss + model.routers[0].balance + model.routers[1].balance
+        loss.backward()
+        return [loss.detach()]
+
+    settings = {"policy": units_of(Router), "backward_prefetch": prefetch, "strategy": strategy}
+    assert_parity(seeded(Root), step, world_size=2, settings=settings)
+
+
+@pytest.mark.parametrize("hides", [lambda y: lambda: y, lambda y: (each for each in [y])])
+def test_a_backward_through_an_output_that_cannot_be_found_raises_and_trains_nothing(
+    hides: Callable[[torch.Tensor], Any],
+) -> None:
+    class Hides(Block):
+        def forward(self, x: torch.Tensor) -> Any:
+            return hides(super().forward(x))
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.hiding = nn.Linear(3, 5), Hides()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.hiding(self.first(x))
+            return hidden() if callable(hidden) else next(hidden)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        mine = sharded_copy(seeded(Root), rank, world, policy=units_of(Hides))
+        loss = mine(draw(4, 3)).square().mean()
+        # Autograd itself may be the first to stumble over the released memory.
+        with pytest.raises(RuntimeError, match=r"'hiding' on rank \d without coming through|storage of size 0"):
+            loss.backward()
+        assert all(parameter.grad is None for parameter in mine.hiding.parameters())
+
+    on_ranks(2, on_rank)

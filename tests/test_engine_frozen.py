@@ -1,0 +1,126 @@
+"""Frozen and ignored parameters anywhere in the model, against the unsharded model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from parity import (
+    Block,
+    Net,
+    adam,
+    assert_parity,
+    draw,
+    on_ranks,
+    root_of,
+    seeded,
+    sharded_copy,
+    square_step,
+    threaded,
+    units_of,
+)
+from polyshard_backends.threaded import ThreadedWorld
+from torch import nn
+
+STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
+
+
+class LowRank(nn.Module):
+    """A frozen linear layer and a trained low-rank addition, in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(5, 5)
+        self.base.requires_grad_(False)
+        self.down = nn.Parameter(torch.linspace(-1, 1, 10).reshape(5, 2))
+        self.up = nn.Parameter(torch.linspace(1, -1, 10).reshape(2, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.base(x) + x @ self.down @ self.up)
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 5).requires_grad_(False)
+        self.layers = nn.Sequential(LowRank(), LowRank())
+        self.last = nn.Linear(5, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.layers(self.first(x)))
+
+
+@pytest.mark.parametrize("policy", [units_of(LowRank), "never", "always"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_frozen_and_trained_parameters_in_one_module(policy: Any, strategy: str) -> None:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        seen = square_step(model, turn, rank)
+        assert all(parameter.grad is None for parameter in model.parameters() if not parameter.requires_grad)
+        return seen
+
+    assert_parity(seeded(Adapted), step, optimizer=adam, settings={"policy": policy, "strategy": strategy})
+
+
+def no_input_gradient(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+    loss = model(draw(4, 3, turn=turn, rank=rank)).square().mean()
+    loss.backward()
+    return [loss.detach()]
+
+
+@pytest.mark.parametrize("frozen", [("first", "blocks.0"), ("blocks.1",), ("blocks", "first"), ("last",), ("first",)])
+@pytest.mark.parametrize("step", [square_step, no_input_gradient])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+def test_frozen_parts_anywhere(frozen: tuple[str, ...], step: Callable[..., Any], strategy: str) -> None:
+    def make() -> nn.Module:
+        net = Net()
+        for name in frozen:
+            net.get_submodule(name).requires_grad_(False)
+        return net
+
+    assert_parity(seeded(make), step, world_size=2, turns=2, settings={"policy": units_of(Block), "strategy": strategy})
+
+
+def test_a_wholly_frozen_model_computes_and_passes_gradients_to_its_input() -> None:
+    model = seeded(Net).requires_grad_(False)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        mine = sharded_copy(model, rank, world, policy=units_of(Block))
+        mine(draw(4, 3))
+        assert root_of(mine).gathered == ()
+        values = square_step(mine, 0, rank)
+        assert root_of(mine).gathered == ()
+        return values
+
+    for rank, values in enumerate(on_ranks(2, on_rank)):
+        torch.testing.assert_close(values, square_step(copy.deepcopy(model), 0, rank), rtol=1e-12, atol=1e-12)
+
+
+def test_ignored_modules_and_parameters_stay_whole_and_are_left_to_the_user() -> None:
+    model = seeded(Net)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        with world.lock:
+            mine = copy.deepcopy(model)
+        polyshard.shard(
+            mine,
+            threaded(world, rank, policy=units_of(Block)),
+            ignored_modules=[mine.blocks[1]],
+            ignored_parameters=[mine.last.bias],
+        )
+        assert mine.blocks[1].up.weight.shape == (7, 5)
+        assert mine.last.bias.shape == (2,)
+        assert mine.last.weight.ndim == 1
+        values = square_step(mine, 0, rank)
+        assert mine.last.bias.grad is not None
+        return [*values, mine.last.bias.grad, mine.blocks[1].up.weight.grad]
+
+    for rank, values in enumerate(on_ranks(2, on_rank)):
+        plain = copy.deepcopy(model)
+        expected = square_step(plain, 0, rank)
+        torch.testing.assert_close(
+            values, [*expected, plain.last.bias.grad, plain.blocks[1].up.weight.grad], rtol=1e-12, atol=1e-12
+        )

@@ -1,0 +1,177 @@
+"""Hooks of the user on modules and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from parity import (
+    Block,
+    Net,
+    assert_parity,
+    on_ranks,
+    seeded,
+    sharded_copy,
+    square_step,
+    threaded,
+    train_reference,
+    units_of,
+    warns_for,
+    whole_of,
+)
+from polyshard_backends.threaded import ThreadedWorld
+from torch import nn
+
+BLOCKS = {"policy": units_of(Block)}
+
+
+def test_hooks_of_the_user_on_submodules_see_whole_parameters() -> None:
+    model = seeded(Net)
+    shapes = {name: tuple(p.shape) for name, p in model.blocks[1].named_parameters()}
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[str]:
+        seen: list[str] = []
+        with world.lock:
+            mine = seeded(Net)
+        block = mine.blocks[1]
+
+        def look(when: str) -> Callable[..., None]:
+            def hook(module: nn.Module, *_: Any) -> None:
+                assert {name: tuple(p.shape) for name, p in block.named_parameters()} == shapes, when
+                torch.testing.assert_close(block.up.weight.detach(), model.blocks[1].up.weight.detach())
+                seen.append(when)
+
+            return hook
+
+        block.register_forward_pre_hook(look("before the unit, from before sharding"))
+        block.up.register_forward_hook(look("inside"))
+        block.up.register_full_backward_hook(lambda *_: seen.append("backward"))
+        sharded_copy_of = polyshard.shard
+
+        sharded_copy_of(mine, threaded(world, rank, **BLOCKS))
+        block.register_forward_pre_hook(look("before the unit, from after sharding"))
+        block.down.register_forward_pre_hook(look("inside, from after sharding"))
+        square_step(mine, 0, rank)
+        return seen
+
+    for seen in on_ranks(2, on_rank):
+        assert seen == [
+            "before the unit, from before sharding",
+            "before the unit, from after sharding",
+            "inside",
+            "inside, from after sharding",
+            "backward",
+        ]
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("registered", ["before", "after"])
+def test_post_accumulate_hooks_fire_once_a_backward_with_the_reduced_gradient(
+    registered: str, world_size: int, strategy: str
+) -> None:
+    model = seeded(Net)
+    settings = {**BLOCKS, "strategy": strategy}
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[dict[str, list[torch.Tensor]]]:
+
+        seen: dict[str, list[torch.Tensor]] = {}
+
+        def register() -> None:
+            for name, parameter in mine.named_parameters():
+                seen[name] = []
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p, name=name: seen[name].append(p.grad.detach().clone())
+                )
+
+        with world.lock:
+            mine = seeded(Net)
+        if registered == "before":
+            register()
+        polyshard.shard(mine, threaded(world, rank, **settings))
+        if registered == "after":
+            register()
+        turns = []
+        for turn in range(2):
+            square_step(mine, turn, rank)
+            turns.append({name: list(values) for name, values in seen.items()})
+            for values in seen.values():
+                values.clear()
+            mine.zero_grad()
+        return turns
+
+    reference = train_reference(
+        model, square_step, world_size, turns=2, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.0)
+    )
+    with warns_for(world_size, settings):
+        ranks = on_ranks(world_size, on_rank)
+    originals = dict(model.named_parameters())
+    for turn in range(2):
+        for name, original in originals.items():
+            fired = [rank[turn][name] for rank in ranks]
+            assert all(len(values) <= 1 for values in fired)
+            assert any(fired)
+            parts = [values[0] if values else torch.empty(0, dtype=torch.float64) for values in fired]
+            torch.testing.assert_close(
+                whole_of(original, parts), reference.gradients[turn][name], rtol=1e-12, atol=1e-12
+            )
+
+
+def test_a_post_accumulate_hook_may_step_and_drop_the_gradient() -> None:
+    """The optimizer in the backward: gradients are gone when the backward ends."""
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        mine = sharded_copy(seeded(Net), rank, world, **BLOCKS)
+
+        def update(parameter: torch.Tensor) -> None:
+            with torch.no_grad():
+                parameter.sub_(0.1 * parameter.grad)
+            parameter.grad = None
+
+        for parameter in mine.parameters():
+            parameter.register_post_accumulate_grad_hook(update)
+        for turn in range(3):
+            square_step(mine, turn, rank)
+            assert all(parameter.grad is None for parameter in mine.parameters())
+        with polyshard.unsharded(mine):
+            return {name: p.detach().clone() for name, p in mine.named_parameters()}
+
+    reference = train_reference(seeded(Net), square_step, 2)
+    for whole in on_ranks(2, on_rank):
+        torch.testing.assert_close(whole, reference.parameters, rtol=1e-12, atol=1e-12)
+
+
+def recorder(log: list[torch.Tensor]) -> Callable[..., None]:
+    def hook(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        log.extend(each.detach().clone() for each in (*inputs, *outputs) if each is not None)
+
+    return hook
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_full_backward_hooks_on_units_and_root_see_the_right_gradients(before: bool) -> None:
+    logs: dict[nn.Module, list[torch.Tensor]] = {}
+
+    def register(model: nn.Module) -> None:
+        log = logs.setdefault(model, [])
+        for module in (model, model.blocks[0], model.blocks[1].up, model.blocks[2]):
+            module.register_full_backward_hook(recorder(log))
+
+    def wrap(model: nn.Module, config: polyshard.ShardConfig) -> nn.Module:
+        if before:
+            register(model)
+        polyshard.shard(model, config)
+        if not before:
+            register(model)
+        return model
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        if model not in logs:
+            register(model)
+        logs[model].clear()
+        return [*square_step(model, turn, rank), *logs[model]]
+
+    assert_parity(seeded(Net), step, world_size=2, wrap=wrap, settings=BLOCKS)

@@ -1,0 +1,390 @@
+"""What goes into units and comes out of them, against the same calls on unsharded models."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from parity import (
+    Block,
+    Net,
+    Words,
+    adam,
+    assert_parity,
+    draw,
+    on_ranks,
+    root_of,
+    seeded,
+    sharded_copy,
+    square_step,
+    units_of,
+)
+from polyshard_backends.threaded import ThreadedWorld
+from torch import nn
+
+BLOCKS = {"policy": units_of(Block)}
+
+
+class Pair(NamedTuple):
+    hidden: torch.Tensor
+    logits: torch.Tensor
+
+
+@dataclasses.dataclass
+class Record:
+    logits: torch.Tensor
+    hidden: torch.Tensor | None = None
+    loss: float = 1.5
+    count: int = dataclasses.field(default=0, init=False)
+
+
+class Mapping(OrderedDict):  # type: ignore[type-arg]
+    """Like transformers' ``ModelOutput``: items are attributes too, and ``update`` is refused."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key) if isinstance(key, str) else tuple(self.values())[key]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("this mapping is not to be updated")
+
+
+def as_mapping(hidden: torch.Tensor, logits: torch.Tensor) -> Mapping:
+    mapping = Mapping()
+    mapping["hidden"], mapping["logits"] = hidden, logits
+    return mapping
+
+
+class Returns(nn.Module):
+    """Two tensors in a structure of choice, out of a block that is a unit, and of the root."""
+
+    class Inner(nn.Module):
+        def __init__(self, structure: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+            super().__init__()
+            self.structure = structure
+            self.one = nn.Linear(3, 5)
+            self.two = nn.Linear(5, 2)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            hidden = torch.tanh(self.one(x))
+            return self.structure(hidden, self.two(hidden))
+
+    def __init__(
+        self,
+        structure: Callable[[torch.Tensor, torch.Tensor], Any],
+        read: Callable[[Any], tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        super().__init__()
+        self.structure, self.read = structure, read
+        self.inner = self.Inner(structure)
+        self.last = nn.Linear(2, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        output = self.inner(x)
+        hidden, logits = self.read(output)
+        return self.structure(hidden, self.last(logits))
+
+
+STRUCTURES: dict[
+    str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], Callable[[Any], tuple[torch.Tensor, torch.Tensor]]]
+] = {
+    "tuple": (lambda h, o: (h, o), lambda out: (out[0], out[1])),
+    "list": (lambda h, o: [h, None, o], lambda out: (out[0], out[2])),
+    "dict": (lambda h, o: {"h": h, "o": o, "n": 3}, lambda out: (out["h"], out["o"])),
+    "nested": (lambda h, o: {"a": [(h,), {"b": o}]}, lambda out: (out["a"][0][0], out["a"][1]["b"])),
+    "namedtuple": (Pair, lambda out: (out.hidden, out.logits)),
+    "dataclass": (lambda h, o: Record(o, h), lambda out: (out.hidden, out.logits)),
+    "mapping": (as_mapping, lambda out: (out.hidden, out["logits"])),
+    "views": (lambda h, o: (h.view(-1, 1), o.t()), lambda out: (out[0].view(-1, 5), out[1].t())),
+    "views in a mapping": (
+        lambda h, o: as_mapping(h.view(-1, 1), o.t()),
+        lambda out: (out.hidden.view(-1, 5), out["logits"].t()),
+    ),
+    "views in a dataclass": (
+        lambda h, o: Record(o.t(), h.view(-1, 1)),
+        lambda out: (out.hidden.view(-1, 5), out.logits.t()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize("used", ["both", "hidden"])
+def test_outputs_of_any_structure(name: str, used: str) -> None:
+    structure, read = STRUCTURES[name]
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
+        output = model(x)
+        assert type(output) is type(structure(x, x))
+        hidden, logits = read(output)
+        loss = hidden.square().mean() + (logits.square().mean() if used == "both" else 0.0)
+        loss.backward()
+        assert x.grad is not None
+        return [loss.detach(), x.grad]
+
+    assert_parity(
+        seeded(lambda: Returns(structure, read)), step, world_size=2, settings={"policy": units_of(Returns.Inner)}
+    )
+
+
+def words_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+    tokens = (draw(2, 4, turn=turn, rank=rank) * 100).long() % 11
+    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    loss.backward()
+    return [loss.detach()]
+
+
+@pytest.mark.parametrize("classes", [(Block,), (Block, nn.Embedding), (nn.Embedding,)])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_integer_input_with_an_embedding_first(world_size: int, classes: tuple[type[nn.Module], ...]) -> None:
+    assert_parity(seeded(Words), words_step, world_size, optimizer=adam, settings={"policy": units_of(*classes)})
+
+
+def test_an_input_by_keyword_gets_its_gradient() -> None:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        tokens = (draw(2, 4, turn=turn, rank=rank) * 100).long() % 11
+        scale = draw(5, turn=turn, rank=rank, requires_grad=True)
+        loss = model(tokens, scale=scale).square().mean()
+        loss.backward()
+        assert scale.grad is not None
+        return [loss.detach(), scale.grad]
+
+    assert_parity(seeded(Words), step, settings=BLOCKS)
+
+
+def test_an_input_without_gradient() -> None:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        loss = model(draw(4, 3, turn=turn, rank=rank)).square().mean()
+        loss.backward()
+        return [loss.detach()]
+
+    assert_parity(seeded(Net), step, optimizer=adam, settings=BLOCKS)
+
+
+def test_nested_inputs_all_get_their_gradients() -> None:
+    class Takes(Net):
+        def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+            return super().forward(batch["x"][0] * batch["record"].logits)
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
+        y = draw(3, turn=turn, rank=rank, requires_grad=True)
+        loss = model({"x": [x, 2], "record": Record(y)}).square().mean()
+        loss.backward()
+        assert x.grad is not None
+        assert y.grad is not None
+        return [loss.detach(), x.grad, y.grad]
+
+    assert_parity(seeded(Takes), step, world_size=2, settings=BLOCKS)
+
+
+@pytest.mark.parametrize("reshape", [lambda x: x.view(-1), lambda x: x.t(), lambda x: x[1:], lambda x: x])
+def test_a_unit_may_return_a_view_of_its_input_beside_what_it_computed(
+    reshape: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    class Passes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return reshape(x), self.linear(x)
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(3, 3)
+            self.passes = Passes()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            view, computed = self.passes(self.first(x))
+            return view.square().mean() + computed.square().mean()
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
+        loss = model(x)
+        loss.backward()
+        assert x.grad is not None
+        return [loss.detach(), x.grad]
+
+    assert_parity(seeded(Root), step, settings={"policy": units_of(Passes)})
+
+
+def test_the_caller_may_change_a_returned_view_in_place() -> None:
+    class Viewing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).view(-1, 2, 3)
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(3, 5)
+            self.viewing = Viewing()
+            self.last = nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.viewing(self.first(x))
+            y.mul_(2.0)
+            y[:, 0] += 1.0
+            return self.last(y).transpose(0, 1)
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
+        out = model(x)
+        out.add_(1.0)
+        loss = out.square().mean()
+        loss.backward()
+        assert x.grad is not None
+        return [loss.detach(), x.grad]
+
+    assert_parity(seeded(Root), step, settings={"policy": units_of(Viewing)})
+
+
+@pytest.mark.parametrize("operation", ["add_", "relu_", "mul_"])
+def test_the_first_operation_of_a_unit_may_be_in_place(operation: str) -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            getattr(x, operation)(*(() if operation == "relu_" else (2.0,)))
+            return self.linear(x)
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(3, 5)
+            self.unit = InPlace()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.unit(self.first(x))
+
+    assert_parity(seeded(Root), settings={"policy": units_of(InPlace)})
+
+
+def test_the_caller_sees_what_a_unit_did_in_place_to_its_input() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x.add_(1.0)
+            return self.linear(x)
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unit = InPlace()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.unit(x)
+            return self.unit.linear.weight.new_zeros(()) + x.sum()
+
+    model = seeded(Root)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> float:
+        mine = sharded_copy(model, rank, world)
+        with torch.no_grad():
+            return float(mine(torch.zeros(2, 5, dtype=torch.float64)))
+
+    assert on_ranks(2, on_rank) == [10.0, 10.0]
+
+
+def test_an_output_that_needs_no_gradient_leaves_nothing_gathered_and_trains_on() -> None:
+    class Detached(Net):
+        detaches = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            return y.detach() if self.detaches else y
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        model.detaches = True
+        y = model(draw(4, 3, turn=turn, rank=rank))
+        assert not y.requires_grad
+        model.detaches = False
+        return [y, *square_step(model, turn, rank)]
+
+    assert_parity(seeded(Detached), step, settings=BLOCKS)
+
+
+def test_a_detached_output_releases_every_unit() -> None:
+    class Detached(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).argmax(-1)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        mine = sharded_copy(seeded(Detached), rank, world, **BLOCKS)
+        mine(draw(4, 3))
+        # Autograd dropped the graph; the root's output can start no backward.
+        assert "(root)" not in root_of(mine).gathered
+        with torch.no_grad():
+            mine(draw(4, 3))
+        assert root_of(mine).gathered == ()
+
+    on_ranks(2, on_rank)
+
+
+class Plain:
+    """An output that is none of Python's own containers."""
+
+    def __init__(self, hidden: torch.Tensor, logits: torch.Tensor) -> None:
+        self.hidden, self.logits = hidden, logits
+
+
+class Slotted:
+    __slots__ = ("hidden", "logits")
+
+    def __init__(self, hidden: torch.Tensor, logits: torch.Tensor) -> None:
+        self.hidden, self.logits = hidden, logits
+
+
+@pytest.mark.parametrize("container", [Plain, Slotted, lambda h, o: SimpleNamespace(hidden=h, logits=o)])
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_outputs_hidden_in_objects(container: Callable[[torch.Tensor, torch.Tensor], Any], prefetch: int) -> None:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
+        output = model(x)
+        loss = output.hidden.square().mean() + output.logits.square().mean()
+        loss.backward()
+        assert x.grad is not None
+        return [loss.detach(), x.grad]
+
+    model = seeded(lambda: Returns(container, lambda output: (output.hidden, output.logits)))
+    settings = {"policy": units_of(Returns.Inner), "backward_prefetch": prefetch}
+    assert_parity(model, step, world_size=2, settings=settings)
+
+
+class Queries(nn.Module):
+    """The root's own parameter is what the first unit computes on, and an argument of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.linspace(-1, 1, 20).reshape(4, 5))
+        self.scale = nn.Parameter(torch.ones(5))
+        self.memory = nn.Linear(3, 5)
+        self.one, self.two = Block(), Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.one(self.queries)
+        return self.two(y * self.scale) + self.one(self.memory(x))
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_a_parameter_of_the_root_as_input_of_a_unit(strategy: str) -> None:
+    assert_parity(seeded(Queries), optimizer=adam, settings={**BLOCKS, "strategy": strategy})

@@ -1,0 +1,314 @@
+"""Wrapping from the meta device: what it allocates, and what the parameters then hold."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from parity import Block, Net, root_of, units_of, whole_of
+from polyshard import ShardConfig
+from polyshard.errors import ParameterError
+from polyshard.interfaces import PluginContext
+from polyshard_backends.fake import FakeCollectives
+from torch import nn
+
+MIB = 1024 * 1024
+CPU = torch.device("cpu")
+
+
+def faked(model: nn.Module, rank: int = 0, world_size: int = 4, **arguments: Any) -> nn.Module:
+    settings = {key: arguments.pop(key) for key in list(arguments) if key not in ("initializer", "ignored_modules")}
+    collectives = FakeCollectives(PluginContext("fake", CPU), rank, world_size)
+    return polyshard.shard(model, ShardConfig(collectives=collectives, device="cpu", **settings), **arguments)
+
+
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+# What it allocates.
+
+
+def peak_of_live_bytes(function: Callable[[], Any], folder: Path) -> int:
+    """Most bytes of tensor memory alive at once during ``function``, beyond those that were alive before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    trace = folder / "trace.json"
+    profile.export_chrome_trace(str(trace))
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("name") == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event["ts"]):
+        live += event["args"]["Bytes"]
+        peak = max(peak, live)
+    return peak
+
+
+def tower(units: int = 12, width: int = 1024) -> nn.Module:
+    """``units`` equal layers of ``width * width`` fp32 elements; 4 MiB each where that is 1024 squared."""
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(units)))
+
+
+def test_the_profiler_sees_what_the_bound_is_about(tmp_path: Path) -> None:
+    # The same model made whole: all twelve layers are alive together.
+    assert peak_of_live_bytes(tower, tmp_path) >= 12 * 4 * MIB
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("precision", ["none", "bf16"])
+def test_never_more_than_the_shard_and_one_unit_is_alive(tmp_path: Path, precision: str, offload: str) -> None:
+    model = on_meta(tower)
+    faked(on_meta(lambda: tower(2, 16)), policy=units_of(nn.Linear))  # what the first call imports is not counted
+    settings = {"policy": units_of(nn.Linear), "precision": precision, "offload": offload}
+    peak = peak_of_live_bytes(lambda: faked(model, 1, 4, **settings), tmp_path)
+    shard, unit = 12 * 4 * MIB // 4, 4 * MIB
+    assert sum(p.numel() * p.element_size() for p in model.parameters()) == shard
+    # At least the shards and the unit that is being cut are there; 64 KiB for what is not parameters.
+    assert shard < peak <= shard + unit + 64 * 1024
+
+
+def test_cutting_a_whole_model_adds_no_more_than_the_shard_and_one_unit(tmp_path: Path) -> None:
+    model = tower()
+    faked(on_meta(lambda: tower(2, 16)), policy=units_of(nn.Linear))
+    peak = peak_of_live_bytes(lambda: faked(model, 1, 4, policy=units_of(nn.Linear)), tmp_path)
+    assert peak <= 12 * 4 * MIB // 4 + 4 * MIB + 64 * 1024
+
+
+RESIDENT = """
+import pathlib, resource, sys
+import psutil, torch
+from torch import nn
+from polyshard import ShardConfig, shard
+
+def tower(units, width):
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(units)))
+
+def wrap(model):
+    collectives = {"name": "fake", "rank": 3, "world_size": 8}
+    policy = {"name": "module_class", "classes": nn.Linear}
+    return shard(model, ShardConfig(collectives=collectives, policy=policy, device="cpu"))
+
+def most_so_far():
+    status = pathlib.Path("/proc/self/status")
+    if status.exists():
+        # Where there is this, ru_maxrss begins with what the parent process had.
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+wrap(tower(2, 16))
+model = tower(24, 2048)
+before = psutil.Process().memory_info().rss
+wrap(model)
+after = psutil.Process().memory_info().rss
+print(most_so_far() - before, after - before)
+"""
+
+
+def test_resident_memory_follows() -> None:
+    done = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True, timeout=100.0, check=False)
+    assert done.returncode == 0, done.stderr
+    peak, after = map(int, done.stdout.split())
+    # 24 layers of 16 MiB over 8 ranks; whole, they are 384 MiB.
+    shard, unit = 24 * 16 * MIB // 8, 16 * MIB
+    # The allocator rounds and keeps some of what is freed; the interpreter makes objects.
+    allowance = 16 * MIB
+    assert shard <= peak <= shard + unit + allowance
+    assert after <= shard + unit + allowance
+
+
+# What the parameters then hold.
+
+
+#: The layers of ``Net`` with its blocks as units: the root's own, then each block's.
+ORDER = ["first", "last", *(f"blocks.{index}.{layer}" for index in range(3) for layer in ("up", "down"))]
+
+
+def initialised_in_order(model: nn.Module, order: list[str], seed: int) -> nn.Module:
+    """``model``, a whole one, with ``reset_parameters`` called on the modules of ``order``."""
+    torch.manual_seed(seed)
+    for name in order:
+        module: Any = model.get_submodule(name)
+        module.reset_parameters()
+    return model
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_every_rank_holds_its_part_of_the_same_initialisation(world_size: int) -> None:
+    expected = initialised_in_order(Net(), ORDER, seed=7)
+    ranks = []
+    for rank in range(world_size):
+        model = on_meta(Net)
+        objects = dict(model.named_parameters())
+        torch.manual_seed(7)
+        faked(model, rank, world_size, policy=units_of(Block))
+        assert all(p is objects[name] for name, p in model.named_parameters())
+        assert all(p.device == CPU for p in model.parameters())
+        ranks.append({name: p.detach() for name, p in model.named_parameters()})
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(whole_of(parameter, [rank[name] for rank in ranks]), parameter), name
+
+
+def test_a_model_from_meta_trains_like_one_that_was_made_whole() -> None:
+    whole = initialised_in_order(Net(), ORDER, seed=3)
+    model = on_meta(Net)
+    torch.manual_seed(3)
+    with pytest.warns(UserWarning, match="NO_SHARD"):
+        faked(model, 0, 1, policy=units_of(Block))
+    for each in (whole, model):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
+        for turn in range(3):
+            each(torch.ones(4, 3) * turn).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), parameter, rtol=1e-6, atol=1e-7)
+
+
+def test_only_parameters_from_meta_are_initialised() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False, device="meta"))
+    kept = model[0].weight.detach().clone().flatten()
+    faked(model, 0, 2)
+    assert torch.equal(model[0].weight.detach(), kept)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False, device="meta"))
+    kept = model[0].weight.detach().clone().flatten()
+    faked(model, 1, 2, policy=units_of(nn.Linear))
+    assert torch.equal(model[0].weight.detach(), kept[8:])
+    assert model[1].weight.shape == (8,)
+    assert 0 < model[1].weight.abs().max() <= 0.5
+
+
+class Bare(nn.Module):
+    """Has no way to initialise itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(6))
+        self.inner = nn.Linear(2, 3, bias=False)
+
+
+def test_an_initializer_is_called_once_for_each_module_that_holds_parameters() -> None:
+    seen: list[tuple[str, list[tuple[int, ...]]]] = []
+
+    def fill(module: nn.Module) -> None:
+        shapes = [tuple(p.shape) for p in module.parameters(recurse=False)]
+        assert not any(p.is_meta for p in module.parameters(recurse=False))
+        seen.append((type(module).__name__, shapes))
+        with torch.no_grad():
+            for parameter in module.parameters(recurse=False):
+                parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) + 10 * len(seen))
+
+    model = on_meta(Bare)
+    faked(model, 1, 2, policy=units_of(nn.Linear), initializer=fill)
+    assert seen == [("Bare", [(6,)]), ("Linear", [(3, 2)])]
+    assert torch.equal(model.scale.detach(), torch.tensor([13.0, 14.0, 15.0]))
+    assert torch.equal(model.inner.weight.detach(), torch.tensor([23.0, 24.0, 25.0]))
+
+
+class Replacing(nn.Linear):
+    """Assigns new parameters instead of filling the ones that are there."""
+
+    def reset_parameters(self) -> None:
+        self.weight = nn.Parameter(torch.full((4, 4), 3.0))
+        self.bias = nn.Parameter(torch.full((4,), 5.0))
+
+
+def test_an_initialiser_may_assign_new_parameters() -> None:
+    model = on_meta(lambda: Replacing(4, 4))
+    weight = model.weight
+    faked(model, 1, 2)
+    assert model.weight is weight
+    # 20 elements over two ranks: the second has the weight's last six, and the bias.
+    assert torch.equal(model.weight.detach(), torch.full((6,), 3.0))
+    assert torch.equal(model.bias.detach(), torch.full((4,), 5.0))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(tokens))
+
+
+def test_tied_parameters_from_meta_stay_tied() -> None:
+    model = on_meta(Tied)
+    faked(model, 1, 2, policy=units_of(nn.Linear, nn.Embedding))
+    assert model.head.weight is model.embed.weight
+    assert model.embed.weight.shape == (12,)
+    model(torch.tensor([1, 2])).sum().backward()
+    assert model.embed.weight.grad is not None
+
+
+# Buffers.
+
+
+def test_buffers_are_materialised_and_initialised() -> None:
+    model = on_meta(lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+    faked(model, 0, 2, policy=units_of(nn.BatchNorm1d))
+    norm: Any = model[1]
+    assert torch.equal(norm.running_mean, torch.zeros(3))
+    assert torch.equal(norm.running_var, torch.ones(3))
+    assert norm.num_batches_tracked.item() == 0
+    assert all(buffer.device == CPU for buffer in model.buffers())
+
+
+class Rotary(nn.Module):
+    """Buffers, and no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.empty(4), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.frequencies.copy_(10000.0 ** (-torch.arange(4) / 4))
+
+
+class Plain(nn.Module):
+    """A buffer from meta that nobody can fill."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(4.0))
+
+
+def test_buffers_of_modules_without_parameters_are_initialised_too() -> None:
+    expected = Rotary().frequencies
+    model = on_meta(lambda: nn.Sequential(nn.Linear(4, 4), Rotary()))
+    faked(model, 0, 2)
+    assert torch.equal(model[1].frequencies, expected)
+
+    def fill(module: nn.Module) -> None:
+        if isinstance(module, Plain):
+            module.table.copy_(torch.arange(4.0))
+        else:
+            module.reset_parameters()  # type: ignore[operator]
+
+    model = on_meta(lambda: nn.Sequential(nn.Linear(4, 4), Plain()))
+    faked(model, 0, 2, initializer=fill)
+    assert torch.equal(model[1].table, torch.arange(4.0))
+
+
+def test_buffers_that_nobody_can_fill_are_refused() -> None:
+    model = on_meta(lambda: nn.Sequential(nn.Linear(4, 4), Plain()))
+    with pytest.raises(ParameterError, match=r"1\.table.*Plain.*reset_parameters.*initializer="):
+        faked(model, 0, 2)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_nothing_stays_gathered_after_wrapping() -> None:
+    model = faked(on_meta(Net), 0, 2, policy=units_of(Block))
+    assert root_of(model).gathered == ()

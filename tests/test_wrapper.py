@@ -1,0 +1,295 @@
+"""``FullyShardedDataParallel``: the engine as a module around the model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from parity import (
+    Block,
+    Net,
+    adam,
+    assert_parity,
+    draw,
+    on_ranks,
+    root_of,
+    seeded,
+    square_step,
+    threaded,
+    train_reference,
+    units_of,
+    whole_of,
+)
+from polyshard import FullyShardedDataParallel, ShardConfig
+from polyshard.errors import AlreadyShardedError, ParameterError, StateError
+from polyshard.interfaces import PluginContext
+from polyshard_backends.fake import FakeCollectives
+from polyshard_backends.threaded import ThreadedWorld
+from torch import nn
+
+BLOCKS = {"policy": units_of(Block)}
+
+
+def fake(rank: int = 0, world_size: int = 4) -> FakeCollectives:
+    return FakeCollectives(PluginContext("fake", torch.device("cpu")), rank, world_size)
+
+
+def wrapped(model: nn.Module, **settings: Any) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(model, ShardConfig(collectives=fake(), **BLOCKS, **settings))
+
+
+class Chatty(Net):
+    """Has more than a forward."""
+
+    scale = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def describe(self) -> str:
+        return f"{len(self.blocks)} blocks"
+
+    def forward(self, x: torch.Tensor, *, twice: bool = False) -> torch.Tensor:
+        x = super().forward(x - self.mean)
+        return 2 * x if twice else x
+
+
+def test_training_equals_that_of_the_unsharded_model() -> None:
+    # The helper asks the engine of what it is given: the module inside.
+    assert_parity(
+        seeded(Net),
+        world_size=3,
+        turns=5,
+        optimizer=adam,
+        settings=BLOCKS,
+        wrap=lambda model, config: FullyShardedDataParallel(model, config).module,
+    )
+
+
+def test_training_through_the_wrapper_equals_that_of_the_unsharded_model() -> None:
+    model = seeded(Net)
+    expected = train_reference(model, square_step, 2, 5, adam)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        with world.lock:
+            mine = copy.deepcopy(model)
+        sharded = FullyShardedDataParallel(mine, threaded(world, rank, **BLOCKS))
+        optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
+        for turn in range(5):
+            loss, x_gradient = square_step(sharded, turn, rank)
+            torch.testing.assert_close(loss, expected.observed[turn][rank][0], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(x_gradient, expected.observed[turn][rank][1], rtol=1e-12, atol=1e-12)
+            optimizer.step()
+            optimizer.zero_grad()
+        with sharded.unsharded():
+            return {name: p.detach().clone() for name, p in sharded.named_parameters()}
+
+    for whole in on_ranks(2, on_rank):
+        torch.testing.assert_close(whole, expected.parameters, rtol=1e-12, atol=1e-12)
+
+
+def test_arguments_and_output_of_forward_pass_through() -> None:
+    model = seeded(Chatty)
+    x = draw(4, 3)
+    expected = model(x, twice=True).detach()
+    with pytest.warns(UserWarning, match="NO_SHARD"):
+        sharded = FullyShardedDataParallel(model, ShardConfig(collectives=fake(0, 1), **BLOCKS))
+    torch.testing.assert_close(sharded(x, twice=True).detach(), expected, rtol=0, atol=1e-15)
+    assert sharded.module is model
+
+
+def test_names_are_the_modules_own() -> None:
+    model = seeded(Chatty)
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    state = list(model.state_dict())
+    sharded = wrapped(model)
+    assert list(sharded.named_parameters()) == list(model.named_parameters())
+    assert [name for name, _ in sharded.named_parameters()] == list(parameters)
+    assert all(p is parameters[name] for name, p in sharded.named_parameters())
+    assert {id(p) for p in sharded.parameters()} == {id(p) for p in parameters.values()}
+    assert [name for name, _ in sharded.named_buffers()] == list(buffers)
+    assert list(sharded.state_dict()) == state
+    assert [name for name, _ in sharded.named_parameters(prefix="outer")] == [f"outer.{name}" for name in parameters]
+    assert [name for name, _ in sharded.named_parameters(recurse=False)] == []
+
+
+def test_attributes_and_items_are_the_modules() -> None:
+    model = seeded(Chatty)
+    sharded = wrapped(model)
+    assert sharded.scale == 3
+    assert sharded.describe() == "3 blocks"
+    assert sharded.blocks is model.blocks
+    assert sharded.first.weight is model.first.weight
+    assert sharded.mean is model.mean
+    assert not hasattr(sharded, "nothing_of_this_name")
+    with pytest.raises(AttributeError, match="nothing_of_this_name"):
+        _ = sharded.nothing_of_this_name
+    layers = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    assert wrapped(layers)[0] is layers[0]
+    assert wrapped(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))[-1].__class__ is nn.ReLU
+
+
+def test_train_and_eval_reach_the_module() -> None:
+    sharded = wrapped(seeded(Chatty))
+    sharded.eval()
+    assert not any(module.training for module in sharded.module.modules())
+    sharded.train()
+    assert all(module.training for module in sharded.module.modules())
+
+
+def test_no_sync_and_clipping_are_methods() -> None:
+    model = seeded(Net)
+    copies = [copy.deepcopy(model) for _ in range(2)]
+    for rank, each in enumerate(copies):
+        square_step(each, 0, rank)
+        square_step(each, 1, rank)
+    for mine, theirs in zip(copies[0].parameters(), copies[1].parameters(), strict=True):
+        assert mine.grad is not None
+        mine.grad = (mine.grad + theirs.grad) / 2
+    expected = torch.nn.utils.clip_grad_norm_(copies[0].parameters(), 0.05)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        with world.lock:
+            mine = copy.deepcopy(model)
+        sharded = FullyShardedDataParallel(mine, threaded(world, rank, **BLOCKS))
+        with sharded.no_sync():
+            square_step(sharded, 0, rank)
+        assert all(p.grad is None for p in sharded.parameters())
+        square_step(sharded, 1, rank)
+        norm = sharded.clip_grad_norm_(0.05)
+        return norm, {
+            name: torch.zeros(0, dtype=p.dtype) if p.grad is None else p.grad for name, p in mine.named_parameters()
+        }
+
+    ranks = on_ranks(2, on_rank)
+    for norm, _ in ranks:
+        torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+    for name, parameter in copies[0].named_parameters():
+        got = whole_of(parameter, [gradients[name] for _, gradients in ranks])
+        torch.testing.assert_close(got, parameter.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_the_functions_take_the_wrapper_too() -> None:
+    sharded = wrapped(seeded(Net))
+    with polyshard.no_sync(sharded):
+        square_step(sharded, 0, 0)
+    square_step(sharded, 1, 0)
+    assert polyshard.clip_grad_norm_(sharded, 1.0) > 0
+    assert polyshard.report(sharded).world_size == 4
+    with polyshard.unsharded(sharded):
+        assert sharded.first.weight.shape == (5, 3)
+
+
+@pytest.mark.parametrize("writeback", [True, False])
+def test_unsharded_is_a_method(writeback: bool) -> None:
+    model = seeded(Net)
+    whole = {name: p.detach().clone() for name, p in model.named_parameters()}
+    sharded = FullyShardedDataParallel(model, ShardConfig(collectives=fake(1, 2), **BLOCKS))
+    shards = {name: p.detach().clone() for name, p in sharded.named_parameters()}
+    with sharded.unsharded(writeback=writeback), torch.no_grad():
+        for name, parameter in sharded.named_parameters():
+            assert parameter.shape == whole[name].shape
+            parameter.add_(1.0)
+    for name, parameter in sharded.named_parameters():
+        assert torch.equal(parameter.detach(), shards[name] + (1.0 if writeback else 0.0))
+
+
+def test_state_dicts_go_round_on_the_same_rank() -> None:
+    model = seeded(Chatty)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        with world.lock:
+            first, second = copy.deepcopy(model), copy.deepcopy(model)
+            with torch.no_grad():
+                for tensor in (*second.parameters(), *second.buffers()):
+                    tensor.zero_()
+        source = FullyShardedDataParallel(first, threaded(world, rank, **BLOCKS))
+        optimizer = adam(source)
+        square_step(source, 0, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+        state = {name: value.clone() for name, value in source.state_dict().items()}
+        target = FullyShardedDataParallel(second, threaded(world, rank, **BLOCKS))
+        answer = target.load_state_dict(state)
+        assert not answer.missing_keys
+        assert not answer.unexpected_keys
+        for name, value in target.state_dict().items():
+            assert torch.equal(value, state[name])
+        # What was loaded computes, and is trained further alike.
+        for each in (source, target):
+            each.optimizer = adam(each.module)
+        for turn in (1, 2):
+            mine, theirs = square_step(source, turn, rank), square_step(target, turn, rank)
+            assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+            for each in (source, target):
+                each.optimizer.step()
+                each.optimizer.zero_grad()
+
+    on_ranks(3, on_rank)
+
+
+def test_a_state_dict_with_other_names_is_refused() -> None:
+    sharded = wrapped(seeded(Net))
+    state = {f"module.{name}": value for name, value in sharded.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"Missing key.*first\.weight"):
+        sharded.load_state_dict(state)
+
+
+def test_arguments_of_shard_are_taken() -> None:
+    model = seeded(Net)
+    ignored = model.blocks[0]
+    sharded = FullyShardedDataParallel(
+        model, ShardConfig(collectives=fake()), ignored_modules=[ignored], ignored_parameters=[model.first.bias]
+    )
+    assert sharded.blocks[0].up.weight.shape == (7, 5)
+    assert sharded.first.bias.shape == (5,)
+    assert sharded.last.weight.dim() == 1
+    with torch.device("meta"):
+        meta = nn.Linear(4, 4)
+    made = FullyShardedDataParallel(
+        meta,
+        ShardConfig(collectives=fake(0, 2), device="cpu"),
+        initializer=lambda module: nn.init.constant_(module.weight, 7.0),
+    )
+    assert torch.equal(made.weight.detach(), torch.full((10,), 7.0))
+
+
+def test_errors_are_those_of_shard() -> None:
+    bad = nn.Linear(2, 2)
+    bad.odd = nn.Parameter(torch.tensor([1]), requires_grad=False)
+    with pytest.raises(ParameterError, match="'odd'"):
+        wrapped(bad)
+    sharded = wrapped(seeded(Net))
+    with pytest.raises(AlreadyShardedError):
+        wrapped(sharded)
+    outer = nn.Sequential(sharded)
+    with pytest.raises(StateError, match="needs a sharded module"):
+        polyshard.clip_grad_norm_(outer, 1.0)
+
+
+def test_a_wrapper_may_stand_inside_a_larger_model() -> None:
+    inside = wrapped(seeded(Net))
+    model = nn.Sequential(nn.Linear(3, 3).double(), inside)
+    model(draw(4, 3)).sum().backward()
+    assert root_of(inside.module).gathered == ()
+    assert model[0].weight.grad is not None
+    assert inside.first.weight.grad is not None
+
+
+def test_the_state_dict_of_a_larger_model_goes_round() -> None:
+    def made() -> nn.Module:
+        return nn.Sequential(seeded(lambda: nn.Linear(3, 3)), wrapped(seeded(Net)))
+
+    source, target = made(), made()
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.add_(1.0)
+    state = source.state_dict()
+    assert "1.first.weight" in state
+    target.load_state_dict(state)
+    for mine, theirs in zip(target.parameters(), source.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
