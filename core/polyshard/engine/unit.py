@@ -264,7 +264,7 @@ class Unit:
         Raises:
             ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
         """
-        if self.originals.take_up_changes():
+        if self.originals.take_up_changes() and self.prepared:
             self.follow_requires_grad()
 
     def refuse_changes(self) -> None:
