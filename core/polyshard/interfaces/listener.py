@@ -17,7 +17,7 @@ class Observer(Protocol):
     """
 
     def unshard(self, unit: UnitSpec) -> None:
-        """The unit's gather was issued. One that an earlier forward left gathered is gathered again without a reshard."""
+        """The unit's gather was issued; one left gathered by an earlier forward is gathered again, with no reshard."""
 
     def compute(self, unit: UnitSpec, backward: bool) -> None:
         """The unit's forward, or backward, is about to start."""
