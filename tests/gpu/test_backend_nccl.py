@@ -13,6 +13,7 @@ import torch.distributed as dist
 from polyshard.errors import WorldSizeError
 from polyshard.interfaces import BufferRole, Collectives, PluginContext, ReduceOp
 from polyshard.testing import CollectivesSuite
+from polyshard.testing.collectives_checks import check_close
 from polyshard_backends.auto import auto
 from polyshard_backends.nccl import NcclCollectives
 from processes import RankPool
@@ -38,14 +39,21 @@ def context(rank: int) -> PluginContext:
     return PluginContext("nccl", torch.device("cuda", rank), timeout=timedelta(seconds=30))
 
 
+#: In a rank's process: one instance for all tests, since making its communicators takes seconds.
+KEPT: dict[bool, NcclCollectives] = {}
+
+
 def on_nccl(rank: int, fn: Callable[..., T], registered: bool, *args: Any) -> T:
-    collectives = NcclCollectives(context(rank), registered=registered)
-    try:
-        result = fn(collectives, *args)
-        torch.cuda.synchronize()
-        return result
-    finally:
-        collectives.close()
+    if registered not in KEPT:
+        KEPT[registered] = NcclCollectives(context(rank), registered=registered)
+    result = fn(KEPT[registered], *args)
+    torch.cuda.synchronize()
+    return result
+
+
+def check_close_alone(collectives: Collectives) -> None:
+    """Close an instance that no other test uses."""
+    check_close(NcclCollectives(context(collectives.device.index)))
 
 
 def run(fn: Callable[..., T], *args: Any, registered: bool = False) -> list[T]:
@@ -59,6 +67,9 @@ class TestConformance(CollectivesSuite):
 
     def run_ranks(self, world_size: int, fn: Callable[[Collectives], T]) -> list[T]:
         return run(fn)
+
+    def test_close_twice(self, world_size: int) -> None:
+        run(check_close_alone)
 
     def test_partition_numbers_ranks_by_their_list(self, world_size: int) -> None:
         if ANY_ORDER or world_size == 1:
@@ -75,6 +86,9 @@ class TestConformanceRegistered(CollectivesSuite):
 
     def run_ranks(self, world_size: int, fn: Callable[[Collectives], T]) -> list[T]:
         return run(fn, registered=True)
+
+    def test_close_twice(self, world_size: int) -> None:
+        """Closing does not depend on whose memory is gathered."""
 
     def test_partition_numbers_ranks_by_their_list(self, world_size: int) -> None:
         """Partitions do not depend on whose memory is gathered."""

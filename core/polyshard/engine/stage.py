@@ -82,7 +82,8 @@ class Stage:
 
     def attach(self) -> None:
         """Put the hooks on the module."""
-        # First in line: the user's own hooks see whole parameters. Called on errors too: nothing stays gathered.
+        # First and last in line: the user's own hooks, but for forward hooks added later, see whole parameters. Called
+        # on errors too: nothing stays gathered.
         self.module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         self.module.register_forward_hook(self.post_forward, with_kwargs=True, always_call=True)
 

@@ -1,0 +1,191 @@
+"""The engine on CUDA devices, one process for each of at most two GPUs; its CPU twin is ``test_engine_gloo``."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import polyshard
+import pytest
+import torch
+from polyshard.engine.root import Root
+from processes import RankPool
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.gpu
+
+T = TypeVar("T")
+
+WORLD_SIZE = max(1, min(torch.cuda.device_count(), 2))
+POOLS: list[RankPool] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_pools() -> Iterator[None]:
+    yield
+    while POOLS:
+        POOLS.pop().close()
+
+
+def run(fn: Callable[..., T], *args: Any) -> list[T]:
+    if not POOLS or POOLS[0].closed:
+        POOLS[:] = [RankPool(WORLD_SIZE, backend="nccl")]
+    return POOLS[0].run(fn, *args, timeout=90.0)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, recomputes: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width + 1)
+        self.down = nn.Linear(3 * width + 1, width)
+        self.recomputes = recomputes
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.body, x, use_reentrant=False) if self.recomputes else self.body(x)
+
+
+class Net(nn.Module):
+    def __init__(self, recurrent: bool = False, recomputes: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(31, 24)
+        self.blocks = nn.ModuleList(Block(24, recomputes) for _ in range(4))
+        self.recurrent = nn.LSTM(24, 24, batch_first=True) if recurrent else None
+        self.head = nn.Linear(24, 31)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        if self.recurrent is not None:
+            x = self.recurrent(x)[0]
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def sharded(model: nn.Module, **settings: Any) -> nn.Module:
+    with warnings.catch_warnings():
+        # One GPU is a world of one.
+        warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
+        config = polyshard.ShardConfig(policy={"name": "module_class", "classes": [Block, nn.LSTM]}, **settings)
+        return polyshard.shard(model, config)
+
+
+def batches(device: torch.device, steps: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, 31, (4 * WORLD_SIZE, 12), generator=generator).to(device) for _ in range(steps)]
+
+
+def train(rank: int, dtype: torch.dtype, kind: dict[str, bool], settings: dict[str, Any], side: bool) -> list[float]:
+    """Largest differences in loss and norm (relative) and in parameters; number of units left gathered."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    torch.manual_seed(0)
+    reference = Net(**kind).to(device, dtype)
+    model = sharded(copy.deepcopy(reference), **settings)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    expected = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    loss_off = norm_off = 0.0
+    stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for ids in batches(device, 6):
+            loss = model(ids.chunk(WORLD_SIZE)[rank])
+            loss.backward()
+            norm = polyshard.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            whole = reference(ids)
+            whole.backward()
+            wanted = nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+            expected.step()
+            expected.zero_grad()
+            mean = loss.detach().clone()
+            torch.distributed.all_reduce(mean)
+            loss_off = max(loss_off, abs((mean / WORLD_SIZE - whole).item()) / whole.item())
+            norm_off = max(norm_off, abs((norm - wanted).item()) / wanted.item())
+        with polyshard.unsharded(model):
+            pairs = zip(model.parameters(), reference.parameters(), strict=True)
+            parameters_off = max((one - other).abs().max().item() for one, other in pairs)
+    root: Root = model.__dict__["_polyshard_stage"].root
+    return [loss_off, norm_off, parameters_off, float(len(root.gathered))]
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_training_equals_the_unsharded_model(strategy: str, offload: str) -> None:
+    for loss, norm, parameters, gathered in run(
+        train, torch.float64, {}, {"strategy": strategy, "offload": offload}, False
+    ):
+        assert loss < 1e-12
+        assert norm < 1e-12
+        assert parameters < 1e-10
+        assert gathered == 0
+
+
+@pytest.mark.parametrize("kind", [{"recurrent": True}, {"recomputes": True}])
+def test_recurrent_and_recomputed_models_train_alike(kind: dict[str, bool]) -> None:
+    for loss, _, parameters, gathered in run(train, torch.float64, kind, {}, False):
+        assert loss < 1e-12
+        assert parameters < 1e-10
+        assert gathered == 0
+
+
+def test_the_users_stream_need_not_be_the_default_one() -> None:
+    for loss, _, parameters, _ in run(train, torch.float64, {}, {}, True):
+        assert loss < 1e-12
+        assert parameters < 1e-10
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_bf16_follows_the_fp32_loss(offload: str) -> None:
+    for loss, *_ in run(train, torch.float32, {}, {"precision": "bf16", "offload": offload}, False):
+        assert loss < 0.02
+
+
+def wrap_from_meta(rank: int) -> tuple[int, int]:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    with torch.device("meta"):
+        model = nn.Sequential(*(Block(512, False) for _ in range(12)))
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    sharded(model, device=device)
+    peak = torch.cuda.max_memory_allocated() - before
+    masters = sum(parameter.numel() * 4 for parameter in model.parameters())
+    return peak, masters
+
+
+def test_wrapping_from_meta_takes_the_shards_and_one_unit() -> None:
+    unit = sum(parameter.numel() for parameter in Block(512, False).parameters()) * 4
+    for peak, masters in run(wrap_from_meta):
+        # 512-byte blocks of the allocator for 12 units, and rounding of shards.
+        assert masters <= peak <= masters + unit + 64 * 1024
+
+
+def steady_memory(rank: int) -> tuple[int, int, int]:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    model = sharded(nn.Sequential(*(Block(512, False) for _ in range(12))).to(device), precision="bf16")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x = torch.randn(64, 512, device=device)
+    reserved = []
+    for _ in range(12):
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        reserved.append(torch.cuda.memory_reserved())
+    return reserved[2], reserved[-1], torch.cuda.memory_stats()["num_alloc_retries"]
+
+
+def test_reserved_memory_is_flat_after_the_first_steps() -> None:
+    for early, late, retries in run(steady_memory):
+        assert late == early
+        assert retries == 0
