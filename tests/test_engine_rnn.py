@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import polyshard
 import pytest
 import torch
 from parity import adam, assert_parity, draw, on_ranks, seeded, sharded_copy, units_of
@@ -139,3 +140,44 @@ def test_a_recurrent_weight_replaced_between_steps_is_honoured() -> None:
         expected.rnn.weight_hh_l0.copy_(new)
     for output in on_ranks(2, on_rank):
         torch.testing.assert_close(output, expected(draw(2, 6, 3)).detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_an_lstm_from_the_meta_device_is_materialised_in_place() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        with world.lock:
+            torch.manual_seed(5)
+            with torch.device("meta"):
+                mine = nn.Sequential(nn.Linear(3, 4), nn.LSTM(4, 5)).double()
+            before = list(mine.parameters())
+            collectives = {"name": "threaded", "world": world, "rank": rank}
+            config = polyshard.ShardConfig(collectives=collectives, policy=units_of(nn.LSTM), device="cpu")
+        polyshard.shard(mine, config)
+        assert all(new is old for new, old in zip(mine.parameters(), before, strict=True))
+        assert not any(parameter.is_meta for parameter in mine.parameters())
+        with polyshard.unsharded(mine):
+            whole = copy.deepcopy([parameter.detach() for parameter in mine.parameters()])
+        return [*whole, mine(torch.ones(2, 1, 3, dtype=torch.float64))[0].detach()]
+
+    for *whole, output in on_ranks(2, on_rank):
+        plain = nn.Sequential(nn.Linear(3, 4), nn.LSTM(4, 5)).double()
+        with torch.no_grad():
+            for parameter, value in zip(plain.parameters(), whole, strict=True):
+                parameter.copy_(value)
+            expected = plain(torch.ones(2, 1, 3, dtype=torch.float64))[0]
+        assert float(expected.abs().max()) > 1e-3
+        torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_an_lstm_does_not_take_its_gathered_weights_for_changed() -> None:
+    """Else it would move them into memory of its own on CUDA, where gathers do not reach."""
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        mine = sharded_copy(seeded(lambda: Recurrent(nn.LSTM)), rank, world, policy=units_of(nn.LSTM))
+        moved: list[int] = []
+        lstm = mine.rnn
+        lstm.__dict__["flatten_parameters"] = lambda: moved.append(1)
+        for turn in range(2):
+            step(mine, turn, rank)
+        assert moved == []
+
+    on_ranks(2, on_rank)

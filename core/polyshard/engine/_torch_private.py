@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
@@ -76,8 +77,28 @@ def post_accumulate_grad_hooks(parameter: torch.Tensor) -> Sequence[Callable[[to
     return tuple(hooks.values()) if hooks else ()
 
 
-def rnn_weight_names(module: nn.RNNBase) -> list[str]:
-    """The parameter names behind the list of weights that an RNN module computes from, in its order."""
+def rnn_weights(module: nn.RNNBase, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes by which an RNN module computes from ``tensors`` (by parameter name), and no others.
+
+    It computes from a list beside ``_parameters``. Where that list's weak references are not those of its parameters,
+    it takes them for changed and, on CUDA, moves them into memory of its own, from where no gather reaches them.
+    """
+    weights = [tensors.get(name, old) for name, old in zip(_rnn_names(module), module._flat_weights, strict=True)]
+    references = [None if weight is None else weakref.ref(weight) for weight in weights]
+    return {"_flat_weights": weights, "_flat_weight_refs": references}
+
+
+def rnn_references(module: nn.RNNBase, parameter: torch.Tensor) -> int:
+    """Number of weak references to ``parameter`` that an RNN module itself holds."""
+    return sum(1 for reference in module._flat_weight_refs if reference is not None and reference() is parameter)
+
+
+def drop_rnn_references(module: nn.RNNBase) -> None:
+    """Let an RNN module hold no weak references: a meta parameter that has some cannot be materialised in place."""
+    module._flat_weight_refs = [None] * len(module._flat_weights)
+
+
+def _rnn_names(module: nn.RNNBase) -> list[str]:
     return [name for layer in module._all_weights for name in layer]
 
 

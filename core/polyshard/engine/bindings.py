@@ -84,11 +84,5 @@ class Bindings:
 
 
 def _flat_weights(module: nn.RNNBase, swap: _Swap) -> _Swap:
-    # RNN modules compute from a list of their weights that they keep beside _parameters.
-    names = _torch_private.rnn_weight_names(module)
-    present = list(module._flat_weights)
-    lists = {
-        shown: {"_flat_weights": [values.get(name, old) for name, old in zip(names, present, strict=True)]}
-        for shown, values in swap.of.items()
-    }
+    lists = {shown: _torch_private.rnn_weights(module, values) for shown, values in swap.of.items()}
     return _Swap(module.__dict__, lists)

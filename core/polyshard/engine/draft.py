@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..interfaces import OffloadManager, PrecisionCaster, UnitDtypes, UnitSpec
+from . import _torch_private
 from .layout import FlatLayout, plan_layout
 from .originals import ManagedParameter
 from .plan import PlannedStage
@@ -82,9 +83,12 @@ def build_units(
     groups = draft.stage.groups
     if masters is None:
         masters = [_cut(group, layout, grid, device) for group, layout in zip(groups, draft.layouts, strict=True)]
+    recurrent = [module for module in draft.modules if isinstance(module, nn.RNNBase)]
+    for module in recurrent:
+        _torch_private.drop_rnn_references(module)
     # Let go of one by one: an offload manager makes its own copy of each.
     masters.reverse()
-    return [
+    units = [
         Unit(
             spec,
             layout,
@@ -98,6 +102,9 @@ def build_units(
         )
         for spec, layout, group, dtypes in zip(draft.specs, draft.layouts, groups, draft.dtypes, strict=True)
     ]
+    for module in recurrent:
+        module.__dict__.update(_torch_private.rnn_weights(module, module._parameters))
+    return units
 
 
 def place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:

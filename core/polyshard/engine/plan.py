@@ -127,10 +127,11 @@ def refuse_unshardable(
         for key, parameter in module._parameters.items():
             if parameter is not None and parameter not in seen:
                 seen.add(parameter)
-                _check_parameter(f"{prefix}.{key}" if prefix else key, parameter, rank)
+                known = _torch_private.rnn_references(module, parameter) if isinstance(module, nn.RNNBase) else 0
+                _check_parameter(f"{prefix}.{key}" if prefix else key, parameter, rank, known)
 
 
-def _check_parameter(name: str, parameter: nn.Parameter, rank: int) -> None:
+def _check_parameter(name: str, parameter: nn.Parameter, rank: int, known_references: int) -> None:
     where = f"'{name}' on rank {rank}"
     if isinstance(parameter, (UninitializedParameter, UninitializedBuffer)):
         raise ParameterError(f"The parameter {where} is not initialized. Run a forward of the lazy module first.")
@@ -158,7 +159,7 @@ def _check_parameter(name: str, parameter: nn.Parameter, rank: int) -> None:
         )
     if parameter.grad is not None:
         raise ParameterError(f"The parameter {where} has a gradient already. Call zero_grad(set_to_none=True) first.")
-    if parameter.is_meta and weakref.getweakrefcount(parameter):
+    if parameter.is_meta and weakref.getweakrefcount(parameter) > known_references:
         raise ParameterError(
             f"The meta parameter {where} is weakly referenced, so it cannot be materialized in place. "
             "Drop the reference, or materialize the model before sharding it."
