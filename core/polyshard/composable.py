@@ -192,10 +192,11 @@ def _outermost(model: nn.Module, call: str) -> Root:
     if STAGE_ATTRIBUTE not in model.__dict__ and inner is not None and STAGE_ATTRIBUTE in inner.__dict__:
         model = inner
     stage = _stage(model, call)
-    assert stage.root is not None
-    if stage.root.stages[0] is not stage:
+    root = stage.root
+    assert isinstance(root, Root)
+    if root.stages[0] is not stage:
         raise StateError(
-            f"`{call}` on inner FSDP instances is not supported ('{stage.name}', rank {stage.root.rank}). "
+            f"`{call}` on inner FSDP instances is not supported ('{stage.name}', rank {root.rank}). "
             f"Please call `{call}` on root FSDP module."
         )
-    return stage.root
+    return root

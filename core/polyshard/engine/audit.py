@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from ..errors import RankMismatchError
 from ..interfaces import Collectives
-
-if TYPE_CHECKING:
-    from .unit import Unit
 
 
 class Audit:
@@ -20,8 +15,7 @@ class Audit:
     paid for once.
     """
 
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
+    def __init__(self) -> None:
         #: Whether a whole forward was compared; the next one needs no comparison.
         self.done = False
 
@@ -29,16 +23,15 @@ class Audit:
         """The first outermost forward ended; its backward, if there is one, is still compared."""
         self.done = True
 
-    def agree(self, unit: Unit, operation: str, tensor: torch.Tensor) -> None:
-        """Raise on every rank if any is about to do something else.
+    def agree(self, world: Collectives, unit: str, operation: str, tensor: torch.Tensor) -> None:
+        """Raise on every rank of ``world`` if any is about to do something else.
 
         Raises:
             RankMismatchError: saying what each rank is about to do.
         """
-        world = unit.grid.world
         if not world.capabilities.can_communicate:
             return
-        mine = f"{operation} of unit '{unit.name}', {tensor.numel()} elements of {tensor.dtype}"
+        mine = f"{operation} of unit '{unit}', {tensor.numel()} elements of {tensor.dtype}"
         everyone = world.all_gather_object(mine)
         if any(other != mine for other in everyone):
             listed = "\n".join(f"  rank {rank}: {what}" for rank, what in enumerate(everyone))

@@ -19,17 +19,29 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
 from ..interfaces import Work
-
-if TYPE_CHECKING:
-    from .unit import Unit
+from .buffer import FlatBuffer
 
 #: Reductions whose input buffers may be alive at once; one more would wait for the first.
 REDUCTIONS_IN_FLIGHT = 2
+
+
+class Gatherable(Protocol):
+    """What lanes need of a unit."""
+
+    buffer: FlatBuffer
+
+    @property
+    def allocation(self) -> AbstractContextManager[Any]:
+        """The backend's memory for gathers."""
+
+    def fill(self) -> Work:
+        """Write the own slice and start the gather."""
 
 
 class Lanes(ABC):
@@ -40,15 +52,15 @@ class Lanes(ABC):
         """Order gathers after what was issued so far (rule 4)."""
 
     @abstractmethod
-    def gather(self, unit: Unit) -> None:
+    def gather(self, unit: Gatherable) -> None:
         """Issue the gather of ``unit``."""
 
     @abstractmethod
-    def arrive(self, unit: Unit) -> None:
+    def arrive(self, unit: Gatherable) -> None:
         """Order compute after the gather of ``unit`` (rule 2)."""
 
     @abstractmethod
-    def release(self, unit: Unit) -> None:
+    def release(self, unit: Gatherable) -> None:
         """Give the gather buffer's memory back (rule 1)."""
 
     @abstractmethod
@@ -67,22 +79,22 @@ class HostLanes(Lanes):
     """For operations that run where they are issued, or on a backend's own threads until ``Work.wait``."""
 
     def __init__(self) -> None:
-        self._gathers: dict[Unit, Work] = {}
+        self._gathers: dict[Gatherable, Work] = {}
         self._reductions: deque[tuple[Work, Callable[[], None], Callable[[], None]]] = deque()
 
     def begin_forward(self) -> None:
         return None
 
-    def gather(self, unit: Unit) -> None:
+    def gather(self, unit: Gatherable) -> None:
         unit.buffer.attach()
         self._gathers[unit] = unit.fill()
 
-    def arrive(self, unit: Unit) -> None:
+    def arrive(self, unit: Gatherable) -> None:
         work = self._gathers.pop(unit, None)
         if work is not None:
             work.wait()
 
-    def release(self, unit: Unit) -> None:
+    def release(self, unit: Gatherable) -> None:
         self.arrive(unit)
         unit.buffer.release()
 
@@ -112,8 +124,8 @@ class StreamLanes(Lanes):
         self._reduce_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         # (gathered, last used) of each unit. An event may be recorded again while waits on its last recording are still
         # queued, so two a unit serve for good.
-        self._events: dict[Unit, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
-        self._arriving: set[Unit] = set()
+        self._events: dict[Gatherable, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+        self._arriving: set[Gatherable] = set()
         # One event a stream that used gathered memory: the latest covers the earlier ones of the same stream.
         self._released: dict[int, torch.cuda.Event] = {}
         self._reductions: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()
@@ -123,7 +135,7 @@ class StreamLanes(Lanes):
         self._gather_stream.wait_stream(current)
         self._released.pop(current.cuda_stream, None)
 
-    def gather(self, unit: Unit) -> None:
+    def gather(self, unit: Gatherable) -> None:
         stream = self._gather_stream
         for event in self._released.values():
             stream.wait_event(event)
@@ -134,12 +146,12 @@ class StreamLanes(Lanes):
             self._events_of(unit)[0].record(stream)
         self._arriving.add(unit)
 
-    def arrive(self, unit: Unit) -> None:
+    def arrive(self, unit: Gatherable) -> None:
         if unit in self._arriving:
             self._arriving.discard(unit)
             torch.cuda.current_stream(self._device).wait_event(self._events_of(unit)[0])
 
-    def release(self, unit: Unit) -> None:
+    def release(self, unit: Gatherable) -> None:
         self._arriving.discard(unit)
         current = torch.cuda.current_stream(self._device)
         event = self._events_of(unit)[1]
@@ -166,7 +178,7 @@ class StreamLanes(Lanes):
         # Gathers that nothing used (a wrong prefetch) must not write memory that compute gets next.
         current.wait_stream(self._gather_stream)
 
-    def _events_of(self, unit: Unit) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    def _events_of(self, unit: Gatherable) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         events = self._events.get(unit)
         if events is None:
             events = self._events[unit] = (_event(), _event())

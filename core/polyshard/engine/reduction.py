@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 
 from ..errors import StateError
-from ..interfaces import COMPLETED, BufferRole, Collectives, ReduceOp, Work
+from ..interfaces import COMPLETED, BufferRole, Collectives, OffloadManager, ReduceOp, UnitDtypes, UnitSpec, Work
 from . import _torch_private
 from .buffer import FlatBuffer, view_of
-
-if TYPE_CHECKING:
-    from .unit import Unit
+from .layout import FlatLayout
+from .ranks import RankGrid
+from .step import Step
 
 
 class Gradients:
@@ -23,9 +23,21 @@ class Gradients:
     originals stays as it is.
     """
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-        grid, dtypes = unit.grid, unit.dtypes
+    def __init__(
+        self,
+        spec: UnitSpec,
+        layout: FlatLayout,
+        grid: RankGrid,
+        dtypes: UnitDtypes,
+        originals: Sequence[nn.Parameter],
+        offload: OffloadManager,
+    ) -> None:
+        self.spec = spec
+        self.grid = grid
+        self._layout = layout
+        self._dtypes = dtypes
+        self._offload = offload
+        self._parks = offload.capabilities.parks
         wire = dtypes.wire
         if grid.shard is None or not (grid.shard.capabilities.widening and wire in grid.shard.capabilities.dtypes):
             # Nothing widens on the way, so what travels is as wide as what accumulates.
@@ -37,8 +49,8 @@ class Gradients:
         self._result: torch.Tensor | None = None
         self._flat: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
-        pieces = unit.pieces if grid.shard is not None else unit.layout.pieces(0)
-        self._owners = [unit.parameters[piece.slot].original for piece in pieces]
+        pieces = layout.pieces(grid.shard_rank)
+        self._owners = [originals[piece.slot] for piece in pieces]
         self._owner_slots = [piece.slot for piece in pieces]
         self._sizes: list[int] = []
         self._picks: list[int] = []
@@ -49,32 +61,18 @@ class Gradients:
             self._picks.append(len(self._sizes))
             self._sizes.append(piece.numel)
             cursor = piece.shard_offset + piece.numel
-        if cursor < unit.layout.shard_numel:
-            self._sizes.append(unit.layout.shard_numel - cursor)
-
-    @property
-    def pending(self) -> bool:
-        """Whether a view has a gradient that was not taken yet."""
-        return not self._unit.resident and any(leaf.grad is not None for leaf in self._unit.leaves)
+        if cursor < layout.shard_numel:
+            self._sizes.append(layout.shard_numel - cursor)
 
     @property
     def unreduced(self) -> bool:
         """Whether gradients of earlier microbatches wait for a synchronising backward."""
         return self._has_unreduced
 
-    def take(self) -> list[torch.Tensor | None]:
-        """The views' gradients, which they give up."""
-        leaves = self._unit.leaves
-        gradients = [leaf.grad for leaf in leaves]
-        for leaf in leaves:
-            leaf.grad = None
-        return gradients
-
     def keep(self, gradients: list[torch.Tensor | None]) -> None:
         """Add ``gradients`` to those that wait for a synchronising backward."""
         if self._unreduced is None:
-            unit = self._unit
-            self._unreduced = FlatBuffer.allocate(unit.layout, unit.dtypes.reduce, unit.spec.device)
+            self._unreduced = FlatBuffer.allocate(self._layout, self._dtypes.reduce, self.spec.device)
         if self._has_unreduced:
             views, present = _present(self._unreduced.views, gradients)
             if present:
@@ -84,24 +82,20 @@ class Gradients:
             self._copy_in(self._unreduced, gradients)
             self._has_unreduced = True
 
-    def reduce(self, gradients: list[torch.Tensor | None]) -> None:
+    def reduce(self, gradients: list[torch.Tensor | None], step: Step) -> None:
         """Reduce ``gradients``, and those that waited, over ranks; ``.grad`` has the result after ``Lanes.drain``."""
-        unit = self._unit
-        root = unit.root
-        assert root is not None
-        if unit.grid.shard is None:
-            wire = FlatBuffer(
-                torch.empty(unit.layout.padded_numel, dtype=unit.dtypes.reduce, device=unit.spec.device),
-                unit.layout,
-                resizable=False,
-            )
+        layout, device = self._layout, self.spec.device
+        if self.grid.shard is None:
+            # Reduced in place, and then what ``.grad`` views: not memory that comes and goes.
+            whole = torch.empty(layout.padded_numel, dtype=self._dtypes.reduce, device=device)
+            wire = FlatBuffer(whole, layout, resizable=False)
         else:
             if self._wire is None:
-                self._wire = FlatBuffer.allocate(unit.layout, self._wire_dtype, unit.spec.device)
+                self._wire = FlatBuffer.allocate(layout, self._wire_dtype, device)
             wire = self._wire
             if wire.attached:
                 # The unit's last reduction is still reading it: a unit used twice in one backward.
-                root.lanes.drain()
+                step.lanes.drain()
             wire.attach()
         if self._has_unreduced:
             self.keep(gradients)
@@ -111,18 +105,13 @@ class Gradients:
             self._has_unreduced = False
         else:
             self._copy_in(wire, gradients)
-        if root.audit is not None:
-            root.audit.agree(unit, "reduce", wire.flat)
+        if step.audit is not None:
+            step.audit.agree(self.grid.world, self.spec.name or "(root)", "reduce", wire.flat)
         retire: Callable[[], None] = wire.release
-        root.lanes.reduce(lambda: self._issue(wire.flat), self._deliver, retire)
-        for observer in unit.observers:
-            observer.reduce(unit.spec)
+        step.lanes.reduce(lambda: self._issue(wire.flat), self._deliver, retire)
 
     def discard(self) -> None:
-        """Drop what a backward that failed left behind."""
-        if not self._unit.resident:
-            for leaf in self._unit.leaves:
-                leaf.grad = None
+        """Release what a backward that failed left behind."""
         if self._wire is not None:
             self._wire.release()
 
@@ -153,12 +142,11 @@ class Gradients:
             _torch_private.foreach_copy_(views, present)
 
     def _issue(self, wire: torch.Tensor) -> Work:
-        unit = self._unit
-        grid = unit.grid
+        grid = self.grid
         if grid.shard is None:
             self._result = wire
             return COMPLETED if grid.replicate is None else grid.replicate.all_reduce(wire, op=ReduceOp.MEAN)
-        result = torch.empty(unit.layout.shard_numel, dtype=unit.dtypes.reduce, device=wire.device)
+        result = torch.empty(self._layout.shard_numel, dtype=self._dtypes.reduce, device=wire.device)
         nbytes = grid.shard.scratch_nbytes(BufferRole.REDUCE, wire.numel(), wire.dtype, result.dtype)
         scratch = torch.empty(nbytes, dtype=torch.uint8, device=wire.device) if nbytes else None
         self._result = result
@@ -170,26 +158,25 @@ class Gradients:
         if result is None:
             return
         self._result = None
-        unit = self._unit
-        if result.dtype != unit.dtypes.grad:
-            result = result.to(unit.dtypes.grad)
+        if result.dtype != self._dtypes.grad:
+            result = result.to(self._dtypes.grad)
         present = [owner.grad for owner in self._owners]
         accumulates = bool(self._views) and all(
             current is view for current, view in zip(present, self._views, strict=True)
         )
         if accumulates and self._flat is not None:
-            if unit.parks:
-                flat = unit.offload.store_grad(unit.spec, result, self._flat)
+            if self._parks:
+                flat = self._offload.store_grad(self.spec, result, self._flat)
                 if flat is not self._flat:
                     self._assign(flat)
             else:
                 self._flat.add_(result)
             return
         fresh = all(current is None for current in present)
-        if unit.parks:
-            result = unit.offload.store_grad(unit.spec, result, None)
+        if self._parks:
+            result = self._offload.store_grad(self.spec, result, None)
             if not fresh:
-                unit.offload.sync_for_step()
+                self._offload.sync_for_step()
         if fresh:
             self._assign(result)
             return
@@ -202,7 +189,9 @@ class Gradients:
             elif current.shape != view.shape:
                 raise StateError(
                     f"Cannot writeback when the gradient shape changes\nExpects {view.shape} but got {current.shape} "
-                    f"in unit '{unit.name}' on rank {unit.grid.world.rank}. Set .grad to a tensor of the shard's shape."
+                    f"in unit "
+                    f"'{self.spec.name or '(root)'}' on rank {self.grid.world.rank}. Set .grad to a tensor of the "
+                    "shard's shape."
                 )
             else:
                 current.add_(view)
@@ -218,8 +207,8 @@ class Gradients:
             self._flat, self._views = None, []
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        if self._unit.grid.shard is None:
-            slots = self._unit.layout.slots
+        if self.grid.shard is None:
+            slots = self._layout.slots
             return [
                 view_of(flat, slots[index].shape, slots[index].stride, slots[index].offset)
                 for index in self._owner_slots

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from torch import nn
+
+from ..errors import UnshardedUseError
 from ..events import Events
 from ..interfaces import Collectives, OffloadManager, PrecisionCaster
 from . import _torch_private
-from .audit import Audit
 from .lanes import Lanes
+from .outputs import refuse_escape
 from .phase import Phase
 from .schedule import Schedule
 from .stage import Stage
+from .step import Step
 from .unit import Unit, UnitState
 
 
-class Root:
+class Root(Step):
     """The outermost of a model's sharded modules, and every stage inside it."""
 
     def __init__(
@@ -23,28 +27,22 @@ class Root:
         collectives: Collectives,
         stages: Sequence[Stage],
         lanes: Lanes,
-        schedule: Schedule,
+        schedule: Schedule[Stage],
         events: Events,
         *,
         check_ranks: bool,
     ) -> None:
-        self.collectives = collectives
+        super().__init__(collectives, lanes, check_ranks=check_ranks)
         self.stages = tuple(stages)
-        self.lanes = lanes
         self.schedule = schedule
         self.events = events
-        self.phase = Phase.IDLE
-        self.active: Stage | None = None
-        self.synchronises = True
-        self.accumulates = False
+        #: Whether ``unsharded_parameters`` shows whole parameters now.
         self.unsharded = False
-        self.reduced: list[Unit] = []
-        #: Compares each collective with the other ranks' until the first backward has ended.
-        self.audit = Audit(collectives) if check_ranks and collectives.capabilities.can_communicate else None
         for stage in self.stages:
             stage.root = self
+            stage.schedule = schedule
             for unit in stage.units:
-                unit.root = self
+                unit.step = self
         self._parking: tuple[OffloadManager, ...] = tuple(
             {id(u.offload): u.offload for u in self.units if u.parks}.values()
         )
@@ -58,39 +56,39 @@ class Root:
         for stage in self.stages:
             yield from stage.units
 
-    @property
-    def rank(self) -> int:
-        """This process's rank among all that share the model."""
-        return self.collectives.rank
+    def modules(self) -> Iterator[nn.Module]:
+        """The modules of all stages."""
+        return (stage.module for stage in self.stages)
 
-    @property
-    def backward_failed(self) -> bool:
-        """Whether a backward started and never ended. To be asked outside of backward."""
-        return self.phase is Phase.BACKWARD
-
-    def begin_forward(self, stage: Stage) -> None:
-        """The outermost forward starts, in ``stage``."""
+    def begin_forward(self, outermost: object, module: nn.Module) -> None:
+        """The outermost forward starts."""
         if self.phase is not Phase.IDLE:
             self.abandon()
         if self.audit is not None and self.audit.done:
             self.audit = None
-        self.phase = Phase.FORWARD
         for unit in self.units:
             unit.take_up_changes()
             if not unit.prepared:
                 unit.prepare()
             unit.expire()
+        self.phase = Phase.FORWARD
+        self.active = outermost
+        for unit in self.units:
             unit.hide()
-        self.active = stage
         self.lanes.begin_forward()
         self.schedule.begin_forward()
         for caster in self._encoding:
             caster.prepare([unit.spec for unit in self.units if unit.caster is caster], self.collectives)
         if self.events.active:
-            self.events.step_begin(stage.module)
+            self.events.step_begin(module)
 
-    def end_forward(self) -> None:
-        """The outermost forward ended."""
+    def end_forward(self, output: object) -> None:
+        """The outermost forward ended and returns ``output``, which may hold no memory of a unit."""
+        try:
+            refuse_escape(tuple(self.units), output, "", self.rank)
+        except UnshardedUseError:
+            self.abandon()
+            raise
         self.active = None
         self.phase = Phase.IDLE
         self.schedule.end_forward()
@@ -123,9 +121,10 @@ class Root:
         self.lanes.drain()
         for offload in self._parking:
             offload.sync_for_step()
-        reduced, self.reduced = self.reduced, []
-        for unit in reduced:
-            unit.gradients.run_post_accumulate_hooks()
+        for unit in self.units:
+            if unit.reduced:
+                unit.reduced = False
+                unit.gradients.run_post_accumulate_hooks()
         for stage in self.stages:
             if not stage.entered:
                 stage.reset()
@@ -144,11 +143,11 @@ class Root:
         for unit in self.units:
             unit.gradients.forget()
         self.lanes.drain()
-        self.reduced.clear()
         for stage in self.stages:
             stage.reset()
             for unit in stage.units:
-                unit.gradients.discard()
+                unit.reduced = False
+                unit.discard_gradients()
 
     @property
     def gathered(self) -> tuple[str, ...]:

@@ -6,26 +6,25 @@ runs the same program prefetches alike.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Generic, TypeVar
 
-if TYPE_CHECKING:
-    from .stage import Stage
+S = TypeVar("S")
 
 
-class Schedule:
+class Schedule(Generic[S]):
     """Records the order of stages in forward, and answers what to prefetch."""
 
     def __init__(self, forward_ahead: int, backward_ahead: int) -> None:
         self._forward_ahead = forward_ahead
         self._backward_ahead = backward_ahead
-        self._expected: list[Stage] = []
-        self._entered: list[Stage] = []
+        self._expected: list[S] = []
+        self._entered: list[S] = []
         self._follows = False
-        self._left: list[Stage] = []
+        self._left: list[S] = []
         self._cursor = 0
 
     @property
-    def order(self) -> tuple[Stage, ...]:
+    def order(self) -> tuple[S, ...]:
         """The stages in the order in which the last finished forward entered them."""
         return tuple(self._expected)
 
@@ -38,7 +37,7 @@ class Schedule:
         """The outermost forward ended; what it recorded is expected of the next."""
         self._expected = self._entered
 
-    def enter(self, stage: Stage) -> list[Stage]:
+    def enter(self, stage: S) -> list[S]:
         """``stage`` starts its forward; returns the stages whose gather should be issued now.
 
         Once a forward departs from the recorded order, nothing more is prefetched in it: a wrong guess costs a gather
@@ -53,12 +52,12 @@ class Schedule:
             return []
         return self._expected[position + 1 : position + 1 + self._forward_ahead]
 
-    def leave(self, stage: Stage) -> None:
+    def leave(self, stage: S) -> None:
         """``stage`` ended a forward that a backward will come back to."""
         self._left.append(stage)
         self._cursor = len(self._left)
 
-    def enter_backward(self, stage: Stage) -> list[Stage]:
+    def enter_backward(self, stage: S) -> list[S]:
         """``stage`` starts its backward; returns the stages whose gather should be issued now.
 
         Backward visits stages in the reverse of the order in which forwards left them. The cursor moves down only, so a

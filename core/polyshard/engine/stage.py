@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -18,11 +17,10 @@ from . import _torch_private
 from .boundary import pass_through
 from .outputs import SideOutputs, refuse_escape, watch_output
 from .ranks import RankGrid
+from .schedule import Schedule
+from .step import Step
 from .tensors import iter_tensors, map_tensors
 from .unit import Unit, UnitState
-
-if TYPE_CHECKING:
-    from .root import Root
 
 
 class _Call:
@@ -59,7 +57,8 @@ class Stage:
         self.name = name
         self.module = module
         self.units = tuple(units)
-        self.root: Root | None = None
+        self.root: Step | None = None
+        self.schedule: Schedule[Stage] | None = None
         self.input_cast = input_cast
         self.output_cast = output_cast
         self._full_precision_in_eval = full_precision_in_eval
@@ -92,14 +91,7 @@ class Stage:
         prefix = name.removesuffix(self.name).rstrip(".") if self.name else name
         self.name = name
         for unit in self.units:
-            if grid is not None:
-                unit.grid = grid
-            names = tuple(f"{prefix}.{parameter}" if prefix else parameter for parameter in unit.spec.parameter_names)
-            unit.spec = dataclasses.replace(unit.spec, name=name, parameter_names=names, is_root=False)
-            unit.parameters = tuple(
-                dataclasses.replace(p, names=tuple(f"{prefix}.{each}" if prefix else each for each in p.names))
-                for p in unit.parameters
-            )
+            unit.join(name, prefix, grid)
 
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -123,10 +115,10 @@ class Stage:
         recomputes = _torch_private.in_backward()
         if not recomputes:
             if root.active is None or root.backward_failed:
-                root.begin_forward(self)
+                root.begin_forward(self, self.module)
             self._outer_error = sys.exception()
             self._entered += 1
-            ahead = root.schedule.enter(self)
+            ahead = self._order.enter(self)
         else:
             ahead = []
         for unit in self.units:
@@ -171,14 +163,13 @@ class Stage:
                 if unit.permanent:
                     continue
                 if unit.releases(outermost):
-                    self._refuse_escape((unit,), output, outermost)
+                    self._refuse_escape(unit, output, outermost)
                     unit.reshard()
         self.awaits_backward |= watched
         if watched or self.owes:
-            root.schedule.leave(self)
+            self._order.leave(self)
         if outermost:
-            self._refuse_escape(tuple(root.units), output, outermost)
-            root.end_forward()
+            root.end_forward(output)
         return output
 
     def unshard(self) -> None:
@@ -210,7 +201,7 @@ class Stage:
             unit.show()
             for observer in unit.observers:
                 observer.compute(unit.spec, True)
-        for stage in root.schedule.enter_backward(self):
+        for stage in self._order.enter_backward(self):
             stage.unshard()
 
     def post_backward(self, call: _Call) -> None:
@@ -232,7 +223,7 @@ class Stage:
         for unit in self.units:
             if unit.resident:
                 continue
-            gradients = unit.gradients.take() if unit.trainable else []
+            gradients = unit.take_gradients() if unit.trainable else []
             arrived = any(gradient is not None for gradient in gradients)
             # Released before the reduction's buffers are taken: the two are never alive together.
             if not self.entered:
@@ -246,15 +237,17 @@ class Stage:
                 # Not part of this step, or autograd.grad, which accumulates nowhere: no rank has anything to reduce.
                 continue
             if root.synchronises:
-                unit.gradients.reduce(gradients)
-                root.reduced.append(unit)
+                unit.gradients.reduce(gradients, root)
+                unit.reduced = True
+                for observer in unit.observers:
+                    observer.reduce(unit.spec)
             else:
                 unit.gradients.keep(gradients)
 
     def catch_up(self) -> None:
         """Finish at the end of a backward, whether or not it came by."""
         if not self.in_backward:
-            if not self._reached and any(unit.gradients.pending for unit in self.units):
+            if not self._reached and any(unit.pending for unit in self.units):
                 self._refuse_back_door()
             # The other ranks may have gathered for a gradient that only they have.
             self.unshard()
@@ -273,7 +266,7 @@ class Stage:
             return True
         if root.synchronises and root.accumulates and any(unit.gradients.unreduced for unit in self.units):
             return True
-        return any(unit.trainable and unit.gradients.pending for unit in self.units)
+        return any(unit.trainable and unit.pending for unit in self.units)
 
     def left_forward(self) -> None:
         """The outermost forward ended: release what no backward will come back to."""
@@ -315,6 +308,11 @@ class Stage:
         self.pre_backward()
 
     @property
+    def _order(self) -> Schedule[Stage]:
+        assert self.schedule is not None
+        return self.schedule
+
+    @property
     def _rank(self) -> int:
         assert self.root is not None
         return self.root.rank
@@ -324,7 +322,8 @@ class Stage:
             return
         root = self.root
         assert root is not None
-        self._entered -= 1
+        # Nothing was entered where the error came from beginning the forward.
+        self._entered = max(0, self._entered - 1)
         if root.active is self and self._entered == 0:
             root.abandon()
         elif self._entered == 0:
@@ -355,9 +354,9 @@ class Stage:
             self._side_outputs = SideOutputs(self._own_modules())
         return output, self._side_outputs.watch(hook) or watched
 
-    def _refuse_escape(self, units: Sequence[Unit], output: Any, outermost: bool) -> None:
+    def _refuse_escape(self, unit: Unit, output: Any, outermost: bool) -> None:
         try:
-            refuse_escape(units, output, self.name, self._rank)
+            refuse_escape((unit,), output, self.name, self._rank)
         except UnshardedUseError:
             if outermost:
                 # No hook of an outer module will see this error and clean up.
@@ -367,7 +366,7 @@ class Stage:
 
     def _own_modules(self) -> list[nn.Module]:
         assert self.root is not None
-        inner = {stage.module for stage in self.root.stages if stage is not self}
+        inner = {module for module in self.root.modules() if module is not self.module}
         found: list[nn.Module] = []
         waiting = [self.module]
         while waiting:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -27,10 +28,8 @@ from .originals import ManagedParameter, Originals
 from .phase import Phase
 from .ranks import RankGrid
 from .reduction import Gradients
+from .step import Step
 from .wire import EncodedGather
-
-if TYPE_CHECKING:
-    from .root import Root
 
 
 class UnitState(enum.Enum):
@@ -99,7 +98,7 @@ class Unit:
         self.offload = offload
         self.reshard_policy = reshard
         self.observers: tuple[Observer, ...] = ()
-        self.root: Root | None = None
+        self.step: Step | None = None
         self.state = UnitState.SHARDED
         self.trainable = parameters[0].original.requires_grad
         self.parks = offload.capabilities.parks
@@ -107,7 +106,7 @@ class Unit:
         self.pieces = layout.pieces(grid.shard_rank)
         self._expired = False
         wire = caster.wire(spec) if grid.shard is not None and caster.capabilities.encodes else None
-        self._encoded = EncodedGather(self, wire) if wire is not None else None
+        self._encoded = EncodedGather(spec, wire, caster) if wire is not None else None
         # One shard, nothing to cast: the master itself serves compute, and nothing is ever gathered.
         self.permanent = grid.shard is None and dtypes.compute == self.master.dtype and not self.parks
         self.originals = Originals(
@@ -117,6 +116,8 @@ class Unit:
         self.leaves: list[torch.Tensor] = []
         self.bindings: Bindings
         self.prepared = False
+        #: Reduced in the backward that runs.
+        self.reduced = False
         self._training_buffer: FlatBuffer | None = None
         self._eval_buffer: FlatBuffer | None = None
         self._full_precision_in_eval = (
@@ -129,7 +130,7 @@ class Unit:
             # Autograd refuses a gradient of another dtype than its parameter's unless the parameter says so.
             for original in self.originals.tensors:
                 original.grad_dtype = dtypes.grad
-        self.gradients = Gradients(self)
+        self.gradients = Gradients(spec, layout, grid, dtypes, self.originals.tensors, offload)
         if self.permanent:
             self.state = UnitState.UNSHARDED
 
@@ -173,6 +174,36 @@ class Unit:
         self.bindings = Bindings(self.parameters, self.leaves, guarded=not self.permanent)
         self.follow_requires_grad()
 
+    def join(self, name: str, prefix: str, grid: RankGrid | None) -> None:
+        """Become part of a larger model: under ``name``, and among the ranks of ``grid`` where that is given."""
+
+        def renamed(names: Sequence[str]) -> tuple[str, ...]:
+            return tuple(f"{prefix}.{each}" if prefix else each for each in names)
+
+        self.grid = self.gradients.grid = grid or self.grid
+        self.spec = self.gradients.spec = dataclasses.replace(
+            self.spec, name=name, parameter_names=renamed(self.spec.parameter_names), is_root=False
+        )
+        self.parameters = tuple(dataclasses.replace(each, names=renamed(each.names)) for each in self.parameters)
+
+    @property
+    def pending(self) -> bool:
+        """Whether a view has a gradient that was not taken yet."""
+        return not self.resident and any(leaf.grad is not None for leaf in self.leaves)
+
+    def take_gradients(self) -> list[torch.Tensor | None]:
+        """The views' gradients, which they give up."""
+        gradients = [leaf.grad for leaf in self.leaves]
+        for leaf in self.leaves:
+            leaf.grad = None
+        return gradients
+
+    def discard_gradients(self) -> None:
+        """Drop what a backward that failed left behind."""
+        if not self.resident:
+            self.take_gradients()
+        self.gradients.discard()
+
     def follow_requires_grad(self) -> None:
         """Take up a ``requires_grad`` that the user changed on an original."""
         for original, leaf in zip(self.originals.tensors, self.leaves, strict=True):
@@ -195,25 +226,29 @@ class Unit:
 
     def fill(self) -> Work:
         """Write the own slice and start the gather. Called by lanes, with the gather stream current."""
-        if self._encoded is not None:
-            return self._encoded.start()
+        shard = self.grid.shard
+        if self._encoded is not None and shard is not None:
+            source = self.master
+            if self.parks:
+                source = torch.empty(self.layout.shard_numel, dtype=self.master.dtype, device=self.spec.device)
+                self.offload.fetch(self.spec, self.master, source)
+            return self._encoded.start(shard, source, self.buffer.flat)
         if self.parks:
             self.offload.fetch(self.spec, self.master, self.buffer.own)
         else:
             # The cast is the copy-in: master dtype to compute dtype, straight into the slice that is sent.
             self.buffer.own.copy_(self.master)
-        shard = self.grid.shard
         return COMPLETED if shard is None else shard.all_gather(self.buffer.flat, self.buffer.own)
 
     def unshard(self) -> None:
         """Issue the gather, unless the parameters are there or on their way."""
         if self.permanent or (self.state is not UnitState.SHARDED and not self._expired):
             return
-        root = self.root
-        assert root is not None
-        if root.audit is not None:
-            root.audit.agree(self, "all_gather", self.buffer.flat)
-        root.lanes.gather(self)
+        step = self.step
+        assert step is not None
+        if step.audit is not None:
+            step.audit.agree(self.grid.world, self.name, "all_gather", self.buffer.flat)
+        step.lanes.gather(self)
         self.state = UnitState.GATHERING
         self._expired = False
         for observer in self.observers:
@@ -222,8 +257,8 @@ class Unit:
     def wait(self) -> None:
         """Order compute after the gather."""
         if self.state is UnitState.GATHERING:
-            assert self.root is not None
-            self.root.lanes.arrive(self)
+            assert self.step is not None
+            self.step.lanes.arrive(self)
             self.state = UnitState.UNSHARDED
 
     def show(self) -> None:
@@ -233,15 +268,15 @@ class Unit:
     def hide(self) -> None:
         """Let modules see the originals again; while a forward runs, stand-ins that refuse to compute."""
         if self.prepared:
-            self.bindings.hide(self.root is not None and self.root.phase is Phase.FORWARD)
+            self.bindings.hide(self.step is not None and self.step.phase is Phase.FORWARD)
 
     def reshard(self) -> None:
         """Release the gather buffer."""
         self.hide()
         if self.permanent or self.state is UnitState.SHARDED:
             return
-        assert self.root is not None
-        self.root.lanes.release(self)
+        assert self.step is not None
+        self.step.lanes.release(self)
         self.state = UnitState.SHARDED
         self._expired = False
         for observer in self.observers:

@@ -1,0 +1,60 @@
+"""What every stage and unit of one model shares while it steps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+from torch import nn
+
+from ..interfaces import Collectives
+from .audit import Audit
+from .lanes import Lanes
+from .phase import Phase
+
+
+class Step(ABC):
+    """The state of a model's step, and its turning points, as stages and units see them."""
+
+    def __init__(self, collectives: Collectives, lanes: Lanes, *, check_ranks: bool) -> None:
+        self.collectives = collectives
+        self.lanes = lanes
+        self.phase = Phase.IDLE
+        #: The outermost stage, while its forward runs.
+        self.active: object | None = None
+        #: False under ``no_sync``.
+        self.synchronises = True
+        #: Whether the backward that runs adds to gradients: ``autograd.grad`` does not.
+        self.accumulates = False
+        #: Compares each collective with the other ranks' until the first backward has ended.
+        self.audit = Audit() if check_ranks and collectives.capabilities.can_communicate else None
+
+    @property
+    def rank(self) -> int:
+        """This process's rank among all that share the model."""
+        return self.collectives.rank
+
+    @property
+    def backward_failed(self) -> bool:
+        """Whether a backward started and never ended. To be asked outside of backward."""
+        return self.phase is Phase.BACKWARD
+
+    @abstractmethod
+    def begin_forward(self, outermost: object, module: nn.Module) -> None:
+        """The outermost forward starts."""
+
+    @abstractmethod
+    def end_forward(self, output: object) -> None:
+        """The outermost forward ended and returns ``output``."""
+
+    @abstractmethod
+    def enter_backward(self) -> None:
+        """A gradient reached one of the outputs."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Give up an unfinished forward or backward: release everything, drop its gradients."""
+
+    @abstractmethod
+    def modules(self) -> Iterable[nn.Module]:
+        """The modules of all stages."""
