@@ -131,9 +131,10 @@ class StreamLanes(Lanes):
         self._reductions: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()
 
     def begin_forward(self) -> None:
-        current = torch.cuda.current_stream(self._device)
-        self._gather_stream.wait_stream(current)
-        self._released.pop(current.cuda_stream, None)
+        self._gather_stream.wait_stream(torch.cuda.current_stream(self._device))
+        # Releases are behind this stream by now (drain). Waiting for their events again would also forbid capturing the
+        # step in a CUDA graph, inside which no earlier event may be waited for.
+        self._released.clear()
 
     def gather(self, unit: Gatherable) -> None:
         stream = self._gather_stream
@@ -174,6 +175,9 @@ class StreamLanes(Lanes):
         while self._reductions:
             self._retire_oldest()
         current = torch.cuda.current_stream(self._device)
+        for event in self._released.values():
+            current.wait_event(event)
+        self._released.clear()
         current.wait_stream(self._reduce_stream)
         # Gathers that nothing used (a wrong prefetch) must not write memory that compute gets next.
         current.wait_stream(self._gather_stream)
