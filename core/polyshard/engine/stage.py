@@ -224,7 +224,9 @@ class Stage:
             if unit.resident:
                 continue
             gradients = unit.take_gradients() if unit.trainable else []
-            arrived = any(gradient is not None for gradient in gradients)
+            arrived = bool(gradients) and (
+                gradients[0] is not None or any(gradient is not None for gradient in gradients)
+            )
             # Released before the reduction's buffers are taken: the two are never alive together.
             if not self.entered:
                 unit.reshard()
