@@ -123,7 +123,10 @@ def _run_console(snippet: Snippet, page: Path, folder: Path, capsys: pytest.Capt
         elif words[:3] == ["python", "-m", "pytest"]:
             done = subprocess.run(
                 [sys.executable, *words[1:], "-p", "no:cacheprovider"],
-                env={**os.environ, "PYTHONPATH": str(folder)},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]),
+                },
                 capture_output=True,
                 text=True,
                 timeout=100,

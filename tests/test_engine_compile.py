@@ -1,54 +1,67 @@
-"""torch.compile around the sharded model, and inside it."""
+"""torch.compile around the sharded model and inside it, on processes: compiling from several threads can crash."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import polyshard
 import pytest
 import torch
-from parity import Block, Net, assert_parity, seeded, square_step, units_of
+from parity import Block, Net, root_of, seeded, sgd, square_step, train_reference, units_of
+from processes import RankPool
 from torch import nn
 
-# The compiler silences this one itself, by warnings.catch_warnings, which threads undo for each other.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+POOLS: list[RankPool] = []
+TURNS = 3
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
+@pytest.fixture(scope="module", autouse=True)
+def close_pools() -> Iterator[None]:
     yield
+    while POOLS:
+        POOLS.pop().close()
+
+
+def train(rank: int, compiles: str, strategy: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], int]:
+    """The losses and the whole parameters after training, and the number of graphs that the compiler made."""
+    # The compiler looks at .grad of the tensors that a frame takes in, and does not silence this in every version.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    config = polyshard.ShardConfig(policy=units_of(Block), strategy=strategy)
+    model: Any = seeded(Net)
+    if compiles == "forwards before":
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward, backend="eager")
+    polyshard.shard(model, config)
+    called: nn.Module = model
+    if compiles == "around":
+        called = torch.compile(model, backend="eager")
+    elif compiles == "blocks after":
+        for block in model.blocks:
+            block.compile(backend="eager")
+    optimizer = sgd(model)
+    losses = []
+    for turn in range(TURNS):
+        losses += square_step(called, turn, rank)
+        assert root_of(model).gathered == ()
+        optimizer.step()
+        optimizer.zero_grad()
+    with polyshard.unsharded(model):
+        whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return losses, whole, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_compile_around_the_sharded_model(strategy: str) -> None:
-    compiled: dict[nn.Module, nn.Module] = {}
-
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        if "_polyshard_stage" not in model.__dict__:
-            return square_step(model, turn, rank)
-        if model not in compiled:
-            compiled[model] = torch.compile(model, backend="eager")
-        return square_step(compiled[model], turn, rank)
-
-    assert_parity(seeded(Net), step, world_size=2, settings={"policy": units_of(Block), "strategy": strategy})
-
-
-def test_compiled_blocks_inside_the_sharded_model() -> None:
-    def wrap(model: nn.Module, config: polyshard.ShardConfig) -> nn.Module:
-        polyshard.shard(model, config)
-        for block in model.blocks:
-            block.compile(backend="eager")
-        return model
-
-    assert_parity(seeded(Net), world_size=2, wrap=wrap, settings={"policy": units_of(Block)})
-
-
-def test_blocks_compiled_before_sharding() -> None:
-    def wrap(model: nn.Module, config: polyshard.ShardConfig) -> nn.Module:
-        for block in model.blocks:
-            block.up.compile(backend="eager")
-        return polyshard.shard(model, config)
-
-    assert_parity(seeded(Net), world_size=2, wrap=wrap, settings={"policy": units_of(Block)})
+@pytest.mark.parametrize("compiles", ["around", "blocks after", "forwards before"])
+def test_a_compiled_model_trains_like_the_unsharded_one(compiles: str, strategy: str) -> None:
+    if not POOLS or POOLS[0].closed:
+        POOLS[:] = [RankPool(2)]
+    reference = train_reference(seeded(Net), square_step, 2, turns=TURNS)
+    expected = [[tensor for turn in reference.observed for tensor in turn[rank]] for rank in range(2)]
+    for rank, (losses, parameters, graphs) in enumerate(POOLS[0].run(train, compiles, strategy, timeout=90.0)):
+        assert graphs > 0
+        torch.testing.assert_close(losses, expected[rank], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(parameters, reference.parameters, rtol=1e-12, atol=1e-12)

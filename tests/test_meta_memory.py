@@ -42,7 +42,8 @@ def peak_of_live_bytes(function: Callable[[], Any], folder: Path) -> int:
     """Most bytes of tensor memory alive at once during ``function``, beyond those that were alive before."""
     # What earlier tests left in reference cycles must not be freed, and subtracted, in the middle.
     gc.collect()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         function()
     trace = folder / "trace.json"
     profile.export_chrome_trace(str(trace))

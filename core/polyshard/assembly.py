@@ -335,7 +335,9 @@ def _compute_device(request: Request) -> torch.device:
         elif places:
             device = sorted(places, key=str)[0]
         else:
-            device = torch.accelerator.current_accelerator() or torch.device("cpu")
+            # A build with CUDA names its accelerator on machines that have none.
+            accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+            device = accelerator or torch.device("cpu")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
