@@ -64,6 +64,8 @@ class _Plugins:
     policy: WrapPolicy
     events: Events
     fingerprint: tuple[tuple[str, ...], ...]
+    collectives_choice: object
+    """The options of the collectives, or the object that the user gave: equal where two instances could be one."""
 
 
 def shard_module(request: Request) -> Root:
@@ -110,7 +112,7 @@ def shard_module(request: Request) -> Root:
             stacklevel=4,
         )
     grid = RankGrid(collectives, _subgroup(collectives, shard_lists), _subgroup(collectives, replicate_lists))
-    return _build(request, plugins, planned, casters, offloads, grid, strategy)
+    return _build(request, plugins, planned, casters, offloads, grid, strategy, (shard_lists, replicate_lists))
 
 
 def _build(
@@ -121,6 +123,7 @@ def _build(
     offloads: Mapping[str, OffloadManager],
     grid: RankGrid,
     strategy: Strategy,
+    rank_lists: tuple[list[list[int]], list[list[int]]],
 ) -> Root:
     config, module, device = request.config, request.module, plugins.context.device
     if plugins.events.active:
@@ -128,7 +131,7 @@ def _build(
     present = {
         inner: inner.__dict__[STAGE_ATTRIBUTE] for inner in module.modules() if STAGE_ATTRIBUTE in inner.__dict__
     }
-    signature = (plugins.fingerprint[0], strategy, config.shard_size, id(plugins.context.process_group))
+    signature = (plugins.fingerprint[0], plugins.collectives_choice, plugins.context.process_group, rank_lists)
     whole_shapes = {
         parameter.original: tuple(parameter.original.shape)
         for stage in planned
@@ -225,6 +228,7 @@ def _resolve(
         policy.construct(_named(context, config.policy)),
         Events([(plugin.name, plugin.construct(_named(context, plugin.name))) for plugin in listeners]),
         catalog.fingerprint([collectives_plugin, precision, offload, policy, *listeners]),
+        collectives_plugin.options if collectives_plugin.distribution else collectives,
     )
 
 

@@ -13,7 +13,6 @@ from torch import nn
 from .assembly import Request, shard_module
 from .config import ShardConfig
 from .engine.gathered import unsharded_parameters
-from .engine.lanes import REDUCTIONS_IN_FLIGHT
 from .engine.materialize import Initializer
 from .engine.norms import clip_grad_norm
 from .engine.plan import STAGE_ATTRIBUTE
@@ -158,8 +157,7 @@ def report(model: nn.Module) -> MemoryReport:
     Raises:
         StateError: ``model`` is not the outermost sharded module.
     """
-    root = _outermost(model, "report()")
-    return memory_report(root, ahead=1, in_flight=REDUCTIONS_IN_FLIGHT)
+    return memory_report(_outermost(model, "report()"))
 
 
 def _computing(stage: Stage, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -87,11 +87,9 @@ class TestConformanceRegistered(CollectivesSuite):
     def run_ranks(self, world_size: int, fn: Callable[[Collectives], T]) -> list[T]:
         return run(fn, registered=True)
 
-    def test_close_twice(self, world_size: int) -> None:
-        """Closing does not depend on whose memory is gathered."""
-
-    def test_partition_numbers_ranks_by_their_list(self, world_size: int) -> None:
-        """Partitions do not depend on whose memory is gathered."""
+    # Neither depends on whose memory is gathered.
+    test_close_twice = None
+    test_partition_numbers_ranks_by_their_list = None
 
 
 def captured_step(collectives: Collectives) -> tuple[list[float], list[float]]:

@@ -65,6 +65,11 @@ class Gradients:
             self._sizes.append(layout.shard_numel - cursor)
 
     @property
+    def wire_nbytes(self) -> int:
+        """Bytes of a reduction's input."""
+        return self._layout.padded_numel * self._wire_dtype.itemsize
+
+    @property
     def unreduced(self) -> bool:
         """Whether gradients of earlier microbatches wait for a synchronising backward."""
         return self._has_unreduced
@@ -189,9 +194,8 @@ class Gradients:
             elif current.shape != view.shape:
                 raise StateError(
                     f"Cannot writeback when the gradient shape changes\nExpects {view.shape} but got {current.shape} "
-                    f"in unit "
-                    f"'{self.spec.name or '(root)'}' on rank {self.grid.world.rank}. Set .grad to a tensor of the "
-                    "shard's shape."
+                    f"in unit '{self.spec.name or '(root)'}' on rank {self.grid.world.rank}. Set .grad to a tensor "
+                    "of the shard's shape."
                 )
             else:
                 current.add_(view)

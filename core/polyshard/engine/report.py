@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .lanes import REDUCTIONS_IN_FLIGHT
 from .root import Root
 from .unit import Reshard
 
@@ -41,15 +42,15 @@ class MemoryReport:
         )
 
 
-def memory_report(root: Root, *, ahead: int, in_flight: int) -> MemoryReport:
-    """The report of ``root``'s rank, for ``ahead`` prefetched units and ``in_flight`` reductions.
+def memory_report(root: Root) -> MemoryReport:
+    """The report of ``root``'s rank.
 
     Read off the layouts: nothing is measured.
     """
     units = list(root.units)
     kept = [u for u in units if not u.permanent and (u.reshard_policy is Reshard.NEVER or u.spec.is_root)]
     released = sorted((u.gathered_nbytes for u in units if not u.permanent and u not in kept), reverse=True)
-    wires = sorted((u.layout.padded_numel * u.dtypes.wire.itemsize for u in units if u.trainable), reverse=True)
+    wires = sorted((u.gradients.wire_nbytes for u in units if u.trainable and not u.resident), reverse=True)
     return MemoryReport(
         world_size=root.collectives.world_size,
         rank=root.rank,
@@ -57,6 +58,6 @@ def memory_report(root: Root, *, ahead: int, in_flight: int) -> MemoryReport:
         parameters=sum(slot.numel for u in units for slot in u.layout.slots),
         master_nbytes=sum(u.master.numel() * u.master.element_size() for u in units),
         gradient_nbytes=sum(u.layout.shard_numel * u.dtypes.grad.itemsize for u in units if u.trainable),
-        gathered_nbytes=sum(u.gathered_nbytes for u in kept) + sum(released[: 1 + ahead]),
-        reduction_nbytes=sum(wires[:in_flight]),
+        gathered_nbytes=sum(u.gathered_nbytes for u in kept) + sum(released[: 1 + root.schedule.ahead]),
+        reduction_nbytes=sum(wires[:REDUCTIONS_IN_FLIGHT]),
     )

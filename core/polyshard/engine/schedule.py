@@ -24,6 +24,11 @@ class Schedule(Generic[S]):
         self._cursor = 0
 
     @property
+    def ahead(self) -> int:
+        """The most stages whose gathers are issued before they are needed."""
+        return max(self._forward_ahead, self._backward_ahead)
+
+    @property
     def order(self) -> tuple[S, ...]:
         """The stages in the order in which the last finished forward entered them."""
         return tuple(self._expected)

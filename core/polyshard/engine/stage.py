@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -52,7 +52,7 @@ class Stage:
         input_cast: InputCast | None = None,
         output_cast: OutputCast | None = None,
         full_precision_in_eval: bool = False,
-        signature: Hashable = None,
+        signature: object = None,
     ) -> None:
         self.name = name
         self.module = module
