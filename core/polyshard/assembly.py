@@ -18,7 +18,7 @@ from . import catalog
 from .agreement import agree
 from .config import PluginChoice, ShardConfig, Strategy
 from .engine.draft import build_units, draft_stage, place_buffers
-from .engine.lanes import HostLanes, Lanes, StreamLanes
+from .engine.lanes import lanes_for
 from .engine.materialize import Initializer, materialize, refuse_uninitializable
 from .engine.plan import STAGE_ATTRIBUTE, PlannedStage, plan_stages, refuse_sharded, refuse_unshardable
 from .engine.ranks import RankGrid
@@ -184,7 +184,7 @@ def _build(
     root = Root(
         grid.world,
         stages,
-        _lanes(grid.world),
+        lanes_for(grid.world),
         Schedule(config.forward_prefetch, config.backward_prefetch),
         plugins.events,
         check_ranks=config.check_ranks,
@@ -393,12 +393,6 @@ def _subgroup(world: Collectives, rank_lists: list[list[int]]) -> Collectives | 
     if size == 1:
         return None
     return world if size == world.world_size else world.partition(rank_lists)
-
-
-def _lanes(collectives: Collectives) -> Lanes:
-    if collectives.capabilities.stream_ordered and collectives.device.type == "cuda":
-        return StreamLanes(collectives.device)
-    return HostLanes()
 
 
 def _described(stage: PlannedStage) -> list[Any]:

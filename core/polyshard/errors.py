@@ -4,6 +4,9 @@
 
     PolyshardError
     ├── ConfigError (ValueError)            a setting that does not exist, or a value that it cannot take
+    │   ├── ConfigTypeError (TypeError)         a value of a type that the setting cannot take
+    │   └── ConfigAssertionError (AssertionError)  a call whose arguments contradict each other
+    ├── UnsupportedError (NotImplementedError)  a combination of settings that is not served
     ├── PluginError
     │   ├── PluginNotFoundError (LookupError)   no installed plugin has the name
     │   ├── PluginLoadError (ImportError)       the plugin is installed but cannot be imported or constructed
@@ -18,8 +21,10 @@
     │   └── WorldSizeError (ValueError)         a number of ranks that cannot be served
     ├── StepError
     │   ├── StateError (RuntimeError)           a call that the current phase of the step does not allow
+    │   │   └── StepAssertionError (AssertionError)  such a call that breaks an order of calls
     │   ├── UnshardedUseError (RuntimeError)    parameters used while they are sharded
     │   ├── ParameterChangedError (RuntimeError)  a parameter replaced where that cannot be honoured
+    │   │   └── ParameterMovedError (AssertionError)  one replaced between forward and backward
     │   └── RankMismatchError (RuntimeError)    ranks that do not agree on what to do
     └── CollectiveError
         ├── CollectiveTimeoutError (TimeoutError)  a collective that did not end in time
@@ -37,11 +42,14 @@ __all__ = [
     "CollectiveAbortedError",
     "CollectiveError",
     "CollectiveTimeoutError",
+    "ConfigAssertionError",
     "ConfigError",
+    "ConfigTypeError",
     "DeviceError",
     "EmptyUnitError",
     "ParameterChangedError",
     "ParameterError",
+    "ParameterMovedError",
     "PluginConflictError",
     "PluginContractError",
     "PluginError",
@@ -52,8 +60,10 @@ __all__ = [
     "RankMismatchError",
     "ShardingError",
     "StateError",
+    "StepAssertionError",
     "StepError",
     "UnshardedUseError",
+    "UnsupportedError",
     "WorldSizeError",
 ]
 
@@ -64,6 +74,18 @@ class PolyshardError(Exception):
 
 class ConfigError(PolyshardError, ValueError):
     """A setting that does not exist, or a value that the setting cannot take."""
+
+
+class ConfigTypeError(ConfigError, TypeError):
+    """A value of a type that the setting cannot take."""
+
+
+class ConfigAssertionError(ConfigError, AssertionError):
+    """Arguments that contradict each other."""
+
+
+class UnsupportedError(PolyshardError, NotImplementedError):
+    """A combination of settings that is not served."""
 
 
 class PluginError(PolyshardError):
@@ -122,12 +144,20 @@ class StateError(StepError, RuntimeError):
     """A call that the current phase of the step does not allow."""
 
 
+class StepAssertionError(StateError, AssertionError):
+    """A call that comes before or inside another one that it must follow."""
+
+
 class UnshardedUseError(StepError, RuntimeError):
     """A parameter was used, or escaped from a forward, where its memory is not gathered."""
 
 
 class ParameterChangedError(StepError, RuntimeError):
     """A parameter or gradient was replaced by something that cannot be written back."""
+
+
+class ParameterMovedError(ParameterChangedError, AssertionError):
+    """A parameter replaced between forward and backward: autograd has saved the old one."""
 
 
 class RankMismatchError(StepError, RuntimeError):

@@ -29,7 +29,9 @@ class Shown(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Swap:
+class Swap:
+    """What one module's names stand for, in the dict where it looks them up."""
+
     target: dict[str, Any]
     of: dict[Shown, dict[str, Any]]
 
@@ -47,16 +49,19 @@ class Bindings:
         self.shown = Shown.ORIGINALS
         self._elsewhere = Shown.GUARDS if guarded else Shown.ORIGINALS
         self._parameters = tuple(parameters)
-        swaps: dict[nn.Module, _Swap] = {}
-        for parameter, leaf in zip(parameters, leaves, strict=True):
+        self._swaps = self._collect(leaves)
+        self._updates: dict[Shown, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+
+    def _collect(self, leaves: Sequence[torch.Tensor]) -> dict[nn.Module, Swap]:
+        swaps: dict[nn.Module, Swap] = {}
+        for parameter, leaf in zip(self._parameters, leaves, strict=True):
             if leaf is parameter.original:
                 continue
             for module, attribute in parameter.sites:
-                swap = swaps.setdefault(module, _Swap(module._parameters, {shown: {} for shown in Shown}))
+                swap = swaps.setdefault(module, Swap(module._parameters, {shown: {} for shown in Shown}))
                 swap.of[Shown.ORIGINALS][attribute] = parameter.original
                 swap.of[Shown.VIEWS][attribute] = leaf
-        self._swaps = swaps
-        self._updates: dict[Shown, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+        return swaps
 
     def hide(self, computing: bool) -> None:
         """Let modules see the originals, or, while a forward is ``computing``, the guards."""
@@ -71,18 +76,21 @@ class Bindings:
                 target.update(update)
             self.shown = shown
 
-    def _prepare(self) -> None:
-        # At first use, which is in the first forward: sharding a model is then as fast as it can be.
+    def _add_guards(self) -> None:
         if self._elsewhere is Shown.GUARDS:
             for parameter in self._parameters:
                 guard = ShardedParameter.of(parameter.original, parameter.names[0])
                 for module, attribute in parameter.sites:
                     self._swaps[module].of[Shown.GUARDS][attribute] = guard
+
+    def _prepare(self) -> None:
+        # At first use, which is in the first forward: sharding a model is then as fast as it can be.
+        self._add_guards()
         swaps = list(self._swaps.values())
         swaps += [_flat_weights(module, swap) for module, swap in self._swaps.items() if isinstance(module, nn.RNNBase)]
         self._updates = {shown: [(swap.target, swap.of[shown]) for swap in swaps] for shown in Shown}
 
 
-def _flat_weights(module: nn.RNNBase, swap: _Swap) -> _Swap:
+def _flat_weights(module: nn.RNNBase, swap: Swap) -> Swap:
     lists = {shown: _torch_private.rnn_weights(module, values) for shown, values in swap.of.items()}
-    return _Swap(module.__dict__, lists)
+    return Swap(module.__dict__, lists)

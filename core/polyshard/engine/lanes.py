@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..interfaces import Work
+from ..interfaces import Collectives, Work
 from .buffer import FlatBuffer
 
 #: Reductions whose input buffers may be alive at once; one more would wait for the first.
@@ -192,6 +192,13 @@ class StreamLanes(Lanes):
         event, retire = self._reductions.popleft()
         torch.cuda.current_stream(self._device).wait_event(event)
         retire()
+
+
+def lanes_for(collectives: Collectives) -> Lanes:
+    """What suits ``collectives``: streams where its operations are ordered by them."""
+    if collectives.capabilities.stream_ordered and collectives.device.type == "cuda":
+        return StreamLanes(collectives.device)
+    return HostLanes()
 
 
 def _event() -> torch.cuda.Event:

@@ -108,7 +108,13 @@ class FlatLayout:
 
 
 def plan_layout(
-    shapes: Sequence[tuple[int, ...]], strides: Sequence[tuple[int, ...]], *, world_size: int, itemsize: int
+    shapes: Sequence[tuple[int, ...]],
+    strides: Sequence[tuple[int, ...]],
+    *,
+    world_size: int,
+    itemsize: int,
+    parameter_alignment: int = PARAMETER_ALIGNMENT_BYTES,
+    shard_alignment: int = SHARD_ALIGNMENT_BYTES,
 ) -> FlatLayout:
     """Lay parameters out one after the other and cut the buffer evenly.
 
@@ -117,11 +123,13 @@ def plan_layout(
         strides: Strides of each parameter; kept where they are dense, else made contiguous.
         world_size: Number of shards.
         itemsize: Bytes of an element of the buffer that travels.
+        parameter_alignment: Bytes of which every parameter's start is a multiple; 1 lays them back to back.
+        shard_alignment: Bytes to whose multiple large shards are rounded up; 1 for none.
 
     Every rank's shard has ``ceil(total / world_size)`` elements, as in PyTorch's FSDP, and large ones are rounded up
-    to a multiple of 256 bytes.
+    to ``shard_alignment``.
     """
-    alignment = max(1, PARAMETER_ALIGNMENT_BYTES // itemsize)
+    alignment = max(1, parameter_alignment // itemsize)
     slots, cursor = [], 0
     for shape, stride in zip(shapes, strides, strict=True):
         numel = product(shape)
@@ -130,7 +138,7 @@ def plan_layout(
         cursor = offset + numel
     shard_numel = -(-cursor // world_size)
     if shard_numel * itemsize >= SHARD_ALIGNMENT_THRESHOLD_BYTES:
-        shard_numel = round_up(shard_numel, max(1, SHARD_ALIGNMENT_BYTES // itemsize))
+        shard_numel = round_up(shard_numel, max(1, shard_alignment // itemsize))
     return FlatLayout(tuple(slots), cursor, shard_numel, world_size)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -10,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ParameterChangedError
+from ..errors import ParameterChangedError, ParameterMovedError
 from . import _torch_private
 from .buffer import view_of
-from .layout import FlatLayout, Piece
+from .layout import FlatLayout, Piece, product
 
 _address_of = torch.Tensor.data_ptr
 _is_trained = attrgetter("requires_grad")
@@ -31,7 +32,56 @@ class ManagedParameter:
     """Every (module, attribute) that holds it."""
 
 
-class Originals:
+@dataclass(frozen=True, slots=True)
+class Recipient:
+    """A parameter that receives a part of the reduced gradient."""
+
+    parameter: nn.Parameter
+    offset: int
+    """First element within this rank's shard."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return product(self.shape)
+
+
+class MasterViews(ABC):
+    """The parameters that the user and the optimizer see of one unit, as views of its master."""
+
+    tensors: list[nn.Parameter]
+    """Every such parameter, once."""
+
+    @property
+    @abstractmethod
+    def recipients(self) -> list[Recipient]:
+        """Which of them receive which part of this rank's gradient, in order of offset."""
+
+    @property
+    @abstractmethod
+    def trained(self) -> list[bool]:
+        """Whether each parameter of the layout is trained."""
+
+    @abstractmethod
+    def expose(self) -> None:
+        """Make them views of the master."""
+
+    @abstractmethod
+    def take_up_changes(self) -> bool:
+        """Honour what the user did since the last forward; returns whether any ``requires_grad`` changed."""
+
+    @abstractmethod
+    def retrained(self) -> bool:
+        """Whether any ``requires_grad`` changed since the last call."""
+
+    @abstractmethod
+    def refuse_changes(self, *, held: bool) -> None:
+        """Refuse parameters replaced between forward and backward. ``held``: modules hold them now."""
+
+
+class Originals(MasterViews):
     """Keeps the originals of one unit views of its master.
 
     Users replace parameters, their data or their ``requires_grad`` between steps. Whether anything changed is found by
@@ -58,6 +108,23 @@ class Originals:
         modules = {module: None for parameter in parameters for module, _ in parameter.sites}
         self._holders: list[dict[str, Any]] = [module._parameters for module in modules]
         self.expose()
+
+    @property
+    def recipients(self) -> list[Recipient]:
+        """Which originals receive which part of this rank's gradient."""
+        found = []
+        for index, piece in self._pieces.items():
+            if self._whole:
+                slot = self._layout.slots[index]
+                found.append(Recipient(self.tensors[index], slot.offset, slot.shape, slot.stride))
+            else:
+                found.append(Recipient(self.tensors[index], piece.shard_offset, (piece.numel,), (1,)))
+        return found
+
+    @property
+    def trained(self) -> list[bool]:
+        """Whether each parameter of the layout is trained."""
+        return list(map(_is_trained, self.tensors))
 
     def expose(self) -> None:
         """Make every original a view of this rank's part of the master (of all of it where there is one shard)."""
@@ -111,7 +178,7 @@ class Originals:
         ``held``: modules hold the originals now, and not the views that compute.
 
         Raises:
-            ParameterChangedError: naming the parameter.
+            ParameterMovedError: naming the parameter.
         """
         if not self._moved() and not (held and self._replaced()):
             return
@@ -120,7 +187,7 @@ class Originals:
                 module._parameters.get(key) is not parameter.original for module, key in parameter.sites
             )
             if replaced or parameter.original.data_ptr() != address:
-                raise ParameterChangedError(
+                raise ParameterMovedError(
                     "FSDP does not support changing the parameters between forward and backward: "
                     f"'{parameter.names[0]}' was replaced on rank {self._rank}. "
                     "Replace it before the forward or after the backward."

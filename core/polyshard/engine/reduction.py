@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
 
 from ..errors import StateError
 from ..interfaces import COMPLETED, BufferRole, Collectives, OffloadManager, ReduceOp, UnitDtypes, UnitSpec, Work
 from . import _torch_private
 from .buffer import FlatBuffer, view_of
 from .layout import FlatLayout
+from .originals import Recipient
 from .ranks import RankGrid
 from .step import Step
 
@@ -29,7 +29,7 @@ class Gradients:
         layout: FlatLayout,
         grid: RankGrid,
         dtypes: UnitDtypes,
-        originals: Sequence[nn.Parameter],
+        recipients: Sequence[Recipient],
         offload: OffloadManager,
     ) -> None:
         self.spec = spec
@@ -49,18 +49,18 @@ class Gradients:
         self._result: torch.Tensor | None = None
         self._flat: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
-        pieces = layout.pieces(grid.shard_rank)
-        self._owners = [originals[piece.slot] for piece in pieces]
-        self._owner_slots = [piece.slot for piece in pieces]
+        self._addresses: list[int] = []
+        self._recipients = tuple(recipients)
+        self._owners = [recipient.parameter for recipient in recipients]
         self._sizes: list[int] = []
         self._picks: list[int] = []
         cursor = 0
-        for piece in pieces:
-            if piece.shard_offset > cursor:
-                self._sizes.append(piece.shard_offset - cursor)
+        for recipient in recipients:
+            if recipient.offset > cursor:
+                self._sizes.append(recipient.offset - cursor)
             self._picks.append(len(self._sizes))
-            self._sizes.append(piece.numel)
-            cursor = piece.shard_offset + piece.numel
+            self._sizes.append(recipient.numel)
+            cursor = recipient.offset + recipient.numel
         if cursor < layout.shard_numel:
             self._sizes.append(layout.shard_numel - cursor)
 
@@ -166,8 +166,11 @@ class Gradients:
         if result.dtype != self._dtypes.grad:
             result = result.to(self._dtypes.grad)
         present = [owner.grad for owner in self._owners]
-        accumulates = bool(self._views) and all(
-            current is view for current, view in zip(present, self._views, strict=True)
+        # The same objects may stand on other memory: a user may set ``.grad.data``.
+        accumulates = (
+            bool(self._views)
+            and all(current is view for current, view in zip(present, self._views, strict=True))
+            and list(map(torch.Tensor.data_ptr, self._views)) == self._addresses
         )
         if accumulates and self._flat is not None:
             if self._parks:
@@ -204,6 +207,7 @@ class Gradients:
     def _assign(self, flat: torch.Tensor) -> None:
         self._flat = flat
         self._views = self._split(flat)
+        self._addresses = list(map(torch.Tensor.data_ptr, self._views))
         for owner, view in zip(self._owners, self._views, strict=True):
             if owner.requires_grad:
                 owner.grad = view
@@ -212,11 +216,7 @@ class Gradients:
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         if self.grid.shard is None:
-            slots = self._layout.slots
-            return [
-                view_of(flat, slots[index].shape, slots[index].stride, slots[index].offset)
-                for index in self._owner_slots
-            ]
+            return [view_of(flat, each.shape, each.stride, each.offset) for each in self._recipients]
         parts = torch.split_with_sizes(flat, self._sizes)
         return [parts[index] for index in self._picks]
 

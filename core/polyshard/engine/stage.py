@@ -201,7 +201,10 @@ class Stage:
             unit.show()
             for observer in unit.observers:
                 observer.compute(unit.spec, True)
-        for stage in self._order.enter_backward(self):
+        self._prefetch(self._order.enter_backward(self))
+
+    def _prefetch(self, stages: Sequence[Stage]) -> None:
+        for stage in stages:
             stage.unshard()
 
     def post_backward(self, call: _Call) -> None:

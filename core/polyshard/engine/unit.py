@@ -25,7 +25,7 @@ from ..interfaces import (
 from .bindings import Bindings, Shown
 from .buffer import FlatBuffer
 from .layout import FlatLayout
-from .originals import ManagedParameter, Originals
+from .originals import ManagedParameter, MasterViews, Originals
 from .phase import Phase
 from .ranks import RankGrid
 from .reduction import Gradients
@@ -102,41 +102,58 @@ class Unit:
         self.reshard_policy = reshard
         self.observers: tuple[Observer, ...] = ()
         self.step: Step | None = None
-        self.state = UnitState.SHARDED
-        self.trainable = parameters[0].original.requires_grad
+        self.trainable = any(parameter.original.requires_grad for parameter in parameters)
         self.parks = offload.capabilities.parks
-        self.master = offload.place(spec, master) if self.parks else master
         self.pieces = layout.pieces(grid.shard_rank)
         self._expired = False
         wire = caster.wire(spec) if grid.shard is not None and caster.capabilities.encodes else None
         self._encoded = EncodedGather(spec, wire, caster) if wire is not None else None
-        # One shard, nothing to cast: the master itself serves compute, and nothing is ever gathered.
-        self.permanent = grid.shard is None and dtypes.compute == self.master.dtype and not self.parks
-        self.originals = Originals(
-            parameters, layout, self.pieces, self.master, whole=grid.shard is None, rank=grid.world.rank
-        )
         self.buffer: FlatBuffer
         self.leaves: list[torch.Tensor] = []
         self._no_gradients: list[None] = []
         self.bindings: Bindings
-        self.prepared = False
         #: Reduced in the backward that runs.
         self.reduced = False
+        self._settle(master)
+
+    def _settle(self, master: torch.Tensor) -> None:
+        """Build what depends on the master: its dtype, its place, and the parameters that view it."""
+        dtypes = self.dtypes
+        self.master = self.offload.place(self.spec, master) if self.parks else master
+        # One shard, nothing to cast: the master itself serves compute, and nothing is ever gathered.
+        self.permanent = self.grid.shard is None and dtypes.compute == self.master.dtype and not self.parks
+        self.originals = self._make_originals()
+        self.gradients = self._make_gradients()
+        if dtypes.grad != self.spec.master_dtype:
+            # Autograd refuses a gradient of another dtype than its parameter's unless the parameter says so.
+            for original in self.originals.tensors:
+                original.grad_dtype = dtypes.grad
+        self.prepared = False
         self._training_buffer: FlatBuffer | None = None
         self._eval_buffer: FlatBuffer | None = None
         self._full_precision_in_eval = (
             not self.permanent
             and dtypes.compute != self.spec.master_dtype
             and self._encoded is None
-            and caster.full_precision_in_eval(spec)
+            and self.caster.full_precision_in_eval(self.spec)
         )
-        if dtypes.grad != self.spec.master_dtype:
-            # Autograd refuses a gradient of another dtype than its parameter's unless the parameter says so.
-            for original in self.originals.tensors:
-                original.grad_dtype = dtypes.grad
-        self.gradients = Gradients(spec, layout, grid, dtypes, self.originals.tensors, offload)
-        if self.permanent:
-            self.state = UnitState.UNSHARDED
+        self.state = UnitState.UNSHARDED if self.permanent else UnitState.SHARDED
+
+    def _make_originals(self) -> MasterViews:
+        return Originals(
+            self.parameters,
+            self.layout,
+            self.pieces,
+            self.master,
+            whole=self.grid.shard is None,
+            rank=self.grid.world.rank,
+        )
+
+    def _make_bindings(self) -> Bindings:
+        return Bindings(self.parameters, self.leaves, guarded=not self.permanent)
+
+    def _make_gradients(self) -> Gradients:
+        return Gradients(self.spec, self.layout, self.grid, self.dtypes, self.originals.recipients, self.offload)
 
     @property
     def name(self) -> str:
@@ -176,7 +193,7 @@ class Unit:
         self.buffer = buffer
         self.leaves = list[torch.Tensor](self.originals.tensors) if self.resident else buffer.views
         self._no_gradients = [None] * len(self.leaves)
-        self.bindings = Bindings(self.parameters, self.leaves, guarded=not self.permanent)
+        self.bindings = self._make_bindings()
         self.follow_requires_grad()
 
     def join(self, name: str, prefix: str, grid: RankGrid | None) -> None:
@@ -214,8 +231,8 @@ class Unit:
 
     def follow_requires_grad(self) -> None:
         """Take up a ``requires_grad`` that the user changed on an original."""
-        for original, leaf in zip(self.originals.tensors, self.leaves, strict=True):
-            leaf.requires_grad_(original.requires_grad)
+        for trained, leaf in zip(self.originals.trained, self.leaves, strict=True):
+            leaf.requires_grad_(trained)
         self.trainable = any(leaf.requires_grad for leaf in self.leaves)
 
     def choose_buffer(self, training: bool) -> None:

@@ -1,0 +1,408 @@
+"""The group that FSDP was given, as the engine's ``Collectives``.
+
+Every operation is looked up on ``torch.distributed`` when it is issued, so that a program which replaces
+``torch.distributed.reduce_scatter_tensor`` (to count, to check dtypes, to record) sees what FSDP would have shown it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from polyshard.errors import CollectiveError, StateError, UnsupportedError, WorldSizeError
+from polyshard.interfaces import Collectives, CollectivesCapabilities, ReduceOp, Work
+from polyshard.interfaces.collectives import COMPLETED
+from torch.distributed import distributed_c10d
+
+__all__ = ["GroupCollectives", "GroupLike", "SilentCollectives", "collectives_of", "predivide_factor"]
+
+#: Dtypes that both gloo and NCCL know. Others travel as their bytes, which a gather and a broadcast may do.
+_DTYPES = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+    }
+)
+
+_TORCH_OPS = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.MEAN: dist.ReduceOp.SUM,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+}
+
+#: The names that FSDP's users know, and those that newer versions of torch have for the same.
+_NEWER_NAMES = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}
+
+#: Transports that move tensors of an accelerator through the host: an operation is over when its ``wait`` returns.
+_HOST_TRANSPORTS = frozenset({"gloo", "mpi", "ucc"})
+
+
+@runtime_checkable
+class GroupLike(Protocol):
+    """What must at least be known of a group: enough to wrap a model, not to run one."""
+
+    def rank(self) -> int:
+        """This process's rank in the group."""
+
+    def size(self) -> int:
+        """Number of ranks in the group."""
+
+
+def predivide_factor(world_size: int) -> float:
+    """By how much gradients are divided before they are summed; the sum is divided by ``world_size / factor``.
+
+    A power of two near the square root of ``world_size``: neither the addends of a low-precision sum underflow, nor
+    does the sum overflow.
+    """
+    factor = 1
+    while world_size % factor == 0 and world_size / factor > factor:
+        factor *= 2
+    return float(factor)
+
+
+def collectives_of(group: Any, device: torch.device) -> Collectives:
+    """The engine's view of ``group``, which computes on ``device``. Does not communicate, and makes no group.
+
+    Args:
+        group: a ``torch.distributed.ProcessGroup``; or anything with ``rank()`` and ``size()``, with which a model can
+            be wrapped but not run; or a ``Collectives``, which is returned as it is.
+        device: where the tensors will be.
+
+    Raises:
+        WorldSizeError: ``group`` is none of these, such as the placeholder for a group without this process.
+    """
+    if isinstance(group, Collectives):
+        return group
+    if isinstance(group, dist.ProcessGroup):
+        return GroupCollectives(group, device)
+    if isinstance(group, GroupLike):
+        return SilentCollectives(group, device)
+    raise WorldSizeError(
+        f"{group!r} is not a process group that this process is in; give a torch.distributed.ProcessGroup that "
+        f"contains this rank"
+    )
+
+
+def _operation(name: str) -> tuple[Callable[..., Any], bool]:
+    """The function that ``torch.distributed`` now has under ``name``, and whether it is torch's own.
+
+    The older names of two operations warn in versions that have a newer one, so an older name is called only where
+    somebody has replaced it.
+    """
+    function: Callable[..., Any] = getattr(dist, name)
+    if function is not getattr(distributed_c10d, name):
+        return function, False
+    newer = _NEWER_NAMES.get(name)
+    if newer is not None and hasattr(distributed_c10d, newer):
+        function = getattr(dist, newer)
+        return function, function is getattr(distributed_c10d, newer)
+    return function, True
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype in _DTYPES else tensor.view(torch.uint8)
+
+
+def _divide_(tensor: torch.Tensor, divisor: float) -> None:
+    if divisor == 1.0:
+        return
+    if tensor.is_floating_point():
+        tensor.div_(divisor)
+    else:
+        tensor.div_(divisor, rounding_mode="trunc")
+
+
+def _scale_(tensor: torch.Tensor, factor: float) -> None:
+    if factor != 1.0:
+        tensor.mul_(factor)
+
+
+class _HostWork:
+    """An operation in flight on another thread, and the local part that follows it."""
+
+    __slots__ = ("_finish", "_note", "_work")
+
+    def __init__(self, work: Any, finish: Callable[[], None] | None, note: str) -> None:
+        self._work = work
+        self._finish = finish
+        self._note = note
+
+    def wait(self) -> None:
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                error.add_note(self._note)
+                raise
+            self._work = None
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+
+class _StreamWork:
+    """Orders the waiting stream after the operation, which runs on the stream that issued it."""
+
+    __slots__ = ("_event", "_stream")
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.current_stream()
+        self._event = self._stream.record_event()
+
+    def wait(self) -> None:
+        current = torch.cuda.current_stream()
+        if current != self._stream:
+            current.wait_event(self._event)
+
+
+class _FixedGroup(Collectives):
+    """A group whose rank and size are known from the start, on a device that may change."""
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self._rank = int(group.rank())
+        self._world_size = int(group.size())
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def process_group(self) -> Any:
+        """The group that the constructor was given."""
+        return self._group
+
+    def move_to(self, device: torch.device) -> None:
+        """Serve tensors on ``device`` from now on; no operation may be in flight."""
+        self._device = device
+
+    def partition(self, rank_lists: Sequence[Sequence[int]]) -> Collectives:
+        raise UnsupportedError(
+            f"FSDP shards over the group that it was given, and cannot divide it (on rank {self._rank}); pass a "
+            f"(shard, replicate) pair of process groups, or a two-dimensional device_mesh"
+        )
+
+
+class GroupCollectives(_FixedGroup):
+    """A ``torch.distributed.ProcessGroup``, which FSDP uses alone: gathers and reductions share its communicator.
+
+    Sums and means are taken in the dtype of the tensors, and ``MEAN`` as FSDP takes it: a sum whose addends were
+    divided by ``predivide_factor`` and which is divided by the rest. Errors are ``torch.distributed``'s own, which
+    scripts written for FSDP expect, with a note that says which operation and rank.
+
+    Args:
+        group: a group that contains this process, of any backend.
+        device: where the tensors are. On CUDA, operations run on the stream that is current when they are issued.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        self._capabilities: CollectivesCapabilities | None = None
+
+    def move_to(self, device: torch.device) -> None:
+        super().move_to(device)
+        self._capabilities = None
+
+    @property
+    def capabilities(self) -> CollectivesCapabilities:
+        if self._capabilities is None:
+            transport = _transport(self._group, self._device.type)
+            on_streams = self._device.type == "cuda" and transport not in _HOST_TRANSPORTS
+            self._capabilities = CollectivesCapabilities(
+                devices=frozenset({self._device.type}),
+                dtypes=_DTYPES,
+                reduce_ops=frozenset(ReduceOp),
+                widening=False,
+                stream_ordered=on_streams,
+                capturable=on_streams,
+                fixed_addresses=False,
+                can_communicate=transport != "fake",
+            )
+        return self._capabilities
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
+        if out.numel() == 0:
+            return COMPLETED
+        return self._issue("all_gather_into_tensor", _as_bytes(out), _as_bytes(shard))
+
+    def reduce_scatter(
+        self,
+        out: torch.Tensor,
+        full: torch.Tensor,
+        *,
+        op: ReduceOp,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        scratch: torch.Tensor | None = None,
+    ) -> Work:
+        if out.dtype is not full.dtype:
+            raise CollectiveError(
+                f"reduce_scatter on rank {self._rank}: the result is {out.dtype} and what is sent {full.dtype}; "
+                f"FSDP's groups sum in the dtype that travels, so cast before or after the call"
+            )
+        if full.numel() == 0:
+            return COMPLETED
+        before, after = self._divisors(full, op)
+        with torch.no_grad():
+            _divide_(full, before)
+            _scale_(full, prescale)
+
+        def finish() -> None:
+            with torch.no_grad():
+                _divide_(out, after)
+                _scale_(out, postscale)
+
+        return self._issue("reduce_scatter_tensor", out, full, finish=finish, **_op_option(op))
+
+    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp, postscale: float = 1.0) -> Work:
+        if tensor.numel() == 0:
+            return COMPLETED
+        before, after = self._divisors(tensor, op)
+        with torch.no_grad():
+            _divide_(tensor, before)
+
+        def finish() -> None:
+            with torch.no_grad():
+                _divide_(tensor, after)
+                _scale_(tensor, postscale)
+
+        return self._issue("all_reduce", tensor, finish=finish, **_op_option(op))
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+        if not 0 <= src < self._world_size:
+            raise CollectiveError(
+                f"broadcast on rank {self._rank}: source {src} is not a group rank; use 0 to {self._world_size - 1}"
+            )
+        if tensor.numel() == 0:
+            return COMPLETED
+        return self._issue("broadcast", _as_bytes(tensor), src=dist.get_global_rank(self._group, src))
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        answers: list[Any] = [None] * self._world_size
+        # Objects travel through the current device, which need not be this group's.
+        with self._current_device():
+            _operation("all_gather_object")[0](answers, obj, group=self._group)
+        return answers
+
+    def barrier(self) -> None:
+        options: dict[str, Any] = {}
+        if self._device.type != "cpu" and self._device.index is not None:
+            options["device_ids"] = [self._device.index]
+        _operation("barrier")[0](group=self._group, **options)
+
+    def _divisors(self, addends: torch.Tensor, op: ReduceOp) -> tuple[float, float]:
+        if op is not ReduceOp.MEAN:
+            return 1.0, 1.0
+        # Dividing integers before they are summed would lose more than the last digit of the mean.
+        before = predivide_factor(self._world_size) if addends.is_floating_point() else 1.0
+        return before, self._world_size / before
+
+    def _current_device(self) -> AbstractContextManager[Any]:
+        if self._device.type == "cuda" and self._device.index is not None:
+            return torch.cuda.device(self._device)
+        return nullcontext()
+
+    def _issue(
+        self, name: str, *tensors: torch.Tensor, finish: Callable[[], None] | None = None, **options: Any
+    ) -> Work:
+        function, is_torchs = _operation(name)
+        on_streams = self.capabilities.stream_ordered
+        # A replacement is called as FSDP calls it, and need not know of asynchronous operations.
+        if is_torchs and not on_streams:
+            options["async_op"] = True
+        note = f"in {name} of FSDP on rank {self._rank} of {self._world_size}"
+        try:
+            work = function(*tensors, group=self._group, **options)
+        except RuntimeError as error:
+            error.add_note(note)
+            raise
+        if not on_streams:
+            return _HostWork(work, finish, note)
+        if finish is not None:
+            finish()
+        return _StreamWork()
+
+
+class SilentCollectives(_FixedGroup):
+    """A group of which rank and size are known and no more: a model can be wrapped with it, and not run.
+
+    Args:
+        group: anything with ``rank()`` and ``size()``, in any relation to the processes that there are.
+        device: where the tensors are.
+    """
+
+    @property
+    def capabilities(self) -> CollectivesCapabilities:
+        return CollectivesCapabilities(
+            devices=frozenset({self._device.type}),
+            dtypes=_DTYPES,
+            reduce_ops=frozenset(ReduceOp),
+            widening=False,
+            stream_ordered=False,
+            capturable=False,
+            fixed_addresses=False,
+            can_communicate=False,
+        )
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
+        self._refuse("all_gather")
+
+    def reduce_scatter(
+        self,
+        out: torch.Tensor,
+        full: torch.Tensor,
+        *,
+        op: ReduceOp,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        scratch: torch.Tensor | None = None,
+    ) -> Work:
+        self._refuse("reduce_scatter")
+
+    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp, postscale: float = 1.0) -> Work:
+        self._refuse("all_reduce")
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+        self._refuse("broadcast")
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        self._refuse("all_gather_object")
+
+    def barrier(self) -> None:
+        self._refuse("barrier")
+
+    def _refuse(self, operation: str) -> NoReturn:
+        raise StateError(
+            f"{operation} on rank {self._rank} of {self._world_size}: {self._group!r} is a dummy group, which knows "
+            f"its rank and size and cannot communicate; give a torch.distributed.ProcessGroup to run the model"
+        )
+
+
+def _op_option(op: ReduceOp) -> dict[str, Any]:
+    # FSDP names no operation for a sum, and replacements of the function need not take one.
+    return {} if _TORCH_OPS[op] == dist.ReduceOp.SUM else {"op": _TORCH_OPS[op]}
+
+
+def _transport(group: dist.ProcessGroup, device_type: str) -> str:
+    """Name of the backend that moves ``group``'s tensors on ``device_type``; empty where it has none."""
+    entries = (entry.partition(":") for entry in dist.get_backend_config(group).split(","))
+    return next((backend for device, _, backend in entries if device == device_type), "")

@@ -1,0 +1,105 @@
+"""Gradients of one flat parameter, reduced and shown as FSDP does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from polyshard.engine.buffer import FlatBuffer
+from polyshard.engine.reduction import Gradients
+from polyshard.engine.step import Step
+from polyshard.interfaces import COMPLETED, UnitDtypes, Work
+from torch import nn
+
+if TYPE_CHECKING:
+    from ._unit import FlatUnit
+
+
+@dataclass(frozen=True, slots=True)
+class CommHook:
+    """What a user registered in the place of the reduction."""
+
+    state: object
+    hook: Callable[..., Any]
+
+
+class FlatGradients(Gradients):
+    """Differs from the engine's own in three things.
+
+    - Under ``no_sync`` gradients gather in the compute dtype, and ``.grad`` shows them, whole.
+    - A communication hook may stand in the place of the reduction.
+    - What was computed in full precision in eval mode is reduced in full precision.
+    """
+
+    def __init__(self, unit: FlatUnit) -> None:
+        super().__init__(unit.spec, unit.layout, unit.grid, unit.dtypes, unit.originals.recipients, unit.offload)
+        self._unit = unit
+        self._training_dtypes = unit.dtypes
+        #: ``.grad`` of the parameters from before the first backward under ``no_sync``; None while that shows.
+        self._reduced_before: list[tuple[nn.Parameter, torch.Tensor | None]] | None = None
+
+    def choose(self, full_precision: bool) -> None:
+        """In which dtypes the next backward accumulates and reduces."""
+        dtypes = self._training_dtypes
+        if full_precision:
+            master = self.spec.master_dtype
+            dtypes = UnitDtypes(compute=master, wire=master, reduce=master, grad=master)
+        if dtypes.reduce != self._dtypes.reduce:
+            self._wire = None
+        self._dtypes = dtypes
+        self._wire_dtype = dtypes.reduce
+
+    def keep(self, gradients: list[torch.Tensor | None]) -> None:
+        if self._unreduced is None:
+            self._unreduced = FlatBuffer.allocate(self._layout, self._dtypes.compute, self.spec.device)
+        super().keep(gradients)
+
+    def reduce(self, gradients: list[torch.Tensor | None], step: Step) -> None:
+        self._restore_reduced()
+        super().reduce(gradients, step)
+
+    def show_unreduced(self) -> None:
+        """Let ``.grad`` be what waits for a synchronising backward; called when a backward under ``no_sync`` ended."""
+        if not self._has_unreduced or self._reduced_before is not None:
+            return
+        assert self._unreduced is not None
+        shown = self._unit.unreduced_gradients(self._unreduced)
+        self._reduced_before = [(parameter, parameter.grad) for parameter, _ in shown]
+        for parameter, gradient in shown:
+            if not parameter.requires_grad:
+                continue
+            # Through ``.data``: the parameter is a shard in the original dtype, the gradient a whole one in the compute
+            # dtype, and autograd would refuse the pair.
+            parameter.grad = torch.empty_like(parameter)
+            parameter.grad.data = gradient
+
+    def drop_unreduced_if_cleared(self) -> None:
+        """Honour a ``zero_grad(set_to_none=True)`` between backwards under ``no_sync``."""
+        before = self._reduced_before
+        if before is not None and all(parameter.grad is None for parameter, _ in before):
+            assert self._unreduced is not None
+            self._unreduced.release()
+            self._has_unreduced = False
+            self._reduced_before = None
+
+    def _restore_reduced(self) -> None:
+        if self._reduced_before is not None:
+            for parameter, gradient in self._reduced_before:
+                parameter.grad = gradient
+            self._reduced_before = None
+
+    def _issue(self, wire: torch.Tensor) -> Work:
+        registered = self._unit.comm_hook
+        if registered is None:
+            return super()._issue(wire)
+        state, hook = registered.state, registered.hook
+        if self.grid.shard is None:
+            hook(state, wire)
+            self._result = wire
+        else:
+            result = torch.empty(self._layout.shard_numel, dtype=wire.dtype, device=wire.device)
+            hook(state, wire, result)
+            self._result = result
+        return COMPLETED

@@ -1,0 +1,512 @@
+"""What the constructor checks and chooses: groups, strategy, what is ignored, devices, first values.
+
+Pure functions, in the order in which the constructor calls them. All that can be refused is refused before a module is
+changed and before anything is sent.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from polyshard.errors import ConfigError, ConfigTypeError, DeviceError, ParameterError, WorldSizeError
+from polyshard.interfaces import Collectives
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import _torch_private
+from ._collectives import GroupLike
+from ._common_utils import _get_module_fsdp_state, _is_fsdp_flattened, clean_tensor_name
+from ._flat_param import HandleShardingStrategy
+from .api import ShardingStrategy
+
+#: Bytes that ``sync_module_states`` broadcasts at a time.
+PARAM_BROADCAST_BUCKET_SIZE = 250 * 1024 * 1024
+
+SHARDING_STRATEGY_MAP = {
+    ShardingStrategy.NO_SHARD: HandleShardingStrategy.NO_SHARD,
+    ShardingStrategy.FULL_SHARD: HandleShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP: HandleShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.HYBRID_SHARD: HandleShardingStrategy.HYBRID_SHARD,
+    ShardingStrategy._HYBRID_SHARD_ZERO2: HandleShardingStrategy._HYBRID_SHARD_ZERO2,
+}
+HYBRID_SHARDING_STRATEGIES = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
+NO_RESHARD_AFTER_FORWARD_STRATEGIES = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+#: From a warning to the line that constructs FSDP: this module's helper, its caller here, the constructor, its caller.
+STACKLEVEL = 4
+
+
+def _warn(text: str, category: type[Warning] = UserWarning) -> None:
+    warnings.warn(text, category, stacklevel=STACKLEVEL)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The ranks that shard one instance's parameters, and those that hold the same shard."""
+
+    process_group: Any
+    """Shards lie over it: a ``ProcessGroup``, a ``Collectives``, or an object with ``rank()`` and ``size()``."""
+    replicate_group: Any | None
+    """Gradients are also averaged over it; None for strategies that are not hybrid."""
+    rank: int
+    """This process's rank in ``process_group``."""
+    world_size: int
+    """Number of ranks in ``process_group``."""
+    device_mesh: DeviceMesh | None
+    """The mesh that the groups were taken from, if any."""
+    given: Any
+    """The constructor's ``process_group``."""
+
+    def for_children(self) -> Any:
+        """The ``process_group`` argument with which modules inside use the same groups.
+
+        Each instance would make groups of its own where a hybrid strategy was given none, and instances of one model
+        must share theirs.
+        """
+        if self.replicate_group is None or self.device_mesh is not None:
+            return self.given
+        return self.process_group, self.replicate_group
+
+
+def resolve_groups(
+    strategy: ShardingStrategy | None,
+    process_group: Any,
+    device_mesh: DeviceMesh | None,
+    policy: object | None,
+    device_type: str,
+) -> Groups:
+    """The groups that the constructor's arguments name.
+
+    Communicates only where a hybrid strategy is given neither groups nor a mesh: groups within and across nodes are
+    then made, which all ranks do together.
+
+    Args:
+        strategy: None for ``FULL_SHARD``.
+        process_group: one group; a (shard, replicate) pair for hybrid strategies; or None for the default group.
+        device_mesh: one-dimensional, or two-dimensional (replicate, shard) for hybrid strategies.
+        policy: the ``auto_wrap_policy``; wrapping by hand with a hybrid strategy must say which groups are meant.
+        device_type: where the model computes, to count the devices of a node.
+
+    Raises:
+        ConfigError: groups and mesh are both given, of a wrong kind, or missing.
+        WorldSizeError: this process is in none of the given groups, or nodes do not divide the ranks.
+    """
+    if process_group is not None and device_mesh is not None:
+        raise ConfigError(
+            "Cannot pass both process_group and device_mesh at the same time. Please just pass only one of them."
+        )
+    replicate_group: Any | None = None
+    given = process_group
+    if strategy not in HYBRID_SHARDING_STRATEGIES:
+        if device_mesh is not None:
+            process_group = device_mesh.get_group(mesh_dim=0)
+        elif process_group is None:
+            process_group = _default_group()
+    elif device_mesh is not None:
+        if not isinstance(device_mesh, DeviceMesh) or device_mesh.ndim != 2:
+            raise ConfigError(f"Expected device_mesh to have ndim=2 but got {getattr(device_mesh, 'ndim', None)}")
+        replicate_group, process_group = device_mesh.get_group(mesh_dim=0), device_mesh.get_group(mesh_dim=1)
+    elif process_group is not None:
+        if not (isinstance(process_group, tuple) and len(process_group) == 2 and all(map(_is_group, process_group))):
+            raise ConfigError(
+                "Expected process_group to be passed in as either None or "
+                f"Tuple[dist.ProcessGroup, dist.ProcessGroup] but got {type(process_group)}; {strategy} shards over "
+                f"the first group and replicates over the second"
+            )
+        process_group, replicate_group = process_group
+    elif policy is None:
+        raise ConfigError(
+            f"Manual wrapping with {strategy} requires explicit specification of process group or device_mesh."
+        )
+    else:
+        process_group, replicate_group = _init_intra_and_inter_node_groups(
+            _default_group(), _devices_per_node(device_type)
+        )
+    rank, world_size = _place_in(process_group)
+    return Groups(process_group, replicate_group, rank, world_size, device_mesh, given)
+
+
+def _is_group(group: object) -> bool:
+    return isinstance(group, dist.ProcessGroup | Collectives | GroupLike)
+
+
+def _place_in(group: Any) -> tuple[int, int]:
+    if isinstance(group, Collectives):
+        return group.rank, group.world_size
+    if not _is_group(group):
+        raise WorldSizeError(
+            f"{group!r} is not a process group that this process is in; give one torch.distributed.ProcessGroup that "
+            f"contains this rank (a pair of groups is for hybrid strategies)"
+        )
+    return int(group.rank()), int(group.size())
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if group is None:
+        raise ConfigError(
+            "Default process group has not been initialized, please make sure to call init_process_group, or pass "
+            "process_group or device_mesh"
+        )
+    return group
+
+
+def _devices_per_node(device_type: str) -> int:
+    """Ranks that share a node, as the launcher says, or else one for each device that this process sees."""
+    world_size = dist.get_world_size()
+    launched = os.environ.get("LOCAL_WORLD_SIZE")
+    if launched is not None:
+        return int(launched)
+    # Hosts without accelerators cannot tell how many ranks they have: all are taken to be on one.
+    return min(world_size, torch.accelerator.device_count()) if device_type != "cpu" else world_size
+
+
+def _init_intra_and_inter_node_groups(
+    global_process_group: dist.ProcessGroup, num_devices_per_node: int
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """New groups of this rank's node, and of the ranks at the same place in every node. All ranks call it together.
+
+    Ranks are taken to be numbered node by node, ``num_devices_per_node`` each.
+
+    Raises:
+        WorldSizeError: the nodes do not divide the ranks.
+    """
+    ranks = dist.get_process_group_ranks(global_process_group)
+    if num_devices_per_node < 1 or len(ranks) % num_devices_per_node:
+        raise WorldSizeError(
+            f"{len(ranks)} ranks cannot be divided over nodes of {num_devices_per_node}; start as many ranks on every "
+            f"node, or pass process_group=(shard group, replicate group)"
+        )
+    backend = dist.get_backend_config(global_process_group)
+    nodes = [ranks[start : start + num_devices_per_node] for start in range(0, len(ranks), num_devices_per_node)]
+    # Every rank makes every group, in the same order: making one is collective over the whole job.
+    intra = [dist.new_group(node, backend=backend) for node in nodes]
+    inter = [dist.new_group(list(peers), backend=backend) for peers in zip(*nodes, strict=True)]
+    node, place = divmod(global_process_group.rank(), num_devices_per_node)
+    return intra[node], inter[place]
+
+
+def effective_strategy(strategy: ShardingStrategy | None, world_size: int) -> ShardingStrategy:
+    """``strategy`` (None for ``FULL_SHARD``), or ``NO_SHARD`` where one rank has nothing to shard over. Warns."""
+    if world_size == 1:
+        if strategy is not ShardingStrategy.NO_SHARD:
+            _warn(
+                f"FSDP is switching to use `NO_SHARD` instead of {strategy or ShardingStrategy.FULL_SHARD} since the "
+                f"world size is 1."
+            )
+        return ShardingStrategy.NO_SHARD
+    if strategy is ShardingStrategy.NO_SHARD:
+        _warn(
+            "The `NO_SHARD` sharding strategy is deprecated. If having issues, please use `DistributedDataParallel` "
+            "instead.",
+            FutureWarning,
+        )
+    return strategy or ShardingStrategy.FULL_SHARD
+
+
+def warn_about_container(module: nn.Module) -> None:
+    """Warn where ``module`` has no forward in which its parameters could be gathered."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        _warn(f"FSDP will not all-gather parameters for containers that do not implement forward: {module}")
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """What an instance leaves alone, with all that instances inside it leave alone."""
+
+    modules: frozenset[nn.Module]
+    """The ignored modules and everything in them, without FSDP instances."""
+    parameters: frozenset[nn.Parameter]
+    """Their parameters, and those that are ignored one by one."""
+    buffers: frozenset[torch.Tensor]
+    """Their buffers."""
+    buffer_names: frozenset[str]
+    """Clean names, from the wrapped module on, of these buffers."""
+
+
+def find_ignored(
+    module: nn.Module,
+    ignored_modules: Iterable[nn.Module] | None = None,
+    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+) -> Ignored:
+    """What ``module``'s instance must leave alone.
+
+    Raises:
+        ConfigTypeError: an argument is not iterable.
+        ConfigError: both are given, elements are of a wrong type or of several, or an FSDP instance is among them.
+    """
+    if ignored_modules is not None and ignored_states is not None:
+        raise ConfigError(
+            "Cannot pass both ignored_modules and ignored_states at the same time. Please just pass ignored_states."
+        )
+    parameters: list[nn.Parameter] = []
+    if ignored_states is not None:
+        states = _listed(ignored_states, "ignored_states", "`torch.nn.Parameter`s or `torch.nn.Module`s")
+        roots = [state for state in states if isinstance(state, nn.Module)]
+        parameters = [state for state in states if isinstance(state, nn.Parameter)]
+        if len(states) not in (len(roots), len(parameters)):
+            raise ConfigError(
+                f"ignored_states expects all nn.Parameter or all nn.Module list elements but got types {_types(states)}"
+            )
+    else:
+        states = _listed(ignored_modules or (), "ignored_modules", "`torch.nn.Module`s")
+        roots = [state for state in states if isinstance(state, nn.Module)]
+        if len(states) != len(roots):
+            raise ConfigError(f"ignored_modules expects nn.Module list elements but got types {_types(states)}")
+    if any(_get_module_fsdp_state(root) is not None for root in roots):
+        raise ConfigError(
+            "`ignored_modules` should not include FSDP modules; list the modules inside them when they are wrapped"
+        )
+    return _all_ignored(module, roots, parameters)
+
+
+def _all_ignored(module: nn.Module, roots: list[nn.Module], parameters: list[nn.Parameter]) -> Ignored:
+    # A module that is replicated in place exchanges its gradients itself.
+    roots = roots + [child for child in module.modules() if _torch_private.is_replicated_in_place(child)]
+    modules = {child for root in roots for child in root.modules() if not _is_wrapper(child)}
+    if module in modules:
+        _warn_about_top_level(module)
+    found = {parameter for ignored in modules for parameter in ignored.parameters()}.union(parameters)
+    found = {parameter for parameter in found if not _is_fsdp_flattened(parameter)}
+    for child in module.modules():
+        state = _get_module_fsdp_state(child)
+        if state is not None:
+            modules.update(state._ignored_modules)
+            found.update(state._ignored_params)
+    buffers = {buffer for ignored in modules for buffer in ignored.buffers()}
+    names = {clean_tensor_name(name) for name, buffer in module.named_buffers() if buffer in buffers}
+    return Ignored(frozenset(modules), frozenset(found), frozenset(buffers), frozenset(names))
+
+
+def _warn_about_top_level(module: nn.Module) -> None:
+    warnings.warn(
+        "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all parameters "
+        f"being ignored and is not well-supported: {module}",
+        stacklevel=STACKLEVEL + 1,
+    )
+
+
+def _listed(given: Any, argument: str, elements: str) -> list[Any]:
+    try:
+        return list(given)
+    except TypeError as error:
+        raise ConfigTypeError(f"`{argument}` should be an iterable of {elements} but got {type(given)}") from error
+
+
+def _types(states: list[Any]) -> list[type]:
+    return sorted({type(state) for state in states}, key=repr)
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return _get_module_fsdp_state(module) is module
+
+
+def managed_parameters(module: nn.Module, ignored: Ignored) -> list[nn.Parameter]:
+    """The parameters that ``module``'s instance will shard: neither ignored nor part of an inner instance."""
+    return [parameter for _, parameter in named_managed(module, ignored)]
+
+
+def named_managed(module: nn.Module, ignored: Ignored) -> Iterator[tuple[str, nn.Parameter]]:
+    """Clean names and parameters of what ``module``'s instance will shard."""
+    for name, parameter in module.named_parameters():
+        if parameter not in ignored.parameters and not _is_fsdp_flattened(parameter):
+            yield clean_tensor_name(name), parameter
+
+
+def managed_modules(module: nn.Module, ignored: Ignored) -> list[nn.Module]:
+    """``module`` and all inside it but for ignored modules and inner instances, outermost first."""
+    found = {module: None}
+    queue = deque([module])
+    while queue:
+        for child in queue.popleft().children():
+            if child not in found and child not in ignored.modules and _get_module_fsdp_state(child) is None:
+                found[child] = None
+                queue.append(child)
+    return list(found)
+
+
+def device_type_of(module: nn.Module, ignored: Ignored, device_id: int | torch.device | None) -> str:
+    """Where the model computes: ``device_id``'s type, or that of its parameters, or of this host's accelerator.
+
+    A host without an accelerator computes on the CPU; elsewhere, ``device_id=torch.device("cpu")`` asks for it.
+
+    Raises:
+        DeviceError: parameters are on accelerators of two types, or ``device_id`` names one that is not here.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device_id is not None:
+        asked = _as_device(device_id)
+        if asked.type != "cpu" and accelerator is None:
+            raise DeviceError(
+                f"FSDP needs a non-CPU accelerator device, but no accelerator device is detected. `device_id` is "
+                f"{device_id!r}; leave it out, or pass torch.device('cpu'), to compute on the CPU"
+            )
+        return asked.type
+    first: str | None = None
+    for name, parameter in named_managed(module, ignored):
+        found = parameter.device.type
+        if found in ("cpu", "meta"):
+            continue
+        if first is not None and found != first:
+            raise DeviceError(
+                f"FSDP does not support modules with different device types but got params on {first} and {found} "
+                f"({name}); move the module to one device"
+            )
+        first = found
+    return first or (accelerator.type if accelerator is not None else "cpu")
+
+
+def _as_device(device_id: int | torch.device) -> torch.device:
+    return device_id if isinstance(device_id, torch.device) else torch.device(device_id)
+
+
+def current_device(device_type: str) -> torch.device:
+    """The device of that type that new tensors of this process would be on."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.accelerator.current_device_index())
+
+
+def explicit_device(device_id: int | torch.device | None, rank: int) -> torch.device | None:
+    """``device_id`` as a device with an index; None for None. Warns where the index is the current device's."""
+    if device_id is None:
+        return None
+    device = _as_device(device_id)
+    if device.type == "cpu" or device.index is not None:
+        return device
+    current = current_device(device.type)
+    _warn(
+        f"FSDP got the argument `device_id` {device_id} on rank {rank}, which does not have an explicit index. FSDP "
+        f"will use the current device {current.index}. If this is incorrect, please explicitly call "
+        f"`torch.{device.type}.set_device()` before FSDP initialization or pass in the explicit device index as the "
+        f"`device_id` argument."
+    )
+    return current
+
+
+def check_module(
+    module: nn.Module,
+    ignored: Ignored,
+    device: torch.device | None,
+    rank: int,
+    param_init_fn: Callable[[nn.Module], None] | None,
+) -> None:
+    """``check_parameters`` and ``check_devices``: all that one instance refuses, before anything is changed."""
+    check_parameters(module, ignored, device, rank, param_init_fn)
+    check_devices(module, ignored, device, rank)
+
+
+def check_parameters(
+    module: nn.Module,
+    ignored: Ignored,
+    device: torch.device | None,
+    rank: int,
+    param_init_fn: Callable[[nn.Module], None] | None,
+) -> None:
+    """Refuse parameters that no instance could shard; before modules inside are wrapped, it looks at theirs too.
+
+    Args:
+        module: the module to wrap; what is managed inside it already is not looked at.
+        ignored: what is not looked at either.
+        device: from ``explicit_device``.
+        rank: for messages.
+        param_init_fn: the constructor's argument.
+
+    Raises:
+        ParameterError: a parameter is a scalar.
+        ConfigError: ``param_init_fn`` cannot be called, or parameters are on another device than ``device``.
+    """
+    for name, parameter in named_managed(module, ignored):
+        if parameter.dim() == 0:
+            raise ParameterError(
+                f"FSDP doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1."
+            )
+        if device is not None and parameter.device.type not in ("cpu", "meta") and parameter.device != device:
+            _refuse_device(rank, parameter.device, device)
+    if param_init_fn is not None and not callable(param_init_fn) and needs_materialization(module, ignored):
+        raise ConfigError(f"Expected {param_init_fn} to be callable but got {type(param_init_fn)}")
+
+
+def check_devices(module: nn.Module, ignored: Ignored, device: torch.device | None, rank: int) -> None:
+    """Refuse parameters of one instance that are on several devices.
+
+    Raises:
+        DeviceError: they are, and ``device`` does not say where those on the CPU belong.
+    """
+    devices = {parameter.device for _, parameter in named_managed(module, ignored)}
+    if len(devices) == 2 and torch.device("cpu") in devices:
+        if device is None:
+            raise DeviceError(
+                "To support a module with both CPU and GPU params, please pass in device_id argument. They are on "
+                f"{sorted(map(str, devices))} (rank {rank})"
+            )
+    elif len(devices) > 1:
+        raise DeviceError(
+            f"FSDP only supports single device modules but got params on {devices} (rank {rank}); move them to one"
+        )
+
+
+def needs_materialization(module: nn.Module, ignored: Ignored) -> bool:
+    """Whether parameters that ``module``'s instance will shard, or buffers beside them, are on the meta device."""
+    if any(parameter.is_meta for _, parameter in named_managed(module, ignored)):
+        return True
+    return any(buffer.is_meta for child in managed_modules(module, ignored) for buffer in child.buffers(recurse=False))
+
+
+def _refuse_device(rank: int, compute_device: torch.device, device: torch.device) -> None:
+    raise ConfigError(
+        f"Inconsistent compute device and `device_id` on rank {rank}: {compute_device} vs {device}; move the module "
+        f"to {device} or leave `device_id` out"
+    )
+
+
+def move_to(module: nn.Module, ignored: Ignored, device: torch.device | None, device_type: str) -> None:
+    """Move parameters, gradients and buffers that are on the CPU to ``device``; the tensor objects stay.
+
+    What is ignored, and what inner instances manage, stays where it is. Without a ``device`` nothing moves, and there
+    is a warning where a model on the CPU will compute elsewhere.
+    """
+    if device is None:
+        on_cpu = any(parameter.device.type == "cpu" for _, parameter in named_managed(module, ignored))
+        if on_cpu and device_type != "cpu":
+            _warn(
+                "The passed-in `module` is on CPU and will thus have FSDP's sharding initialization run on CPU, which "
+                "may be slower than on GPU. We recommend passing in the `device_id` argument for FSDP to move `module` "
+                "to GPU for the sharding initialization. `module` must also be on GPU device to work with the "
+                "`sync_module_states=True` flag since that requires GPU communication."
+            )
+        return
+    for child in managed_modules(module, ignored):
+        for parameter in child.parameters(recurse=False):
+            if parameter.device.type == "cpu" and parameter not in ignored.parameters:
+                parameter.data = parameter.data.to(device)
+                if parameter.grad is not None:
+                    parameter.grad.data = parameter.grad.data.to(device)
+        for buffer in child.buffers(recurse=False):
+            if buffer.device.type == "cpu" and buffer not in ignored.buffers:
+                buffer.data = buffer.data.to(device)
+
+
+def compute_device(
+    module: nn.Module, ignored: Ignored, device: torch.device | None, device_type: str, rank: int
+) -> torch.device:
+    """Where the instance computes: where its parameters are, or the current device where they are on the CPU.
+
+    Raises:
+        ConfigError: that is not ``device``.
+    """
+    first = next((parameter for _, parameter in named_managed(module, ignored)), None)
+    if first is not None and first.device.type != "cpu":
+        chosen = first.device
+    else:
+        chosen = current_device(device_type)
+    if device is not None and chosen != device:
+        _refuse_device(rank, chosen, device)
+    return chosen

@@ -1,0 +1,76 @@
+"""What modules and optimizers hold where one flat parameter stands for all (``use_orig_params=False``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from polyshard.engine.bindings import Bindings, Shown, Swap
+from polyshard.engine.guard import ShardedParameter
+from polyshard.engine.layout import FlatLayout
+from polyshard.engine.originals import ManagedParameter, MasterViews, Recipient
+from torch import nn
+
+from ._flat_param import FlatParameter
+
+
+class FlatOriginal(MasterViews):
+    """One flat parameter over the whole master."""
+
+    def __init__(self, flat_param: FlatParameter, layout: FlatLayout, master: torch.Tensor) -> None:
+        self._flat_param = flat_param
+        self._layout = layout
+        self._master = master
+        self.tensors = [flat_param]
+        self._trained = flat_param.requires_grad
+        self.expose()
+
+    @property
+    def recipients(self) -> list[Recipient]:
+        return [Recipient(self._flat_param, 0, tuple(self._master.shape), (1,))]
+
+    @property
+    def trained(self) -> list[bool]:
+        return [self._flat_param.requires_grad] * len(self._layout.slots)
+
+    def expose(self) -> None:
+        self._flat_param.data = self._master
+
+    def take_up_changes(self) -> bool:
+        return self.retrained()
+
+    def retrained(self) -> bool:
+        before, self._trained = self._trained, self._flat_param.requires_grad
+        return before != self._trained
+
+    def refuse_changes(self, *, held: bool) -> None:
+        """Nothing: no parameter is within the user's reach."""
+
+
+class FlatBindings(Bindings):
+    """Plain tensors under the parameters' names, in ``module.__dict__``.
+
+    ``_parameters`` would make them the module's own again: in ``named_parameters``, in state dicts, in optimizers.
+    """
+
+    def __init__(
+        self, parameters: Sequence[ManagedParameter], leaves: Sequence[torch.Tensor], *, guarded: bool
+    ) -> None:
+        super().__init__(parameters, leaves, guarded=guarded)
+        # Whole views were left there when the parameters were flattened.
+        self.shown = Shown.VIEWS
+        self.show(Shown.ORIGINALS)
+
+    def _collect(self, leaves: Sequence[torch.Tensor]) -> dict[nn.Module, Swap]:
+        swaps: dict[nn.Module, Swap] = {}
+        for parameter, leaf in zip(self._parameters, leaves, strict=True):
+            guard = ShardedParameter.of(parameter.original, parameter.names[0])
+            outside = guard if self._elsewhere is Shown.GUARDS else leaf.detach()
+            for module, attribute in parameter.sites:
+                swap = swaps.setdefault(module, Swap(module.__dict__, {shown: {} for shown in Shown}))
+                swap.of[Shown.VIEWS][attribute] = leaf
+                swap.of[Shown.ORIGINALS][attribute] = swap.of[Shown.GUARDS][attribute] = outside
+        return swaps
+
+    def _add_guards(self) -> None:
+        """They are there already: outside of compute, too, nothing else stands under the names."""

@@ -1,0 +1,73 @@
+"""The turning points of a step, as functions that are looked up when they are called: tests stand in between."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from polyshard.engine import _torch_private
+from polyshard.engine.boundary import pass_through
+from polyshard.engine.tensors import iter_hidden_tensors, iter_tensors, map_tensors
+from torch import nn
+
+if TYPE_CHECKING:
+    from ._flat_param import FlatParamHandle
+    from ._state import FSDPInstance
+
+
+def _unshard(state: FSDPInstance, handle: FlatParamHandle) -> None:
+    """Issue the gather of ``handle``'s flat parameter."""
+    assert handle.unit is not None
+    handle.unit.gather()
+
+
+def _reshard(state: FSDPInstance, handle: FlatParamHandle, free_unsharded_flat_param: bool) -> None:
+    """Let modules see shards again, and release the gathered flat parameter where that is asked for."""
+    assert handle.unit is not None
+    if free_unsharded_flat_param:
+        handle.unit.release()
+    else:
+        handle.unit.conceal()
+
+
+def _register_pre_backward_hooks(
+    state: FSDPInstance, module: nn.Module, outputs: Any, handle: FlatParamHandle | None
+) -> Any:
+    """``outputs``, each of which starts the instance's backward before a gradient goes through it."""
+    hook = state._stage.gradient_hook()
+    for tensor in iter_hidden_tensors(outputs):
+        if tensor.requires_grad:
+            _torch_private.on_gradient(tensor, hook)
+    found = [tensor for tensor in iter_tensors(outputs) if tensor.requires_grad]
+    if any(tensor._is_view() for tensor in found):
+        # An in-place change of a view rewrites its history, and a hook on it would be lost.
+        passed = iter(pass_through(hook, found))
+        return map_tensors(lambda tensor: next(passed) if tensor.requires_grad else tensor, outputs)
+    for tensor in found:
+        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+def _register_post_backward_hook(state: FSDPInstance, handle: FlatParamHandle | None) -> None:
+    """Let the instance's backward end once the gradients of its inputs are there."""
+    state._stage.watch_pending_inputs()
+
+
+def _move_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
+    """A forward's inputs with every tensor on ``device``."""
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.device == device else tensor.to(device)
+
+    return map_tensors(move, args), map_tensors(move, kwargs)
+
+
+def _cast_forward_inputs(dtype: torch.dtype | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A forward's inputs with every floating-point tensor in ``dtype``; unchanged for None."""
+    if dtype is None:
+        return args, kwargs
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+    return map_tensors(cast, args), map_tensors(cast, kwargs)

@@ -1,0 +1,324 @@
+"""The engine's unit with FSDP's flat parameter and its habits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from polyshard.engine.bindings import Bindings, Shown
+from polyshard.engine.buffer import FlatBuffer, view_of
+from polyshard.engine.originals import MasterViews, Originals, become
+from polyshard.engine.ranks import RankGrid
+from polyshard.engine.unit import Reshard, Unit, UnitState
+from polyshard.errors import DeviceError, ParameterChangedError, ParameterMovedError
+from polyshard.interfaces import OffloadManager, PrecisionCaster, UnitDtypes, UnitSpec
+from torch import nn
+
+from . import _runtime_utils
+from ._flat_param import FlatParamHandle, HandleShardingStrategy
+from ._gradients import CommHook, FlatGradients
+from ._originals import FlatBindings, FlatOriginal
+
+if TYPE_CHECKING:
+    from ._state import FSDPInstance
+
+_KEPT_AFTER_FORWARD = (HandleShardingStrategy.SHARD_GRAD_OP, HandleShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+class FlatUnit(Unit):
+    """The unit of one FSDP instance.
+
+    Differs from the engine's own in what a user can see of it:
+
+    - ``flat_param.data`` is the master outside of compute and the whole buffer inside; where a user moved or cast it,
+      the new data become the master.
+    - Strategies that keep parameters after forward let modules go on seeing them whole until backward.
+    - Gathers and releases go through ``_runtime_utils``, where tests stand in between.
+    """
+
+    def __init__(
+        self,
+        instance: FSDPInstance,
+        handle: FlatParamHandle,
+        spec: UnitSpec,
+        grid: RankGrid,
+        dtypes: UnitDtypes,
+        caster: PrecisionCaster,
+        offload: OffloadManager,
+        *,
+        reshard: Reshard,
+        checks_writeback: bool,
+    ) -> None:
+        self._instance = instance
+        self.handle = handle
+        self.flat_param = handle.flat_param
+        self._checks_writeback = checks_writeback
+        self._whole: torch.Tensor | None = None
+        self._shown_addresses: list[int] = []
+        self.whole_for_user: torch.Tensor | None = None
+        self.comm_hook: CommHook | None = None
+        handle.unit = self
+        super().__init__(
+            spec,
+            handle.layout,
+            handle.parameters,
+            grid,
+            handle.keep_own_shard(),
+            dtypes,
+            caster,
+            offload,
+            reshard=reshard,
+        )
+        if not handle.use_orig_params:
+            # Takes the whole views, which flattening left in the modules, out of them.
+            self.prepare()
+
+    @property
+    def resident(self) -> bool:
+        """Never: gradients take one road at every world size, with the same hooks and casts on it."""
+        return False
+
+    @property
+    def whole_is_here(self) -> bool:
+        """Whether the gather buffer holds the whole parameters."""
+        return self.state is UnitState.UNSHARDED
+
+    def _settle(self, master: torch.Tensor) -> None:
+        super()._settle(master)
+        self.flat_param.data = self.master
+        self.flat_param._local_shard = self.master
+        if self.dtypes.compute != self.spec.master_dtype:
+            # Casts go straight into the slice of the gather buffer that is sent.
+            self.flat_param._mp_shard = torch.empty(0, dtype=self.dtypes.compute, device=self.spec.device)
+        if self.dtypes.grad != self.spec.master_dtype:
+            self.flat_param.grad_dtype = self.dtypes.grad
+
+    def _make_originals(self) -> MasterViews:
+        if not self.handle.use_orig_params:
+            return FlatOriginal(self.flat_param, self.layout, self.master)
+        return Originals(
+            self.parameters,
+            self.layout,
+            self.pieces,
+            self.master,
+            whole=self.grid.shard is None,
+            rank=self.grid.world.rank,
+        )
+
+    def _make_bindings(self) -> Bindings:
+        if self.handle.use_orig_params:
+            return super()._make_bindings()
+        return FlatBindings(self.parameters, self.leaves, guarded=not self.permanent)
+
+    def _make_gradients(self) -> FlatGradients:
+        return FlatGradients(self)
+
+    @property
+    def flat_gradients(self) -> FlatGradients:
+        """The unit's gradients."""
+        assert isinstance(self.gradients, FlatGradients)
+        return self.gradients
+
+    def _bind(self, buffer: FlatBuffer) -> None:
+        super()._bind(buffer)
+        self.flat_param._full_param_padded = buffer.flat
+        self._whole = None
+
+    def choose_buffer(self, training: bool) -> None:
+        super().choose_buffer(training)
+        if self._full_precision_in_eval or self.caster.full_precision_in_eval(self.spec):
+            self.flat_gradients.choose(full_precision=not training)
+
+    def show(self) -> None:
+        self.handle._use_unsharded_views(as_params=False)
+
+    def show_views(self) -> None:
+        """Let modules see whole parameters; the flat parameter is whole too."""
+        if self.bindings.shown is Shown.VIEWS:
+            return
+        super().show()
+        if not self.permanent:
+            if self._whole is None:
+                # Now, because a released buffer cannot be viewed.
+                self._whole = self.buffer.flat.narrow(0, 0, self.handle.unsharded_numel)
+            self.flat_param.data = self._whole
+
+    def hide(self) -> None:
+        if not self._stays_shown:
+            self.conceal()
+        elif not self._shown_addresses:
+            self._shown_addresses = [leaf.data_ptr() for leaf in self.leaves]
+
+    def conceal(self) -> None:
+        """Let modules see what they see outside of compute."""
+        self._shown_addresses = []
+        super().hide()
+        if not self.permanent and self.whole_for_user is None:
+            self.flat_param.data = self.master
+
+    @property
+    def _stays_shown(self) -> bool:
+        return (
+            self.prepared
+            and self.handle.use_orig_params
+            and self.bindings.shown is Shown.VIEWS
+            and self.state is UnitState.UNSHARDED
+            and not self.permanent
+            and self.handle.sharding_strategy in _KEPT_AFTER_FORWARD
+            and torch.is_grad_enabled()
+        )
+
+    def unshard(self) -> None:
+        if self.permanent or (self.state is not UnitState.SHARDED and not self._expired):
+            return
+        _runtime_utils._unshard(self._instance, self.handle)
+
+    def gather(self) -> None:
+        """Issue the gather."""
+        super().unshard()
+
+    def reshard(self) -> None:
+        if self.permanent or self.state is UnitState.SHARDED:
+            self.conceal()
+            return
+        _runtime_utils._reshard(self._instance, self.handle, True)
+
+    def release(self) -> None:
+        """Release the gather buffer."""
+        self.conceal()
+        super().reshard()
+
+    def take_up_changes(self) -> None:
+        if self.prepared and self.bindings.shown is not Shown.ORIGINALS:
+            self.conceal()
+            self.bindings.show(Shown.ORIGINALS)
+        self.take_up_home()
+        if self._checks_writeback or not self.handle.use_orig_params:
+            super().take_up_changes()
+        elif self.originals.retrained() and self.prepared:
+            self.follow_requires_grad()
+        self.flat_gradients.drop_unreduced_if_cleared()
+
+    def take_up_home(self, *, refuse_offload: bool = True) -> None:
+        """Make the flat parameter's data the master, where a user moved or cast it.
+
+        Raises:
+            DeviceError: it left host memory although it is offloaded, or is not where the unit computes.
+            ParameterChangedError: it has another number of elements.
+        """
+        data = self.flat_param.data
+        if data.data_ptr() == self.master.data_ptr() and data.dtype == self.master.dtype:
+            return
+        if data.shape != self.master.shape:
+            raise ParameterChangedError(
+                f"Cannot writeback when the parameter shape changes\nExpects {self.master.shape} but got {data.shape} "
+                f"in '{self.name}' on rank {self.grid.world.rank}. Give the flat parameter data of its own shape."
+            )
+        if self.parks and data.device.type != "cpu":
+            if refuse_offload:
+                raise misplaced_offload(data.device, self.name, self.grid.world.rank)
+            # Left where the user put it: the next use says what is wrong with that.
+            return
+        self.rehome(data)
+
+    def rehome(self, master: torch.Tensor) -> None:
+        """Let ``master`` (``[shard_numel]``), of whatever dtype and device, be the master from now on."""
+        held = [(parameter, parameter.grad) for parameter in self.originals.tensors]
+        self.spec = dataclasses.replace(self.spec, master_dtype=master.dtype)
+        self.dtypes = self.caster.dtypes(self.spec)
+        for parameter, _ in held:
+            parameter.grad = None
+        self._settle(master.detach())
+        if not self.handle.use_orig_params:
+            self.prepare()
+        for parameter, gradient in held:
+            if gradient is not None:
+                parameter.grad = gradient.to(dtype=self.dtypes.grad, device=parameter.device)
+
+    @contextmanager
+    def without_originals(self) -> Iterator[None]:
+        """A context in which modules do not hold the parameters."""
+        sites = [site for parameter in self.parameters for site in parameter.sites]
+        orders = {module: list(module._parameters) for module, _ in sites}
+        held = {(module, key): module._parameters.pop(key) for module, key in sites}
+        try:
+            yield
+        finally:
+            for (module, key), parameter in held.items():
+                module._parameters[key] = parameter
+            for module, order in orders.items():
+                for key in order:
+                    module._parameters[key] = module._parameters.pop(key)
+
+    def refuse_changes(self) -> None:
+        if self._shown_addresses and not self._views_are_untouched():
+            # The views' memory is no longer the buffer's: make new ones before the next forward.
+            self.prepared = False
+            raise ParameterMovedError(
+                "FSDP does not support changing the parameters between forward and backward for "
+                f"{self.handle.sharding_strategy}: unit '{self.name}' on rank {self.grid.world.rank}. "
+                "Change them before the forward or after the backward."
+            )
+        if self._checks_writeback:
+            super().refuse_changes()
+        elif self.originals.retrained():
+            self.follow_requires_grad()
+
+    def _views_are_untouched(self) -> bool:
+        if [leaf.data_ptr() for leaf in self.leaves] != self._shown_addresses:
+            return False
+        return all(
+            module._parameters.get(attribute) is leaf
+            for parameter, leaf in zip(self.parameters, self.leaves, strict=True)
+            for module, attribute in parameter.sites
+        )
+
+    def unreduced_gradients(self, buffer: FlatBuffer) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
+        """The parameters that the user sees, with the whole gradients in ``buffer`` that belong to them."""
+        if self.handle.use_orig_params:
+            return list(zip(self.originals.tensors, buffer.views, strict=True))
+        return [(self.flat_param, buffer.flat.narrow(0, 0, self.handle.unsharded_numel))]
+
+    def expose_whole(self) -> None:
+        """Let the user see whole parameters in the original dtype, over ``whole_for_user``."""
+        whole = self.whole_for_user
+        assert whole is not None
+        views = [view_of(whole, slot.shape, slot.stride, slot.offset) for slot in self.layout.slots]
+        if self.handle.use_orig_params:
+            for parameter, view in zip(self.parameters, views, strict=True):
+                become(parameter.original, view)
+            return
+        for parameter, view in zip(self.parameters, views, strict=True):
+            shown = nn.Parameter(view, requires_grad=self.flat_param.requires_grad)
+            for module, attribute in parameter.sites:
+                module.__dict__.pop(attribute, None)
+                module._parameters[attribute] = shown
+        self.handle.deregister_flat_param()
+
+    def withdraw_whole(self) -> None:
+        """Undo ``expose_whole``."""
+        self.whole_for_user = None
+        if not self.handle.use_orig_params:
+            for parameter in self.parameters:
+                for module, attribute in parameter.sites:
+                    module._parameters.pop(attribute, None)
+            self.handle.register_flat_param()
+            self.bindings.shown = Shown.VIEWS
+            self.bindings.show(Shown.ORIGINALS)
+            self.originals.expose()
+            return
+        for parameter in self.parameters:
+            for module, key in parameter.sites:
+                module._parameters[key] = parameter.original
+        self.originals.expose()
+
+
+def misplaced_offload(device: torch.device, name: str, rank: int) -> DeviceError:
+    """The error for offloaded parameters that a user moved off the CPU."""
+    return DeviceError(
+        f"An FSDP-managed module with parameter CPU offloading enabled has parameters on {device}: '{name}' on rank "
+        f"{rank}. Make sure to not move the module from CPU when offloading parameters."
+    )

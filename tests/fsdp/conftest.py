@@ -1,0 +1,16 @@
+"""Ranks for the drop-in's tests: gloo on CPU, and NCCL where there are GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from fsdp_parity.ranks import Pools
+
+
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Pools]:
+    """Runs a body on every rank of a persistent group, once on each kind of device."""
+    pools = Pools(request.param)
+    yield pools
+    pools.close()

@@ -1,0 +1,60 @@
+"""Where a test body runs: which rank it is, and on which device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from processes import RankPool
+
+#: Seconds that one body may take before the stacks of all ranks are shown.
+BODY_TIMEOUT = 110.0
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One rank of a group, as a test body sees it."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The default group, of all ranks."""
+        group = dist.group.WORLD
+        assert group is not None
+        return group
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether there is one place alone: a model moved before wrapping, after it, or never, is the same there."""
+        return self.device.type == "cpu"
+
+
+def _enter(rank: int, world_size: int, device_type: str, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
+    return body(Ranks(rank, world_size, device), *args)
+
+
+class Pools:
+    """One group of processes for each world size, kept from test to test; a group that failed is replaced."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self._pools: dict[int, RankPool] = {}
+
+    def run(self, world_size: int, body: Callable[..., Any], *args: Any, timeout: float = BODY_TIMEOUT) -> list[Any]:
+        """Call ``body(Ranks, *args)`` on every one of ``world_size`` ranks; return the results in rank order."""
+        pool = self._pools.get(world_size)
+        if pool is None or pool.closed:
+            pool = self._pools[world_size] = RankPool(world_size, "nccl" if self.device_type == "cuda" else "gloo")
+        return pool.run(_enter, world_size, self.device_type, body, args, timeout=timeout)
+
+    def close(self) -> None:
+        """Let all processes leave."""
+        for pool in self._pools.values():
+            pool.close()
