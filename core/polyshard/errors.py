@@ -22,6 +22,7 @@
     ├── StepError
     │   ├── StateError (RuntimeError)           a call that the current phase of the step does not allow
     │   │   └── StepAssertionError (AssertionError)  such a call that breaks an order of calls
+    │   ├── TrainingStateError (ValueError)     a call in a training state other than those that allow it
     │   ├── UnshardedUseError (RuntimeError)    parameters used while they are sharded
     │   ├── ParameterChangedError (RuntimeError)  a parameter replaced where that cannot be honoured
     │   │   └── ParameterMovedError (AssertionError)  one replaced between forward and backward
@@ -62,6 +63,7 @@ __all__ = [
     "StateError",
     "StepAssertionError",
     "StepError",
+    "TrainingStateError",
     "UnshardedUseError",
     "UnsupportedError",
     "WorldSizeError",
@@ -146,6 +148,10 @@ class StateError(StepError, RuntimeError):
 
 class StepAssertionError(StateError, AssertionError):
     """A call that comes before or inside another one that it must follow."""
+
+
+class TrainingStateError(StepError, ValueError):
+    """A call that the training state of an FSDP instance does not allow."""
 
 
 class UnshardedUseError(StepError, RuntimeError):

@@ -3,6 +3,7 @@
 A script moves over by changing the line that imports it.
 """
 
+from ._flat_param import FlatParameter
 from .api import (
     BackwardPrefetch,
     CPUOffload,
@@ -24,6 +25,7 @@ from .fully_sharded_data_parallel import FullyShardedDataParallel, OptimStateKey
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",

@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from polyshard.engine.tensors import iter_tensors
-from polyshard.errors import StepError
+from polyshard.errors import TrainingStateError
 from polyshard_plugins.casts import make_input_cast, make_output_cast
 from torch import nn
 
@@ -52,10 +52,6 @@ class HandleTrainingState(Enum):
     BACKWARD_POST = auto()
     #: Inside ``summon_full_params``.
     SUMMON_FULL_PARAMS = auto()
-
-
-class TrainingStateError(StepError, ValueError):
-    """A call that the training state of an FSDP instance does not allow."""
 
 
 class FSDPState(Protocol):

@@ -9,10 +9,11 @@ import torch
 from polyshard.errors import ConfigError
 from torch import nn
 
-from . import _init_values
+from . import _init_values, _state_dict_utils
 from ._common_utils import FSDP_STATE, TrainingState
 from ._init_utils import (
-    check_module,
+    check_devices,
+    check_parameters,
     compute_device,
     current_device,
     device_type_of,
@@ -75,6 +76,8 @@ def fully_shard(
     ignored = find_ignored(module, ignored_modules, ignored_states)
     device_type = device_type_of(module, ignored, device_id)
     groups = resolve_groups(strategy, process_group, None, policy, device_type)
+    device = explicit_device(device_id, groups.rank)
+    check_parameters(module, ignored, device, groups.rank, param_init_fn)
     if policy is not None:
         arguments: dict[str, Any] = {
             "process_group": groups.for_children(),
@@ -89,8 +92,7 @@ def fully_shard(
         }
         _auto_wrap(module, policy, set(ignored.modules), set(ignored.parameters), arguments, fully_shard)
     chosen = effective_strategy(strategy, groups.world_size)
-    device = explicit_device(device_id, groups.rank)
-    check_module(module, ignored, device, groups.rank, param_init_fn)
+    check_devices(module, ignored, device, groups.rank)
     _init_values.materialize(module, ignored, param_init_fn, device or current_device(device_type))
     move_to(module, ignored, device, device_type)
     computes_on = compute_device(module, ignored, device, device_type, groups.rank)
@@ -112,5 +114,6 @@ def fully_shard(
         use_orig_params=True,
     )
     state._stage.attach()
+    _state_dict_utils._register_all_state_dict_hooks(state)
     module.__dict__[FSDP_STATE] = state
     return module

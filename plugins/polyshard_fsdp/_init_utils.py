@@ -391,18 +391,6 @@ def explicit_device(device_id: int | torch.device | None, rank: int) -> torch.de
     return current
 
 
-def check_module(
-    module: nn.Module,
-    ignored: Ignored,
-    device: torch.device | None,
-    rank: int,
-    param_init_fn: Callable[[nn.Module], None] | None,
-) -> None:
-    """``check_parameters`` and ``check_devices``: all that one instance refuses, before anything is changed."""
-    check_parameters(module, ignored, device, rank, param_init_fn)
-    check_devices(module, ignored, device, rank)
-
-
 def check_parameters(
     module: nn.Module,
     ignored: Ignored,

@@ -40,12 +40,17 @@ def _register_pre_backward_hooks(
             _torch_private.on_gradient(tensor, hook)
     found = [tensor for tensor in iter_tensors(outputs) if tensor.requires_grad]
     if any(tensor._is_view() for tensor in found):
-        # An in-place change of a view rewrites its history, and a hook on it would be lost.
-        passed = iter(pass_through(hook, found))
-        return map_tensors(lambda tensor: next(passed) if tensor.requires_grad else tensor, outputs)
+        # An in-place change of a view rewrites its history, and a hook on it would be lost: hang it on what is none.
+        found = list(pass_through(_nothing, found))
+        passed = iter(found)
+        outputs = map_tensors(lambda tensor: next(passed) if tensor.requires_grad else tensor, outputs)
     for tensor in found:
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
     return outputs
+
+
+def _nothing() -> None:
+    """Called when a gradient passes."""
 
 
 def _register_post_backward_hook(state: FSDPInstance, handle: FlatParamHandle | None) -> None:

@@ -11,10 +11,12 @@ import torch
 from polyshard.engine.plan import STAGE_ATTRIBUTE
 from polyshard.engine.ranks import RankGrid
 from polyshard.engine.unit import Reshard
+from polyshard.errors import StateError
 from polyshard.interfaces import Collectives, PluginContext, UnitSpec
 from polyshard_plugins.offload import CpuOffload, NoOffload
 from torch import nn
 
+from . import _state_dict_utils
 from ._collectives import collectives_of
 from ._common_utils import TrainingState
 from ._flat_param import (
@@ -32,6 +34,7 @@ from ._unit import FlatUnit
 from .api import (
     BackwardPrefetch,
     CPUOffload,
+    FullOptimStateDictConfig,
     FullStateDictConfig,
     MixedPrecision,
     OptimStateDictConfig,
@@ -116,7 +119,7 @@ class FSDPInstance:
         self._buffers_in_full_precision = None
         self._state_dict_type = StateDictType.FULL_STATE_DICT
         self._state_dict_config = FullStateDictConfig()
-        self._optim_state_dict_config = OptimStateDictConfig()
+        self._optim_state_dict_config = FullOptimStateDictConfig()
         self._handle = None
         self._buffer_dtypes = [
             (holder, key, buffer.dtype)
@@ -214,6 +217,14 @@ class FSDPInstance:
 
     def _enter_forward(self) -> None:
         self._become_root()
+        if self._summoned:
+            # A state dict that failed on its way leaves parameters whole.
+            _state_dict_utils.abandon(self)
+        if self._summoned:
+            raise StateError(
+                f"A forward of '{self._stage.name or '(root)'}' inside summon_full_params (rank {self.rank}). Leave the "
+                "context first: the forward gathers what it needs."
+            )
 
     def _use_comm_hook(self, hook: CommHook) -> None:
         self._comm_hook = hook

@@ -12,12 +12,13 @@ from polyshard.engine.norms import clip_grad_norm
 from polyshard.errors import ConfigAssertionError, ConfigError, StateError
 from torch import nn
 
-from . import _init_values, _optim_utils, _state_dict_utils, _unshard_param_utils
+from . import _init_values, _optim_legacy, _optim_utils, _state_dict_utils, _unshard_param_utils
 from ._common_utils import FSDP_PREFIX, FSDP_WRAPPED_MODULE, TrainingState, _assert_in_training_states
 from ._gradients import CommHook
 from ._init_utils import (
     HYBRID_SHARDING_STRATEGIES,
-    check_module,
+    check_devices,
+    check_parameters,
     compute_device,
     current_device,
     device_type_of,
@@ -133,6 +134,8 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         ignored = find_ignored(module, ignored_modules, ignored_states)
         device_type = device_type_of(module, ignored, device_id)
         groups = resolve_groups(sharding_strategy, process_group, device_mesh, auto_wrap_policy, device_type)
+        device = explicit_device(device_id, groups.rank)
+        check_parameters(module, ignored, device, groups.rank, param_init_fn)
         if auto_wrap_policy is not None:
             arguments: dict[str, Any] = {
                 "process_group": groups.for_children(),
@@ -158,8 +161,7 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
                 FullyShardedDataParallel,
             )
         strategy = effective_strategy(sharding_strategy, groups.world_size)
-        device = explicit_device(device_id, groups.rank)
-        check_module(module, ignored, device, groups.rank, param_init_fn)
+        check_devices(module, ignored, device, groups.rank)
         _init_values.materialize(module, ignored, param_init_fn, device or current_device(device_type))
         move_to(module, ignored, device, device_type)
         computes_on = compute_device(module, ignored, device, device_type, groups.rank)
@@ -376,6 +378,70 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         return _optim_utils.optim_state_dict_to_load(
             model, optim, optim_state_dict, is_named_optimizer, load_directly, group
         )
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: _optim_legacy.OptimInput = None,
+        rank0_only: bool = True,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """The whole state of ``optim`` by parameter names; deprecated for ``optim_state_dict``."""
+        return _optim_legacy.full_optim_state_dict(model, optim, optim_input, rank0_only, group)
+
+    @staticmethod
+    def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> dict[str, Any]:
+        """The state of ``optim`` as distributed tensors; deprecated for ``optim_state_dict``."""
+        return _optim_legacy.sharded_optim_state_dict(model, optim, group)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: _optim_legacy.OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """This rank's part of a whole state dict; deprecated for ``optim_state_dict_to_load``."""
+        return _optim_legacy.shard_full_optim_state_dict(full_optim_state_dict, model, optim_input, optim)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """This rank's part of a distributed state dict; deprecated for ``optim_state_dict_to_load``."""
+        return _optim_legacy.flatten_sharded_optim_state_dict(sharded_optim_state_dict, model, optim)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: _optim_legacy.OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """This rank's part of rank 0's whole state dict; deprecated for ``optim_state_dict_to_load``."""
+        return _optim_legacy.scatter_full_optim_state_dict(full_optim_state_dict, model, optim_input, optim, group)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: _optim_legacy.OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """``optim_state_dict`` keyed by parameter names, or by positions in the optimizer of ``model``.
+
+        Raises:
+            ValueError: some of its keys are names and others positions.
+            KeyError: one of them stands for no parameter of the optimizer.
+            AssertionError: no ``OptimStateKeyType``.
+        """
+        if not isinstance(optim_state_key_type, OptimStateKeyType):
+            raise _optim_legacy.refuse_key_type(optim_state_key_type)
+        to_names = optim_state_key_type is OptimStateKeyType.PARAM_NAME
+        return _optim_legacy.rekey_optim_state_dict(optim_state_dict, to_names, model, optim_input, optim)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module; inside ``summon_full_params`` the names are the module's own."""

@@ -103,7 +103,6 @@ class ShardedGradScaler(GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool = True,
     ) -> dict[torch.device, torch.Tensor]:
-        _coalesce_half_gradients(optimizer)
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16 or self._unscaling)
         if not found:
             found = {found_inf.device: found_inf}
@@ -122,13 +121,3 @@ class ShardedGradScaler(GradScaler):
             dist.all_reduce(flag, group=group)
         for each in found:
             each.copy_(flag.reshape(each.shape))
-
-
-def _coalesce_half_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Add up repeated indices of sparse fp16 gradients in fp32, so that a sum beyond fp16 is found as an infinity."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            gradient = parameter.grad
-            if gradient is not None and gradient.is_sparse and gradient.dtype is torch.float16:
-                coalesced = gradient.to(torch.float32).coalesce()
-                parameter.grad = coalesced.to(torch.float16).coalesce()

@@ -14,3 +14,10 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Pools]:
     pools = Pools(request.param)
     yield pools
     pools.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs processes is not among the quick tests: together they take minutes."""
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from processes import RankPool
@@ -48,7 +49,12 @@ class Pools:
         self._pools: dict[int, RankPool] = {}
 
     def run(self, world_size: int, body: Callable[..., Any], *args: Any, timeout: float = BODY_TIMEOUT) -> list[Any]:
-        """Call ``body(Ranks, *args)`` on every one of ``world_size`` ranks; return the results in rank order."""
+        """Call ``body(Ranks, *args)`` on every one of ``world_size`` ranks; return the results in rank order.
+
+        Skips the test where there are fewer GPUs than ranks.
+        """
+        if self.device_type == "cuda" and world_size > torch.cuda.device_count():
+            pytest.skip(f"needs {world_size} GPUs, and here are {torch.cuda.device_count()}")
         pool = self._pools.get(world_size)
         if pool is None or pool.closed:
             pool = self._pools[world_size] = RankPool(world_size, "nccl" if self.device_type == "cuda" else "gloo")

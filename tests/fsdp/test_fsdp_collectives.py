@@ -1,0 +1,96 @@
+"""The group that FSDP was given, as the engine sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+import torch
+from fsdp_parity import initialisation as bodies
+from fsdp_parity.initialisation import DummyGroup
+from fsdp_parity.ranks import Pools
+from polyshard.errors import StateError, UnsupportedError, WorldSizeError
+from polyshard.interfaces import Collectives, ReduceOp
+from polyshard.testing import CollectivesSuite
+from polyshard_backends.fake import FakeCollectives
+from polyshard_fsdp._collectives import collectives_of, predivide_factor
+
+T = TypeVar("T")
+
+CPU = torch.device("cpu")
+
+
+class TestConformance(CollectivesSuite):
+    """A process group keeps the contract, but that FSDP never divides the group that it was given."""
+
+    world_sizes = (2, 3)
+
+    @pytest.fixture(autouse=True)
+    def _pools(self, ranks: Pools) -> None:
+        self.pools = ranks
+
+    def run_ranks(self, world_size: int, fn: Callable[[Collectives], T]) -> list[T]:
+        return self.pools.run(world_size, bodies.on_group, fn)
+
+    def test_partition_into_interleaved_parts(self, world_size: int) -> None:
+        with pytest.raises(UnsupportedError, match="pair of process groups"):
+            super().test_partition_into_interleaved_parts(world_size)
+
+    def test_partition_numbers_ranks_by_their_list(self, world_size: int) -> None:
+        with pytest.raises(UnsupportedError, match="pair of process groups"):
+            super().test_partition_numbers_ranks_by_their_list(world_size)
+
+    def test_partition_refuses_lists_that_do_not_cover(self, world_size: int) -> None:
+        with pytest.raises(NotImplementedError, match="cannot divide it"):
+            super().test_partition_refuses_lists_that_do_not_cover(world_size)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "factor"), [(1, 1), (2, 2), (3, 2), (4, 2), (6, 4), (8, 4), (12, 4), (16, 4), (64, 8)]
+)
+def test_gradients_are_divided_in_two_steps(world_size: int, factor: int) -> None:
+    assert predivide_factor(world_size) == factor
+
+
+@pytest.mark.parametrize("name", ["reduce_scatter_tensor", "all_gather_into_tensor", "all_reduce", "broadcast"])
+def test_a_replaced_function_of_torch_distributed_is_called(ranks: Pools, name: str) -> None:
+    assert ranks.run(2, bodies.count_replaced_calls, name) == [1, 1]
+
+
+def test_a_group_is_made_by_nobody(ranks: Pools) -> None:
+    assert ranks.run(2, bodies.count_new_groups) == [0, 0]
+
+
+def test_a_mean_of_half_precision_does_not_overflow(ranks: Pools) -> None:
+    # Two addends of 60000 make 120000, beyond fp16's 65504; each divided by 2 first, they make 60000.
+    assert ranks.run(2, bodies.mean_of_large_halves) == [60000.0, 60000.0]
+
+
+def test_a_dummy_group_has_rank_and_size_and_no_more() -> None:
+    collectives = collectives_of(DummyGroup(2, 5), CPU)
+    assert (collectives.rank, collectives.world_size) == (2, 5)
+    assert not collectives.capabilities.can_communicate
+    tensor = torch.zeros(5)
+    calls: list[Callable[[], object]] = [
+        lambda: collectives.all_gather(tensor, tensor[:1]),
+        lambda: collectives.reduce_scatter(tensor[:1], tensor, op=ReduceOp.SUM),
+        lambda: collectives.all_reduce(tensor, op=ReduceOp.SUM),
+        lambda: collectives.broadcast(tensor, 0),
+        lambda: collectives.all_gather_object("it"),
+        collectives.barrier,
+    ]
+    for call in calls:
+        with pytest.raises(StateError, match=r"on rank 2 of 5: .* is a dummy group, .* cannot communicate"):
+            call()
+
+
+def test_a_collectives_object_is_used_as_it_is() -> None:
+    given = FakeCollectives.__new__(FakeCollectives)
+    assert collectives_of(given, CPU) is given
+
+
+def test_a_placeholder_for_a_group_of_others_is_refused() -> None:
+    # torch.distributed.new_group returns this number on ranks that are not in the new group.
+    with pytest.raises(WorldSizeError, match="-100 is not a process group that this process is in"):
+        collectives_of(-100, CPU)

@@ -1,0 +1,361 @@
+"""What the constructor refuses, warns about and chooses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fsdp_parity import initialisation as bodies
+from fsdp_parity.initialisation import DummyGroup, Filled
+from fsdp_parity.ranks import Pools
+from polyshard.errors import PolyshardError
+from polyshard_fsdp import FullyShardedDataParallel, ShardingStrategy
+from polyshard_fsdp import _init_utils as init
+from polyshard_fsdp._init_values import materialize
+from polyshard_fsdp.wrap import ModuleWrapPolicy
+from torch import nn
+
+FSDP = FullyShardedDataParallel
+HYBRID = ShardingStrategy.HYBRID_SHARD
+PAIR = DummyGroup(0, 2)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 3)
+        self.second = nn.Linear(3, 2)
+
+
+class WithScalar(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second.temperature = nn.Parameter(torch.tensor(1.0))
+
+
+class HalfMeta(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(3, 2, device="meta")
+
+
+class Inner(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = FSDP(self.first, PAIR)  # type: ignore[assignment]
+
+
+REFUSED: list[Any] = [
+    pytest.param(
+        Net,
+        lambda model: {"process_group": PAIR, "device_mesh": object()},
+        ValueError,
+        "Cannot pass both process_group and device_mesh at the same time. Please just pass only one of them.",
+        id="group-and-mesh",
+    ),
+    pytest.param(
+        Net,
+        lambda model: {"sharding_strategy": HYBRID},
+        ValueError,
+        "Manual wrapping with ShardingStrategy.HYBRID_SHARD requires explicit specification of process group or "
+        "device_mesh.",
+        id="hybrid-by-hand",
+    ),
+    pytest.param(
+        Net,
+        lambda model: {"sharding_strategy": HYBRID, "process_group": PAIR},
+        ValueError,
+        "Expected process_group to be passed in as either None or Tuple[dist.ProcessGroup, dist.ProcessGroup] but got "
+        "<class 'fsdp_parity.initialisation.DummyGroup'>",
+        id="hybrid-with-one-group",
+    ),
+    pytest.param(Net, lambda model: {}, ValueError, "Default process group has not been initialized", id="no-group"),
+    pytest.param(
+        Net,
+        lambda model: {"process_group": (PAIR, PAIR)},
+        ValueError,
+        "is not a process group that this process is in",
+        id="pair-without-hybrid",
+    ),
+    pytest.param(
+        Net,
+        lambda model: {"process_group": PAIR, "ignored_modules": [], "ignored_states": []},
+        ValueError,
+        "Cannot pass both ignored_modules and ignored_states at the same time. Please just pass ignored_states.",
+        id="two-lists-of-ignored",
+    ),
+    pytest.param(
+        Net,
+        lambda model: {"process_group": PAIR, "ignored_states": [model.first, model.second.weight]},
+        ValueError,
+        "ignored_states expects all nn.Parameter or all nn.Module list elements but got types [<class "
+        "'torch.nn.modules.linear.Linear'>, <class 'torch.nn.parameter.Parameter'>]",
+        id="mixed-ignored-states",
+    ),
+    pytest.param(
+        Net,
+        lambda model: {"process_group": PAIR, "ignored_modules": [model.first.weight]},
+        ValueError,
+        "ignored_modules expects nn.Module list elements but got types [<class 'torch.nn.parameter.Parameter'>]",
+        id="ignored-parameters-as-modules",
+    ),
+    pytest.param(
+        Net,
+        lambda model: {"process_group": PAIR, "ignored_modules": model.first},
+        TypeError,
+        "`ignored_modules` should be an iterable of `torch.nn.Module`s but got <class "
+        "'torch.nn.modules.linear.Linear'>",
+        id="ignored-not-iterable",
+    ),
+    pytest.param(
+        Inner,
+        lambda model: {"process_group": PAIR, "ignored_modules": [model.first]},
+        ValueError,
+        "`ignored_modules` should not include FSDP modules",
+        id="ignored-instance",
+    ),
+    pytest.param(
+        WithScalar,
+        lambda model: {"process_group": PAIR},
+        ValueError,
+        "FSDP doesn't support scalar parameters. Change second.temperature to a 1D tensor with numel equal to 1.",
+        id="scalar",
+    ),
+    pytest.param(
+        HalfMeta,
+        lambda model: {"process_group": PAIR},
+        RuntimeError,
+        "To support a module with both CPU and GPU params, please pass in device_id argument.",
+        id="two-devices",
+    ),
+    pytest.param(
+        HalfMeta,
+        lambda model: {"process_group": PAIR, "param_init_fn": 42, "device_id": torch.device("cpu")},
+        ValueError,
+        "Expected 42 to be callable but got <class 'int'>",
+        id="init-function",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "arguments", "kind", "text"), REFUSED)
+def test_bad_arguments_are_refused_and_the_model_is_unchanged(
+    make: Callable[[], nn.Module], arguments: Callable[[Any], dict[str, Any]], kind: type[Exception], text: str
+) -> None:
+    model = make()
+    options = arguments(model)
+    before = [(name, id(parameter), parameter.shape) for name, parameter in model.named_parameters()]
+    with pytest.raises(kind, match=re.escape(text)) as caught:
+        FSDP(model, **options)
+    assert isinstance(caught.value, PolyshardError)
+    assert [(name, id(parameter), parameter.shape) for name, parameter in model.named_parameters()] == before
+
+
+def test_an_accelerator_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    text = "FSDP needs a non-CPU accelerator device, but no accelerator device is detected."
+    with pytest.raises(RuntimeError, match=re.escape(text)):
+        FSDP(Net(), PAIR, device_id=torch.device("cuda", 0))
+
+
+def test_one_rank_does_not_shard() -> None:
+    text = "FSDP is switching to use `NO_SHARD` instead of ShardingStrategy.SHARD_GRAD_OP since the world size is 1."
+    with pytest.warns(UserWarning, match=re.escape(text)) as caught:
+        model = FSDP(Net(), DummyGroup(0, 1), ShardingStrategy.SHARD_GRAD_OP)
+    # It points at the line that made the wrapper.
+    assert [warning.filename for warning in caught] == [__file__]
+    assert model.sharding_strategy is ShardingStrategy.NO_SHARD
+    with pytest.warns(UserWarning, match=r"instead of ShardingStrategy\.FULL_SHARD"):
+        assert FSDP(Net(), DummyGroup(0, 1)).sharding_strategy is ShardingStrategy.NO_SHARD
+    # Nothing is switched, so nothing is said.
+    FSDP(Net(), DummyGroup(0, 1), ShardingStrategy.NO_SHARD)
+
+
+def test_no_shard_is_deprecated_over_several_ranks() -> None:
+    text = "The `NO_SHARD` sharding strategy is deprecated. If having issues, please use `DistributedDataParallel`"
+    with pytest.warns(FutureWarning, match=re.escape(text)):
+        model = FSDP(Net(), PAIR, ShardingStrategy.NO_SHARD)
+    assert model.sharding_strategy is ShardingStrategy.NO_SHARD
+    assert FSDP(Net(), PAIR).sharding_strategy is ShardingStrategy.FULL_SHARD
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})])
+def test_containers_without_a_forward_are_warned_about(container: nn.Module) -> None:
+    text = f"FSDP will not all-gather parameters for containers that do not implement forward: {container}"
+    with pytest.warns(UserWarning, match=re.escape(text)):
+        FSDP(container, PAIR)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_dummy_group_of_any_size_shards_the_model(size: int) -> None:
+    torch.manual_seed(0)
+    whole = torch.cat([parameter.detach().flatten() for parameter in Net().parameters()])
+    shards = []
+    for rank in range(size):
+        torch.manual_seed(0)
+        model = FSDP(Net(), DummyGroup(rank, size))
+        assert (model.rank, model.world_size) == (rank, size)
+        shards.append(model.params[0].detach())
+    # 17 elements, in parts of the same size, with the padding at the end.
+    assert {shard.numel() for shard in shards} == {-(-whole.numel() // size)}
+    assert torch.equal(torch.cat(shards)[: whole.numel()], whole)
+
+
+def test_groups_are_those_that_the_arguments_name(ranks: Pools) -> None:
+    ranks.run(4, bodies.group_arguments)
+
+
+def test_hybrid_sharding_stays_within_nodes(ranks: Pools) -> None:
+    assert ranks.run(4, bodies.groups_of_nodes) == [
+        ([0, 1], [0, 2]),
+        ([0, 1], [1, 3]),
+        ([2, 3], [0, 2]),
+        ([2, 3], [1, 3]),
+    ]
+
+
+def test_nodes_of_different_sizes_are_refused(ranks: Pools) -> None:
+    text = ranks.run(3, bodies.refuse_uneven_nodes)[0]
+    assert text.startswith("3 ranks cannot be divided over nodes of 2")
+
+
+def test_ignored_modules_and_parameters() -> None:
+    model = Net()
+    model.second.register_buffer("mask", torch.ones(1))
+    by_module = init.find_ignored(model, ignored_modules=iter([model.second]))
+    assert by_module.modules == {model.second}
+    assert by_module.parameters == {model.second.weight, model.second.bias}
+    assert by_module.buffer_names == {"second.mask"}
+    assert init.managed_parameters(model, by_module) == [model.first.weight, model.first.bias]
+    assert init.find_ignored(model, ignored_states=[model.second]) == by_module
+    by_parameter = init.find_ignored(model, ignored_states={model.first.bias})
+    assert not by_parameter.modules
+    assert not by_parameter.buffer_names
+    assert by_parameter.parameters == {model.first.bias}
+
+
+def test_what_inner_instances_ignore_stays_ignored() -> None:
+    model = nn.Sequential(Net(), nn.Linear(2, 2))
+    net = model[0]
+    assert isinstance(net, Net)
+    model[0] = FSDP(net, PAIR, ignored_modules=[net.second])
+    outer = FSDP(model, PAIR)
+    assert outer._ignored_modules == {net.second}
+    assert outer._ignored_params == {net.second.weight, net.second.bias}
+    # Two instances, of a Linear each: 9 and 6 elements over two ranks. The ignored one is whole.
+    assert [instance.params[0].numel() for instance in FSDP.fsdp_modules(outer)] == [3, 5]
+    assert net.second.weight.shape == (2, 3)
+
+
+def test_ignoring_the_whole_model_is_warned_about() -> None:
+    model = nn.Linear(2, 2)
+    text = (
+        "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all parameters "
+        "being ignored and is not well-supported: Linear"
+    )
+    with pytest.warns(UserWarning, match=re.escape(text)):
+        wrapped = FSDP(model, PAIR, ignored_modules=[model])
+    assert wrapped.params == []
+    assert [parameter.shape for parameter in wrapped.parameters()] == [(2, 2), (2,)]
+
+
+@pytest.mark.parametrize("with_function", [False, True])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_meta_modules_get_their_values(ranks: Pools, use_orig_params: bool, with_function: bool) -> None:
+    ranks.run(2, bodies.materialised, use_orig_params, with_function)
+
+
+NOTHING = init.Ignored(frozenset(), frozenset(), frozenset(), frozenset())
+CPU = torch.device("cpu")
+
+
+def test_default_initialisation_is_that_of_a_module_built_on_the_device() -> None:
+    torch.manual_seed(0)
+    expected = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.LSTM(4, 2), nn.BatchNorm1d(2))
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(3, 4, device="meta"),
+        nn.LayerNorm(4, device="meta"),
+        nn.LSTM(4, 2, device="meta"),
+        nn.BatchNorm1d(2, device="meta"),
+    )
+    materialize(model, NOTHING, None, CPU)
+    assert model.state_dict().keys() == expected.state_dict().keys()
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    sequence = torch.ones(5, 1, 4)
+    assert torch.equal(model[2](sequence)[0], expected[2](sequence)[0])
+
+
+def test_modules_with_values_keep_them() -> None:
+    model = nn.Sequential(Filled(1.0), Filled(2.0, "meta"))
+    materialize(model, NOTHING, None, CPU)
+    assert [part.weight.tolist() for part in model.children()] == [[0.0] * 3, [2.0] * 3]
+
+
+def test_shared_and_ignored_meta_tensors() -> None:
+    model = nn.Sequential(Filled(1.0, "meta"), Filled(2.0, "meta"), Filled(3.0, "meta"))
+    first, second, third = model
+    second.weight = first.weight
+    third.weight = nn.Parameter(torch.full((3,), 7.0))
+    ignored = init.find_ignored(model, ignored_states=[third.weight])
+    materialize(model, ignored, None, CPU)
+    assert first.weight is second.weight
+    assert first.weight.tolist() == [2.0] * 3
+    # Its module had to be initialised for the buffer's sake.
+    assert third.scale.tolist() == [3.0] * 2
+    assert third.weight.tolist() == [7.0] * 3
+
+
+def test_a_module_that_cannot_be_initialised_stays_on_meta() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2, device="meta"))
+
+    model = nn.Sequential(Filled(1.0, "meta"), Bare())
+    before = [*model.parameters(), *model.buffers()]
+    text = (
+        "Unable to call `reset_parameters()` for module on meta device with error 'Bare' object has no attribute "
+        f"'reset_parameters'. Please ensure that your module oftype {Bare} implements a `reset_parameters()` method."
+    )
+    with (
+        pytest.warns(UserWarning, match=re.escape(text)),
+        pytest.raises(AttributeError, match="'Bare' object has no attribute 'reset_parameters'"),
+    ):
+        FSDP(model, PAIR, device_id=CPU)
+    after = [*model.parameters(), *model.buffers()]
+    assert all(one is other for one, other in zip(before, after, strict=True))
+
+
+def test_a_function_that_initialises_nothing_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"`param_init_fn` left tensors on the meta device: \['0.weight'\]"):
+        FSDP(nn.Sequential(Filled(1.0, "meta")), PAIR, param_init_fn=lambda module: None)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_rank_0s_values_reach_all_ranks(ranks: Pools, world_size: int, use_orig_params: bool) -> None:
+    ranks.run(world_size, bodies.synchronised, use_orig_params)
+
+
+def test_rank_0s_values_reach_all_ranks_of_two_groups(ranks: Pools) -> None:
+    ranks.run(4, bodies.synchronised_over_two_groups)
+
+
+# 4 int64 (32 bytes), 4 fp32 (16), then parameters of 24, 8, 16 and 8 bytes; buckets hold one dtype.
+@pytest.mark.parametrize(("limit", "sizes"), [(250 << 20, [32, 72]), (40, [32, 40, 32]), (8, [32, 16, 24, 8, 16, 8])])
+def test_states_are_broadcast_in_buckets(ranks: Pools, limit: int, sizes: list[int]) -> None:
+    assert ranks.run(2, bodies.broadcast_sizes, limit) == [sizes, sizes]
+
+
+def test_modules_compute_where_they_are_told_to(ranks: Pools) -> None:
+    ranks.run(2, bodies.placement)
+
+
+def test_wrapping_uses_the_given_group_in_every_instance() -> None:
+    model = FSDP(Net(), PAIR, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    assert [instance.process_group for instance in FSDP.fsdp_modules(model)] == [PAIR] * 3

@@ -1,0 +1,109 @@
+"""Optimizer state dicts: what an unsharded optimizer has, saved and loaded across every way of sharding."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from fsdp_parity import optim_state
+from fsdp_parity.optim_state import FULL_SHARD, SHARD_GRAD_OP, Settings
+from fsdp_parity.ranks import Pools
+from polyshard_fsdp import StateDictType
+
+on_cpu = pytest.mark.parametrize("ranks", ["cpu"], indirect=True)
+world_sizes = pytest.mark.parametrize("world_size", [1, 2, 3])
+
+
+def available(ranks: Pools, world_size: int) -> int:
+    """On GPUs two ranks, of which every machine for these tests has as many."""
+    return world_size if ranks.device_type == "cpu" else min(world_size, 2)
+
+
+@world_sizes
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "original"])
+def test_full_state_is_the_unsharded_optimizers(ranks: Pools, world_size: int, use_orig_params: bool) -> None:
+    world_size = available(ranks, world_size)
+    counts = ranks.run(world_size, optim_state.full_state, use_orig_params)
+    offloads = 1 if ranks.device_type == "cpu" else 2
+    assert counts == [(1 if world_size == 1 else 3) * 4 * 2 * offloads] * world_size
+
+
+@world_sizes
+@pytest.mark.parametrize(
+    ("kind", "rank0_only"),
+    [
+        (StateDictType.FULL_STATE_DICT, False),
+        (StateDictType.FULL_STATE_DICT, True),
+        (StateDictType.SHARDED_STATE_DICT, False),
+        (StateDictType.LOCAL_STATE_DICT, False),
+    ],
+    ids=["full", "rank0", "sharded", "local"],
+)
+def test_resumed_training_is_the_uninterrupted_one(
+    ranks: Pools, world_size: int, kind: StateDictType, rank0_only: bool
+) -> None:
+    world_size = available(ranks, world_size)
+    counts = ranks.run(world_size, optim_state.resume, kind, rank0_only)
+    assert counts == [(8 if world_size == 1 else 32)] * world_size
+
+
+@on_cpu
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 3), (3, 1), (1, 2), (3, 2)])
+def test_resumed_over_other_numbers_of_ranks(ranks: Pools, saved_by: int, loaded_by: int) -> None:
+    for saved_as, loaded_as in itertools.product([False, True], repeat=2):
+        before = Settings(saved_as, FULL_SHARD, "counting", grouped=True)
+        state, parameters = ranks.run(saved_by, optim_state.save_full, before)[0]
+        after = Settings(loaded_as, SHARD_GRAD_OP, "counting", grouped=True)
+        ranks.run(loaded_by, optim_state.resume_full, after, state, parameters)
+
+
+@on_cpu
+@pytest.mark.parametrize("meshed", [False, True], ids=["sharded_tensor", "dtensor"])
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "original"])
+def test_distributed_checkpoint_over_other_numbers_of_ranks(
+    ranks: Pools, use_orig_params: bool, meshed: bool, tmp_path: Path
+) -> None:
+    settings = Settings(use_orig_params)
+    folder = str(tmp_path / "checkpoint")
+    parameters = ranks.run(2, optim_state.save_distributed, settings, meshed, folder)[0]
+    ranks.run(3, optim_state.resume_distributed, settings, meshed, folder, parameters)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_distributed_values(ranks: Pools, world_size: int) -> None:
+    world_size = available(ranks, world_size)
+    assert ranks.run(world_size, optim_state.distributed_values) == [8] * world_size
+
+
+@on_cpu
+def test_hybrid_strategies(ranks: Pools) -> None:
+    assert ranks.run(4, optim_state.hybrid) == [8] * 4
+
+
+@world_sizes
+def test_moves_to_and_from_an_unsharded_model(ranks: Pools, world_size: int) -> None:
+    world_size = available(ranks, world_size)
+    cases = 4 if world_size == 1 else 12
+    assert ranks.run(world_size, optim_state.to_and_from_unsharded) == [cases] * world_size
+
+
+@world_sizes
+def test_older_functions(ranks: Pools, world_size: int) -> None:
+    world_size = available(ranks, world_size)
+    cases = 4 if world_size == 1 else 12
+    assert ranks.run(world_size, optim_state.legacy) == [cases] * world_size
+
+
+@world_sizes
+def test_state_without_groups_user_state_and_reordered_groups(ranks: Pools, world_size: int) -> None:
+    ranks.run(available(ranks, world_size), optim_state.odds_and_ends)
+
+
+@world_sizes
+def test_optimizer_keyed_by_names(ranks: Pools, world_size: int) -> None:
+    ranks.run(available(ranks, world_size), optim_state.optimizer_keyed_by_names)
+
+
+def test_refusals(ranks: Pools) -> None:
+    ranks.run(2, optim_state.refusals)

@@ -1,0 +1,767 @@
+"""State dicts of FSDP models, compared with those of the same models unsharded."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from polyshard_fsdp import (
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+from polyshard_fsdp._common_utils import TrainingState
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fsdp_parity.models import wrap_fsdp
+from fsdp_parity.ranks import Ranks
+from fsdp_parity.subtests import run_subtests
+from fsdp_parity.training import full_parameters
+
+FULL, LOCAL, SHARDED = (
+    StateDictType.FULL_STATE_DICT,
+    StateDictType.LOCAL_STATE_DICT,
+    StateDictType.SHARDED_STATE_DICT,
+)
+STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
+#: How a model is wrapped: as a whole, with a submodule apart, and that submodule alone inside a plain module.
+WRAPPINGS = ("root", "nested", "inside")
+
+
+class Block(nn.Module):
+    """Two layers of which the second is taken twice, and a norm with buffers. 5 rows: no even cut for 2 or 3 ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.again = nn.Linear(5, 4, bias=False)
+        self.once_more = self.again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.again(self.norm(self.first(x)))
+        return hidden
+
+
+class Model(nn.Module):
+    """A projection, a block, and a head that shares the projection's weight; one row, and one that saves no buffer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.scale = nn.Parameter(torch.rand(1))
+        self.projection = nn.Linear(4, 4)
+        self.block = Block()
+        self.idle = nn.ReLU()
+        self.head = nn.Linear(4, 4)
+        self.head.weight = self.projection.weight
+        self.register_buffer("offset", torch.rand(3))
+        self.register_buffer("forgotten", torch.rand(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.head(self.idle(self.block(self.projection(x)))) * self.scale
+        return output
+
+
+def plain_model(ranks: Ranks, seed: int) -> Model:
+    """The model unsharded, the same on every rank."""
+    return Model(seed).to(ranks.device)
+
+
+def wrapped_model(ranks: Ranks, seed: int, wrapping: str, **settings: Any) -> nn.Module:
+    """The same values, sharded."""
+    model = plain_model(ranks, seed)
+    if wrapping != "root":
+        model.block = wrap_fsdp(model.block, ranks.group, **settings)
+    return model if wrapping == "inside" else wrap_fsdp(model, ranks.group, **settings)
+
+
+@contextmanager
+def kind(model: nn.Module, *settings: Any) -> Iterator[None]:
+    """``FSDP.state_dict_type``, without the warnings that it is going away and that ``NO_SHARD`` ignores it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"FSDP.state_dict_type\(\) and FSDP.set_state_dict_type", FutureWarning)
+        warnings.filterwarnings("ignore", "When using ``NO_SHARD``")
+        with FSDP.state_dict_type(model, *settings):
+            yield
+
+
+def step(model: nn.Module, ranks: Ranks) -> None:
+    """One step of SGD on an input that all ranks share, so that the mean over ranks is each rank's own gradient."""
+    torch.manual_seed(7)
+    x = torch.rand(6, 4).to(ranks.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(x).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def assert_same(got: Mapping[str, Any], wanted: Mapping[str, torch.Tensor], **tolerance: float) -> None:
+    """The same names in the same order, and the same values, dtypes and devices."""
+    assert list(got) == list(wanted)
+    for name, theirs in wanted.items():
+        torch.testing.assert_close(
+            got[name], theirs, msg=lambda text, name=name: f"{name}: {text}", **(tolerance or {"rtol": 0, "atol": 0})
+        )
+
+
+def saved_again(values: Mapping[str, Any]) -> Any:
+    """What a file gives back."""
+    file = io.BytesIO()
+    torch.save(values, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def full_equals_plain(ranks: Ranks) -> int:
+    """Saved after training, loaded into a plain model; a plain model's loaded, and trained on."""
+
+    def case(strategy: ShardingStrategy, use_orig_params: bool, wrapping: str, offload: bool) -> None:
+        plain = plain_model(ranks, seed=0)
+        settings = {
+            "sharding_strategy": strategy,
+            "use_orig_params": use_orig_params,
+            "cpu_offload": CPUOffload(offload_params=offload),
+        }
+        model = wrapped_model(ranks, 0, wrapping, **settings)
+        assert_same(model.state_dict(), plain.state_dict())
+        if offload and wrapping == "inside" and not ranks.on_cpu:
+            return
+        step(plain, ranks)
+        step(model, ranks)
+        saved = model.state_dict()
+        assert_same(saved, plain.state_dict(), rtol=1e-5, atol=1e-6)
+        assert all(type(value) is torch.Tensor for value in saved.values())
+
+        restored = plain_model(ranks, seed=1)
+        assert restored.load_state_dict(saved).missing_keys == []
+        assert_same(restored.state_dict(), saved)
+
+        other = plain_model(ranks, seed=2)
+        result = model.load_state_dict(other.state_dict())
+        assert result.missing_keys == []
+        assert result.unexpected_keys == []
+        assert_same(model.state_dict(), other.state_dict())
+        step(other, ranks)
+        step(model, ranks)
+        assert_same(model.state_dict(), other.state_dict(), rtol=1e-5, atol=1e-6)
+
+    axes = {
+        "strategy": STRATEGIES,
+        "use_orig_params": (False, True),
+        "wrapping": WRAPPINGS,
+        "offload": (False, True),
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The `NO_SHARD`")
+        return run_subtests(axes, case)
+
+
+def round_trip(ranks: Ranks, state_dict_type: StateDictType) -> int:
+    """Saved by one model, through a file, into another that had other values."""
+
+    def case(strategy: ShardingStrategy, use_orig_params: bool, wrapping: str, offload: bool) -> None:
+        settings = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+        plain = plain_model(ranks, seed=0)
+        model = wrapped_model(ranks, 0, wrapping, **settings)
+        step(plain, ranks)
+        step(model, ranks)
+        other = wrapped_model(ranks, 1, wrapping, **settings)
+        config: StateDictConfig = {
+            FULL: FullStateDictConfig,
+            LOCAL: LocalStateDictConfig,
+            SHARDED: ShardedStateDictConfig,
+        }[state_dict_type](offload_to_cpu=offload)
+        with kind(model, state_dict_type, config):
+            saved = saved_again(model.state_dict())
+        with kind(other, state_dict_type, config):
+            result = other.load_state_dict(saved)
+        assert (result.missing_keys, result.unexpected_keys) == ([], [])
+        assert_same(other.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
+        step(plain, ranks)
+        step(other, ranks)
+        assert_same(other.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
+
+    axes = {
+        "strategy": STRATEGIES[:2] if state_dict_type is LOCAL else STRATEGIES,
+        "use_orig_params": (False, True),
+        "wrapping": WRAPPINGS,
+        "offload": (False, True),
+    }
+    return run_subtests(axes, case)
+
+
+def sharded_values(ranks: Ranks, use_orig_params: bool) -> None:
+    """This rank's rows of every parameter, as ``torch.chunk`` cuts them; buffers whole."""
+    plain = plain_model(ranks, seed=0)
+    model = wrapped_model(ranks, 0, "nested", use_orig_params=use_orig_params)
+    parameters = dict(plain.named_parameters(remove_duplicate=False))
+    with kind(model, SHARDED):
+        saved = model.state_dict()
+    assert list(saved) == list(plain.state_dict())
+    for name, whole in plain.state_dict().items():
+        value = saved[name]
+        if name not in parameters:
+            assert type(value) is torch.Tensor
+            assert torch.equal(value, whole)
+            continue
+        assert type(value) is ShardedTensor
+        assert value.metadata().size == whole.shape
+        assert value.metadata().tensor_properties.dtype == whole.dtype
+        chunks = whole.chunk(ranks.world_size)
+        assert [each.shard_sizes for each in value.metadata().shards_metadata] == [list(each.shape) for each in chunks]
+        shards = value.local_shards()
+        assert len(shards) == (ranks.rank < len(chunks))
+        for shard in shards:
+            assert torch.equal(shard.tensor, chunks[ranks.rank])
+            rows = sum(len(chunk) for chunk in chunks[: ranks.rank])
+            assert shard.metadata.shard_offsets == [rows, *(0 for _ in whole.shape[1:])]
+            assert shard.tensor.untyped_storage().nbytes() == shard.tensor.nbytes, "a piece keeps the whole alive"
+
+
+def local_values(ranks: Ranks, use_orig_params: bool) -> None:
+    """One flat tensor an instance, cut evenly, which stays the parameters' own memory."""
+    plain = plain_model(ranks, seed=0)
+    model = wrapped_model(ranks, 0, "nested", use_orig_params=use_orig_params)
+    with kind(model, LOCAL):
+        saved = model.state_dict()
+    parameters = dict(plain.named_parameters(remove_duplicate=False))
+    assert set(saved) == set(plain.state_dict()) - set(parameters) | {"_flat_param", "block._flat_param"}
+    inside = [parameter.detach().flatten() for parameter in plain.block.parameters()]
+    value = saved["block._flat_param"]
+    assert type(value) is ShardedTensor
+    local = value.local_shards()[0].tensor
+    if not use_orig_params:
+        # 4 * 5 + 5 + 5 + 5 + 5 * 4 elements, back to back.
+        assert value.metadata().size == (55,)
+        per_rank = -(-55 // ranks.world_size)
+        assert torch.equal(local, torch.cat(inside)[ranks.rank * per_rank : (ranks.rank + 1) * per_rank])
+    before = local.clone()
+    step(model, ranks)
+    assert not torch.equal(local, before), "a local state dict is a view of the shards"
+
+
+def values_are_copies(ranks: Ranks) -> int:
+    """Training after saving changes no parameter that was saved."""
+
+    def case(state_dict_type: StateDictType, strategy: ShardingStrategy, use_orig_params: bool) -> None:
+        model = wrapped_model(ranks, 0, "nested", use_orig_params=use_orig_params, sharding_strategy=strategy)
+        parameters = [name for name, _ in plain_model(ranks, 0).named_parameters(remove_duplicate=False)]
+
+        def pieces(values: Mapping[str, Any]) -> list[torch.Tensor]:
+            found = [values[name] for name in parameters]
+            return [
+                shard.tensor
+                for value in found
+                for shard in (value.local_shards() if isinstance(value, ShardedTensor) else ())
+            ] or [value for value in found if not isinstance(value, ShardedTensor)]
+
+        with kind(model, state_dict_type):
+            saved = pieces(model.state_dict())
+            before = [value.clone() for value in saved]
+            step(model, ranks)
+            after = pieces(model.state_dict())
+        assert all(torch.equal(value, old) for value, old in zip(saved, before, strict=True))
+        assert not any(torch.equal(value, new) for value, new in zip(saved, after, strict=True) if value.numel())
+
+    axes = {"state_dict_type": (FULL, SHARDED), "strategy": STRATEGIES, "use_orig_params": (False, True)}
+    return run_subtests(axes, case)
+
+
+def keys_are_reported_by_plain_names(ranks: Ranks, use_orig_params: bool) -> None:
+    """Strict loading says what is missing, unexpected or of another shape; the rest is loaded; training goes on."""
+    plain = plain_model(ranks, seed=1)
+    values = plain.state_dict()
+    del values["block.first.bias"], values["scale"], values["block.norm.running_mean"]
+    values["block.extra"] = values["another.extra"] = torch.ones(1)
+    model = wrapped_model(ranks, 0, "nested", use_orig_params=use_orig_params)
+    result = model.load_state_dict(values, strict=False)
+    assert set(result.missing_keys) == {"block.first.bias", "scale", "block.norm.running_mean"}
+    assert set(result.unexpected_keys) == {"block.extra", "another.extra"}
+    wanted = plain_model(ranks, seed=0)
+    wanted.load_state_dict(values, strict=False)
+    assert_same(model.state_dict(), wanted.state_dict())
+
+    with pytest.raises(RuntimeError, match=r'Missing key.*"scale".*"block\.first\.bias"') as strict:
+        model.load_state_dict(values)
+    values = plain.state_dict()
+    values["block.first.weight"] = torch.ones(5, 5)
+    with pytest.raises(RuntimeError, match=r"size mismatch for block\.first\.weight") as shape:
+        model.load_state_dict(values)
+    assert "_fsdp_wrapped_module" not in str(strict.value) + str(shape.value)
+    step(wanted, ranks)
+    wanted.load_state_dict(plain.state_dict())
+    model.load_state_dict(plain.state_dict())
+    step(wanted, ranks)
+    step(model, ranks)
+    assert_same(model.state_dict(), wanted.state_dict(), rtol=1e-5, atol=1e-6)
+
+
+def rank0_only_and_offload(ranks: Ranks) -> int:
+    """Rank 0 has everything in host memory, the others nothing; and so with each of the two settings alone."""
+
+    def case(strategy: ShardingStrategy, use_orig_params: bool, wrapping: str) -> None:
+        plain = plain_model(ranks, seed=0)
+        model = wrapped_model(ranks, 0, wrapping, use_orig_params=use_orig_params, sharding_strategy=strategy)
+        on_cpu = {name: value.cpu() for name, value in plain.state_dict().items()}
+        with kind(model, FULL, FullStateDictConfig(offload_to_cpu=True)):
+            saved = model.state_dict()
+        managed = [name for name in saved if wrapping != "inside" or name.startswith("block")]
+        assert_same({name: saved[name] for name in managed}, {name: on_cpu[name] for name in managed})
+        with kind(model, FULL, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)):
+            saved = model.state_dict()
+        if ranks.rank == 0:
+            assert_same({name: saved[name] for name in managed}, {name: on_cpu[name] for name in managed})
+        else:
+            # Of a module around FSDP, every rank saves what is its own.
+            assert set(saved) == set(on_cpu) - set(managed)
+        with kind(model, FULL, FullStateDictConfig(rank0_only=True)):
+            saved = model.state_dict()
+        assert len(saved) == len(on_cpu) - (0 if ranks.rank == 0 else len(managed))
+        step(plain, ranks)
+        step(model, ranks)
+        assert_same(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
+
+    axes = {"strategy": STRATEGIES, "use_orig_params": (False, True), "wrapping": WRAPPINGS}
+    return run_subtests(axes, case)
+
+
+def original_dtypes(ranks: Ranks, use_orig_params: bool) -> None:
+    """Under mixed precision everything is saved in the dtype that it came in, and the model keeps its low one."""
+    policy = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    for state_dict_type in (FULL, SHARDED):
+        model = wrapped_model(ranks, 0, "nested", mixed_precision=policy, use_orig_params=use_orig_params)
+        step(model, ranks)
+        offset = dict(model.named_buffers())["_fsdp_wrapped_module.offset"]
+        assert offset.dtype == torch.bfloat16
+        plain = plain_model(ranks, 0).state_dict()
+        with kind(model, state_dict_type):
+            saved = model.state_dict()
+            assert {name: _dtype_of(value) for name, value in saved.items()} == {n: v.dtype for n, v in plain.items()}
+            # Rounded once when the buffer was cast, and not again.
+            assert torch.equal(saved["offset"], plain["offset"].bfloat16().float())
+            assert dict(model.named_buffers())["_fsdp_wrapped_module.offset"].dtype == torch.bfloat16
+            saved["offset"] = saved["offset"] + 1
+            model.load_state_dict(saved)
+        offset = dict(model.named_buffers())["_fsdp_wrapped_module.offset"]
+        assert offset.dtype == torch.bfloat16
+        assert torch.equal(offset, saved["offset"].bfloat16())
+        step(model, ranks)
+
+
+def _dtype_of(value: Any) -> torch.dtype:
+    dtype = value.metadata().tensor_properties.dtype if isinstance(value, ShardedTensor) else value.dtype
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def ignored_states(ranks: Ranks, use_orig_params: bool) -> None:
+    """What FSDP leaves alone is saved as it is, and loaded in place."""
+    for by_module in (False, True):
+        plain, inner = plain_model(ranks, seed=0), plain_model(ranks, seed=0)
+        ignored = [inner.block] if by_module else list(inner.block.first.parameters())
+        model = wrap_fsdp(inner, ranks.group, use_orig_params=use_orig_params, ignored_states=ignored)
+        assert_same(model.state_dict(), plain.state_dict())
+        weight = inner.block.first.weight
+        assert model.state_dict()["block.first.weight"].data_ptr() == weight.data_ptr()
+        other = plain_model(ranks, seed=1)
+        for state_dict_type in (SHARDED, FULL):
+            with kind(model, state_dict_type):
+                saved = model.state_dict()
+                if state_dict_type is SHARDED:
+                    assert type(saved["block.first.weight"]) is torch.Tensor
+                    assert type(saved["projection.weight"]) is ShardedTensor
+                model.load_state_dict(saved)
+        model.load_state_dict(other.state_dict())
+        assert inner.block.first.weight is weight
+        assert_same(model.state_dict(), other.state_dict())
+
+
+def between_passes(ranks: Ranks) -> int:
+    """Saved after a forward without a backward, and between the two: the same values, and training undisturbed."""
+
+    def case(strategy: ShardingStrategy, use_orig_params: bool, state_dict_type: StateDictType) -> None:
+        plain = plain_model(ranks, seed=0)
+        model = wrapped_model(ranks, 0, "nested", use_orig_params=use_orig_params, sharding_strategy=strategy)
+        torch.manual_seed(3)
+        x = torch.rand(6, 4).to(ranks.device)
+        for each in (plain, model):
+            with torch.no_grad():
+                each(x)
+        assert_same(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
+        losses = [each(x).square().sum() for each in (plain, model)]
+        with kind(model, state_dict_type):
+            saved = model.state_dict()
+        if state_dict_type is FULL:
+            assert_same(saved, plain.state_dict(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(losses[1], losses[0])
+        for loss, each in zip(losses, (plain, model), strict=True):
+            loss.backward()
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+        assert_same(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
+        # What is loaded counts in the next forward, although the root kept what it gathered for the last.
+        with torch.no_grad():
+            model(x)
+            other = plain_model(ranks, seed=1)
+            model.load_state_dict(other.state_dict())
+            torch.testing.assert_close(model(x), other(x))
+
+    axes = {"strategy": STRATEGIES, "use_orig_params": (False, True), "state_dict_type": (FULL, SHARDED, LOCAL)}
+    return run_subtests(axes, case)
+
+
+def inside_summon_full_params(ranks: Ranks, use_orig_params: bool) -> None:
+    """Saving finds the parameters whole; what is loaded is kept as the context says."""
+    plain, other = plain_model(ranks, seed=0), plain_model(ranks, seed=1)
+    model = wrapped_model(ranks, 0, "nested", use_orig_params=use_orig_params)
+    with FSDP.summon_full_params(model):
+        saved = model.state_dict()
+        assert_same(saved, plain.state_dict())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert_same(saved, plain.state_dict())
+        model.load_state_dict(other.state_dict())
+    assert_same(model.state_dict(), other.state_dict())
+    parameters = [name for name, _ in plain.named_parameters(remove_duplicate=False)]
+    with FSDP.summon_full_params(model, writeback=False):
+        model.load_state_dict(plain.state_dict())
+    kept = model.state_dict()
+    assert all(torch.equal(kept[name], other.state_dict()[name]) for name in parameters)
+    with FSDP.summon_full_params(model, writeback=False, rank0_only=True):
+        if ranks.rank == 0:
+            assert set(model.state_dict()) == set(plain.state_dict())
+        else:
+            with pytest.raises(RuntimeError, match="not whole on rank"):
+                model.state_dict()
+    with kind(model, LOCAL), FSDP.summon_full_params(model), pytest.raises(RuntimeError, match="is made of shards"):
+        model.state_dict()
+    assert_same(model.state_dict(), kept)
+
+
+class Refusing(nn.Module):
+    """Calls for the state dict of a model in the midst of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.ask: Callable[[], Any] = dict
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.ask()
+        output: torch.Tensor = self.linear(x)
+        return output
+
+
+def refused_inside_forward(ranks: Ranks) -> None:
+    """As for ``summon_full_params``; the model is usable afterwards."""
+    inner = Refusing().to(ranks.device)
+    model = wrap_fsdp(inner, ranks.group)
+    x = torch.ones(2, 2, device=ranks.device)
+    inner.ask = model.state_dict
+    with pytest.raises(AssertionError, match="during forward/backward"):
+        model(x)
+    inner.ask = dict
+    model(x).sum().backward()
+    assert list(model.state_dict()) == ["linear.weight", "linear.bias"]
+
+
+class Renamed(nn.Linear):
+    """A layer that was once saved under another name, and which counts what its hooks saw."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 5)
+        self.saved_shapes: list[torch.Size] = []
+        self.register_state_dict_post_hook(_remember)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_rename)  # type: ignore[no-untyped-call]
+
+
+def _remember(module: Renamed, values: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    module.saved_shapes.append(values[prefix + "weight"].shape)
+
+
+def _rename(module: Renamed, values: dict[str, Any], prefix: str, *rest: Any) -> None:
+    if prefix + "kernel" in values:
+        values[prefix + "weight"] = values.pop(prefix + "kernel")
+
+
+def hooks_of_modules_inside(ranks: Ranks, use_orig_params: bool) -> None:
+    """A module's own hooks see whole parameters, as without FSDP, and may rename them; one may fail."""
+    torch.manual_seed(0)
+    layer = Renamed()
+    model = wrap_fsdp(nn.Sequential(layer).to(ranks.device), ranks.group, use_orig_params=use_orig_params)
+    assert list(model.state_dict()) == ["0.weight", "0.bias"]
+    assert layer.saved_shapes == [(5, 3)]
+    kernel = torch.arange(15.0, device=ranks.device).view(5, 3)
+    model.load_state_dict({"0.kernel": kernel, "0.bias": torch.ones(5, device=ranks.device)})
+    assert torch.equal(model.state_dict()["0.weight"], kernel)
+
+    def fail(*args: Any) -> None:
+        raise LookupError("a hook that fails")
+
+    handle = layer.register_state_dict_pre_hook(fail)  # type: ignore[no-untyped-call]
+    with pytest.raises(LookupError, match="a hook that fails"):
+        model.state_dict()
+    handle.remove()
+    assert torch.equal(model.state_dict()["0.weight"], kernel)
+    assert model.training_state is TrainingState.IDLE
+
+
+def activation_checkpointing(ranks: Ranks) -> int:
+    """Checkpoint wrappers inside, around and between leave names as they are."""
+
+    def case(wrapper_inside: bool, use_orig_params: bool, state_dict_type: StateDictType) -> None:
+        def build(seed: int) -> nn.Module:
+            torch.manual_seed(seed)
+            layers = [nn.Linear(3, 4), nn.Linear(4, 3)]
+            for index, layer in enumerate(layers):
+                if wrapper_inside:
+                    layers[index] = wrap_fsdp(checkpoint_wrapper(layer), ranks.group, use_orig_params=use_orig_params)
+                else:
+                    layers[index] = checkpoint_wrapper(wrap_fsdp(layer, ranks.group, use_orig_params=use_orig_params))
+            inner = nn.Sequential(*layers, checkpoint_wrapper(nn.Linear(3, 2))).to(ranks.device)
+            return wrap_fsdp(inner, ranks.group, use_orig_params=use_orig_params)
+
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 2)).to(ranks.device)
+        model, other = build(0), build(1)
+        assert_same(model.state_dict(), plain.state_dict())
+        with kind(model, state_dict_type), kind(other, state_dict_type):
+            other.load_state_dict(model.state_dict())
+        assert_same(other.state_dict(), plain.state_dict())
+
+    axes = {
+        "wrapper_inside": (False, True),
+        "use_orig_params": (False, True),
+        "state_dict_type": (FULL, SHARDED, LOCAL),
+    }
+    return run_subtests(axes, case)
+
+
+def device_mesh(ranks: Ranks, hybrid: bool, use_orig_params: bool) -> None:
+    """With a mesh, pieces are ``DTensor``: rows over the last dimension of the mesh, replicas over the first."""
+    shape = (2, ranks.world_size // 2) if hybrid else (ranks.world_size,)
+    mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    settings = {
+        "device_mesh": mesh,
+        "use_orig_params": use_orig_params,
+        "sharding_strategy": ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD,
+    }
+
+    def build(seed: int) -> nn.Module:
+        model = plain_model(ranks, seed)
+        model.block = wrap_fsdp(model.block, **settings)
+        return wrap_fsdp(model, **settings)
+
+    plain = plain_model(ranks, 0)
+    model, other = build(0), build(1)
+    parameters = dict(plain.named_parameters(remove_duplicate=False))
+    for offload in (False, True):
+        with kind(model, SHARDED, ShardedStateDictConfig(offload_to_cpu=offload)):
+            assert FSDP.get_state_dict_type(model).state_dict_config.offload_to_cpu is offload
+            saved = model.state_dict()
+        assert list(saved) == list(plain.state_dict())
+        for name, whole in parameters.items():
+            value = saved[name]
+            assert type(value) is DTensor
+            assert value.shape == whole.shape
+            assert value.placements == ((Replicate(), Shard(0)) if hybrid else (Shard(0),))
+            assert value.device_mesh == mesh
+            chunks = whole.chunk(mesh.size(-1))
+            index = mesh.get_local_rank(mesh.ndim - 1)
+            local = value.to_local()
+            assert local.device.type == ("cpu" if offload else ranks.device.type)
+            assert torch.equal(local.to(ranks.device), chunks[index] if index < len(chunks) else whole[:0])
+        with kind(other, SHARDED, ShardedStateDictConfig(offload_to_cpu=offload)):
+            other.load_state_dict(saved)
+        assert_same(other.state_dict(), plain.state_dict())
+        other.load_state_dict(plain_model(ranks, 1).state_dict())
+    with kind(model, LOCAL), pytest.raises(RuntimeError, match="DeviceMesh is not compatible with LOCAL_STATE_DICT"):
+        model.state_dict()
+    assert_same(model.state_dict(), plain.state_dict())
+
+
+def refusals_on_load(ranks: Ranks, use_orig_params: bool) -> None:
+    """Values of another kind are refused on every rank before anything is sent, and the model is as it was."""
+    plain = plain_model(ranks, seed=0)
+    model = wrapped_model(ranks, 0, "nested", use_orig_params=use_orig_params)
+    step(plain, ranks)
+    step(model, ranks)
+    whole = model.state_dict()
+    with kind(model, SHARDED):
+        pieces = model.state_dict()
+        with pytest.raises(AssertionError, match="Expected ShardedTensor, got"):
+            model.load_state_dict(whole)
+        # The outer instance has its pieces, and the one inside has not.
+        mixed = {name: whole[name] if name.startswith("block") else value for name, value in pieces.items()}
+        with pytest.raises(AssertionError, match=r"Expected ShardedTensor, got .* 'block\.first\.weight' on rank"):
+            model.load_state_dict(mixed)
+        assert model.training_state is TrainingState.IDLE
+        with pytest.raises(RuntimeError, match="size mismatch for scale"):
+            model.load_state_dict({**pieces, "scale": pieces["projection.bias"]})
+        with pytest.raises(RuntimeError, match=r'Missing key.*: "block\.first\.bias"'):
+            model.load_state_dict({name: value for name, value in pieces.items() if name != "block.first.bias"})
+    with kind(model, LOCAL):
+        shards = model.state_dict()
+        with pytest.raises(AssertionError, match="No `FlatParameter` in `state_dict` for this FSDP instance"):
+            model.load_state_dict(whole)
+        with pytest.raises(AssertionError, match="Tensors in local_state_dict should be ShardedTensor"):
+            model.load_state_dict({**shards, "block._flat_param": torch.ones(1)})
+        with pytest.raises(AssertionError, match=r"Local shard size = .* and the tensor in the state_dict is"):
+            model.load_state_dict({**shards, "block._flat_param": shards["_flat_param"]})
+    step(plain, ranks)
+    step(model, ranks)
+    assert_same(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
+
+
+def saved_by_another_number_of_ranks(ranks: Ranks) -> None:
+    """Pieces for two ranks do not fit three: every rank is told so, and nothing is sent."""
+    pair = dist.new_group([0, 1])
+    model = wrapped_model(ranks, 0, "root")
+    if ranks.rank < 2:
+        assert isinstance(pair, dist.ProcessGroup)
+        small = wrap_fsdp(plain_model(ranks, 0), pair)
+        with kind(small, SHARDED):
+            saved = small.state_dict()
+        with kind(model, SHARDED), pytest.raises(RuntimeError, match=r"cut into \[2, 2\] rows, and 3 ranks need"):
+            model.load_state_dict({name: value for name, value in saved.items() if name != "scale"})
+    dist.barrier()
+    assert_same(model.state_dict(), plain_model(ranks, 0).state_dict())
+
+
+def no_shard_is_full(ranks: Ranks, use_orig_params: bool) -> None:
+    """Where nothing is cut, every kind is the full one, with a warning where another was asked for."""
+    plain = plain_model(ranks, 0)
+    strategy = ShardingStrategy.NO_SHARD
+    model = wrapped_model(ranks, 0, "root", sharding_strategy=strategy, use_orig_params=use_orig_params)
+    assert_same(model.state_dict(), plain.state_dict())
+    for state_dict_type in (SHARDED, LOCAL):
+        with kind(model, state_dict_type):
+            with pytest.warns(UserWarning, match="When using ``NO_SHARD`` .*, full_state_dict will be returned."):
+                saved = model.state_dict()
+            assert_same(saved, plain.state_dict())
+            with pytest.warns(UserWarning, match="When using ``NO_SHARD`` .*, full_state_dict willbe returned."):
+                model.load_state_dict(plain_model(ranks, 1).state_dict())
+        assert_same(model.state_dict(), plain_model(ranks, 1).state_dict())
+        model.load_state_dict(saved)
+
+
+def kinds(ranks: Ranks) -> None:
+    """Settings reach every instance, are given back, are put back, and must agree."""
+    model = wrapped_model(ranks, 0, "nested")
+    default = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
+    assert FSDP.get_state_dict_type(model) == default
+    deprecated = pytest.warns(
+        FutureWarning,
+        match=r"FSDP.state_dict_type\(\) and FSDP.set_state_dict_type\(\) are being deprecated. Please use",
+    )
+    with deprecated as caught:
+        before = FSDP.set_state_dict_type(
+            model, SHARDED, ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig()
+        )
+    assert before == default
+    assert [each.filename for each in caught] == [__file__]
+    sharded = StateDictSettings(SHARDED, ShardedStateDictConfig(True), ShardedOptimStateDictConfig())
+    assert FSDP.get_state_dict_type(model) == sharded
+    assert [each._state_dict_type for each in FSDP.fsdp_modules(model)] == [SHARDED] * 2
+    with pytest.warns(FutureWarning) as caught:
+        context = FSDP.state_dict_type(model, LOCAL)
+    with context:
+        local = StateDictSettings(LOCAL, LocalStateDictConfig(), LocalOptimStateDictConfig())
+        assert FSDP.get_state_dict_type(model) == local
+    assert [each.filename for each in caught] == [__file__]
+    assert FSDP.get_state_dict_type(model) == sharded
+    with pytest.raises(LookupError), kind(model, FULL):
+        raise LookupError
+    assert FSDP.get_state_dict_type(model) == sharded
+
+    expected = "Expected state_dict_config of type .*LocalStateDictConfig.* but got .*FullStateDictConfig"
+    with pytest.raises(RuntimeError, match=expected), kind(model, LOCAL, FullStateDictConfig()):
+        pass
+    expected = "Expected optim_state_dict_config of type .*LocalOptim.* but got .*FullOptim"
+    with pytest.raises(RuntimeError, match=expected), kind(model, LOCAL, None, FullOptimStateDictConfig()):
+        pass
+    assert FSDP.get_state_dict_type(model) == sharded
+
+    inner = FSDP.fsdp_modules(model)[1]
+    expected = r"All FSDP modules must have the same state dict settings\.Got"
+    with kind(inner, SHARDED, ShardedStateDictConfig(offload_to_cpu=False)):
+        with pytest.raises(AssertionError, match=expected):
+            FSDP.get_state_dict_type(model)
+    with kind(inner, FULL):
+        _refused(model, r"All FSDP modules should have the same state_dict_type\.")
+        assert inner._state_dict_type is FULL
+    inner._state_dict_config = FullStateDictConfig()
+    _refused(model, r"All FSDP modules must have the same type of state_dict_config\.")
+    inner._state_dict_config = ShardedStateDictConfig()
+    inner._optim_state_dict_config = FullOptimStateDictConfig()
+    _refused(model, r"All FSDP modules must have the same type of optim_state_dict_config\.")
+
+
+def _refused(model: nn.Module, expected: str) -> None:
+    with pytest.raises(AssertionError, match=expected), kind(model, FULL):
+        pass
+
+
+def shared_instances(ranks: Ranks, use_orig_params: bool) -> None:
+    """One FSDP module at two places is saved and loaded at both."""
+
+    def build(seed: int, sharded: bool) -> nn.Module:
+        torch.manual_seed(seed)
+        layer: nn.Module = nn.Linear(3, 3).to(ranks.device)
+        if sharded:
+            layer = wrap_fsdp(layer, ranks.group, use_orig_params=use_orig_params)
+        model = nn.Sequential(layer, nn.Linear(3, 3).to(ranks.device), layer)
+        return wrap_fsdp(model, ranks.group, use_orig_params=use_orig_params) if sharded else model
+
+    plain, model, other = build(0, sharded=False), build(0, sharded=True), build(1, sharded=True)
+    assert list(model.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias"]
+    assert_same(model.state_dict(), plain.state_dict())
+    for state_dict_type in (FULL, SHARDED, LOCAL):
+        with kind(model, state_dict_type), kind(other, state_dict_type):
+            other.load_state_dict(model.state_dict())
+        assert_same(other.state_dict(), plain.state_dict())
+        other.load_state_dict(build(1, sharded=False).state_dict())
+
+
+def shared_names_share_memory(ranks: Ranks, use_orig_params: bool) -> None:
+    """A shared parameter is saved once, under each of its names, as a plain model's is."""
+    saved = wrapped_model(ranks, 0, "root", use_orig_params=use_orig_params).state_dict()
+    assert saved["head.weight"].data_ptr() == saved["projection.weight"].data_ptr()
+    assert saved["block.again.weight"].data_ptr() == saved["block.once_more.weight"].data_ptr()
+    assert saved["block.first.weight"].untyped_storage().nbytes() == 4 * 5 * 4, "a copy keeps the whole unit alive"
+
+
+def load_by_assignment(ranks: Ranks, use_orig_params: bool) -> None:
+    """``assign=True`` changes no parameter object: the shard is written, and the optimizer goes on with it."""
+    model = wrapped_model(ranks, 0, "nested", use_orig_params=use_orig_params)
+    before = list(model.parameters())
+    other = plain_model(ranks, seed=1)
+    model.load_state_dict(copy.deepcopy(other.state_dict()), assign=True)
+    assert all(mine is theirs for mine, theirs in zip(model.parameters(), before, strict=True))
+    step(other, ranks)
+    step(model, ranks)
+    assert_same(model.state_dict(), other.state_dict(), rtol=1e-5, atol=1e-6)
+    values = full_parameters(model)
+    assert all(value.is_floating_point() for value in values.values())

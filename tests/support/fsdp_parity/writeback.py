@@ -1,0 +1,211 @@
+"""Original parameters and gradients that the user writes or replaces: taken over, or refused."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+from polyshard_fsdp import MixedPrecision, ShardingStrategy, StateDictType
+from polyshard_fsdp._flat_param import _FSDP_USE_FULL_PREC_IN_EVAL
+from polyshard_fsdp.wrap import ModuleWrapPolicy
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_parity.models import wrap_fsdp
+from fsdp_parity.ranks import Ranks
+from fsdp_parity.subtests import run_subtests
+from fsdp_parity.training import ddp, full_parameters
+
+
+class Model(nn.Module):
+    """Two linear layers with biases, the same on every rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        torch.manual_seed(42)
+        self.lin1 = nn.Linear(5, 5).to(device)
+        self.lin2 = nn.Linear(5, 7).to(device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.lin2(torch.relu(self.lin1(x)))
+        return output
+
+    def get_input(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        return (torch.randn((2, 5)).to(device),)
+
+    def get_loss(self, model_input: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        return output.sum()
+
+
+def _pair(ranks: Ranks) -> tuple[DistributedDataParallel, FSDP]:
+    """DDP and one FSDP unit of the same model. Inputs drawn afterwards differ from rank to rank."""
+    pair = ddp(ranks, Model(ranks.device)), wrap_fsdp(Model(ranks.device), use_orig_params=True)
+    torch.manual_seed(1 + ranks.rank)
+    return pair
+
+
+def _twos(like: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(like.detach()) * 2
+
+
+def _assert_same_parameters(reference: DistributedDataParallel, model: FSDP) -> None:
+    """Inside ``summon_full_params`` no name shows a wrapper. Entering it takes over what the user changed."""
+    with FSDP.summon_full_params(model):
+        for (theirs_name, theirs), (name, mine) in zip(
+            reference.module.named_parameters(), model.named_parameters(), strict=True
+        ):
+            assert name == theirs_name
+            torch.testing.assert_close(mine, theirs)
+
+
+def _backward(pair: tuple[DistributedDataParallel, FSDP], device: torch.device) -> None:
+    model_input = pair[1].get_input(device)
+    outputs = [each(*model_input) for each in pair]
+    torch.testing.assert_close(outputs[0], outputs[1])
+    for output in outputs:
+        output.sum().backward()
+
+
+def param_writeback(ranks: Ranks) -> int:
+    """A parameter's values, or the parameter itself, changed between wrapping and the next use."""
+    return run_subtests({"change_first_weight": [True, False], "change_data": [True, False]}, _param_writeback, ranks)
+
+
+def _param_writeback(ranks: Ranks, change_first_weight: bool, change_data: bool) -> None:
+    reference, model = _pair(ranks)
+    modules: list[Any] = [reference.module, model.module]
+    for module in modules:
+        layer = module.lin1 if change_first_weight else module.lin2
+        if change_data:
+            layer.weight.data = _twos(layer.weight)
+        else:
+            layer.weight = nn.Parameter(_twos(layer.weight))
+    _assert_same_parameters(reference, model)
+    changed = "lin1.weight" if change_first_weight else "lin2.weight"
+    assert {value.item() for value in full_parameters(model)[changed].flatten()} == {2.0}
+    # And the next forward computes with it.
+    model_input = model.get_input(ranks.device)
+    torch.testing.assert_close(model(*model_input), reference.module(*model_input))
+
+
+def grad_writeback(ranks: Ranks) -> int:
+    """A gradient's values, or the gradient itself, changed before the optimizer's step, and added to after it."""
+    return run_subtests(
+        {"change_first_weight_grad": [False, True], "change_data": [False, True], "set_to_none": [False, True]},
+        _grad_writeback,
+        ranks,
+    )
+
+
+def _grad_writeback(ranks: Ranks, change_first_weight_grad: bool, change_data: bool, set_to_none: bool) -> None:
+    if change_data and set_to_none:
+        # The data of a gradient cannot be None.
+        return
+    pair = reference, model = _pair(ranks)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in pair]
+    _backward(pair, ranks.device)
+    modules: list[Any] = [reference.module, model.module]
+    for module in modules:
+        weight = (module.lin1 if change_first_weight_grad else module.lin2).weight
+        if not change_data:
+            weight.grad = None if set_to_none else _twos(weight)
+        elif weight.grad is not None:
+            weight.grad.data = _twos(weight)
+    for optimizer in optimizers:
+        optimizer.step()
+    _assert_same_parameters(*pair)
+    # Without zeroing: the next backward adds to what was written.
+    _backward(pair, ranks.device)
+    for optimizer in optimizers:
+        optimizer.step()
+    _assert_same_parameters(*pair)
+
+
+def writeback_shape_mismatch(ranks: Ranks) -> None:
+    """A parameter and gradient of another shape are refused, on each rank that did it, before anything is gathered."""
+    model = wrap_fsdp(Model(ranks.device), use_orig_params=True)
+    # The first weight lies on rank 0; of the second, a part lies on rank 1.
+    layer: Any = model.module.lin1 if ranks.rank == 0 else model.module.lin2
+    larger = [size + 1 for size in layer.weight.shape]
+    layer.weight = nn.Parameter(torch.randn(larger, device=ranks.device))
+    layer.weight.grad = torch.randn(larger, device=ranks.device)
+    with (
+        pytest.raises(RuntimeError, match="Cannot writeback") as caught,
+        FSDP.summon_full_params(model),
+    ):
+        pass
+    assert f"lin{ranks.rank + 1}.weight" in str(caught.value)
+
+
+def writeback_between_forward_and_backward(ranks: Ranks) -> int:
+    """Where forward left parameters whole, changing one before backward is refused."""
+    return run_subtests({"change_data": [True, False]}, _writeback_between, ranks)
+
+
+def _writeback_between(ranks: Ranks, change_data: bool) -> None:
+    model = wrap_fsdp(
+        Model(ranks.device),
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        use_orig_params=True,
+    )
+    loss = model(*model.get_input(ranks.device)).sum()
+    if change_data:
+        model.lin1.weight.data = model.lin1.weight.clone()
+    else:
+        model.lin1._fsdp_wrapped_module.weight = nn.Parameter(model.lin1.weight.clone())
+    words = "FSDP does not support changing the parameters between forward and backward"
+    with pytest.raises(AssertionError, match=words):
+        loss.backward()
+
+
+def no_reshard_and_mixed_precision(ranks: Ranks) -> int:
+    """Views in another dtype, which the engine itself leaves in place, are not taken for the user's changes."""
+    return run_subtests({"use_full_prec_in_eval": [False, True]}, _no_reshard_and_mixed_precision, ranks)
+
+
+def _no_reshard_and_mixed_precision(ranks: Ranks, use_full_prec_in_eval: bool) -> None:
+    setting = {_FSDP_USE_FULL_PREC_IN_EVAL: "1" if use_full_prec_in_eval else "0"}
+    with mock.patch.dict(os.environ, setting):
+        model = wrap_fsdp(
+            Model(ranks.device),
+            sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            mixed_precision=MixedPrecision(param_dtype=torch.float16),
+            use_orig_params=True,
+        )
+        plain = Model(ranks.device)
+        torch.manual_seed(1 + ranks.rank)
+        model_input = model.get_input(ranks.device)
+
+        def forward(training: bool) -> Any:
+            model.train(training)
+            output = model(*model_input)
+            full_precision = use_full_prec_in_eval and not training
+            assert output.dtype == (torch.float32 if full_precision else torch.float16)
+            tolerance: dict[str, Any] = {} if full_precision else {"rtol": 1e-2, "atol": 5e-3}
+            torch.testing.assert_close(output, plain(*model_input).detach(), check_dtype=False, **tolerance)
+            return output
+
+        # Training, whole parameters in full precision, training.
+        forward(training=True)
+        with FSDP.summon_full_params(model):
+            pass
+        forward(training=True)
+        # Training, then eval.
+        forward(training=False)
+        # Training with backward, eval, a checkpoint; and then backward in eval.
+        forward(training=True).sum().backward()
+        forward(training=False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning)
+            with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+                model.load_state_dict(model.state_dict())
+        forward(training=False).sum().backward()
+        for (name, mine), theirs in zip(full_parameters(model).items(), plain.parameters(), strict=True):
+            assert torch.equal(mine, theirs.detach()), f"{name} changed without a step"
