@@ -204,7 +204,8 @@ def _gather_flat(
     """The whole state of each parameter in one flat parameter, by name; a parameter without state is left out."""
     slots = range(len(flattened.layout.slots))
     described = {slot: _merge(flattened, slot, everyone) for slot in slots}
-    results = {slot: dict(description) for slot, description in described.items() if description is not None}
+    # A plain optimizer that loads this counts in the very tensors: no two parameters may share one.
+    results = {slot: copy.deepcopy(description) for slot, description in described.items() if description is not None}
     wanted = sorted(
         {
             (name, str(value.dtype), value.dtype)
@@ -321,5 +322,5 @@ def _warn_about_unknown(key: object) -> None:
         "state_dict. In most cases, this is a user-defined state that is not associated with any particular parameter. "
         "Another possible case is this state is managed by TorchRec. Otherwise, there may  be a mismatched assumption "
         "of optim_state_dict of this mode.",
-        stacklevel=5,
+        stacklevel=6,
     )

@@ -26,6 +26,7 @@ def full_optim_state_dict(
 ) -> dict[str, Any]:
     """The whole state by parameter names, in host memory; on other ranks than 0 nothing, with ``rank0_only``."""
     _warn_replaced("full_optim_state_dict", "optim_state_dict")
+    _warn_about_input(optim_input)
     given = optim.state_dict()
     names = ModelNames(model)
     keys = _keys(model, names, optim, optim_input, named=is_keyed_by_name(given))
@@ -51,6 +52,7 @@ def shard_full_optim_state_dict(
 ) -> dict[str, Any]:
     """This rank's part of what ``full_optim_state_dict`` returned. Does not communicate."""
     _warn_replaced("shard_full_optim_state_dict", "optim_state_dict_to_load")
+    _warn_about_input(optim_input)
     return _shard(full_optim_state_dict, model, optim_input, optim)
 
 
@@ -73,9 +75,11 @@ def scatter_full_optim_state_dict(
 ) -> dict[str, Any]:
     """The same as ``shard_full_optim_state_dict``, where rank 0 alone has the whole state."""
     _warn_replaced("scatter_full_optim_state_dict", "optim_state_dict_to_load")
+    _warn_about_input(optim_input)
     return _shard(full_optim_state_dict, model, optim_input, optim, rank0_only=True, group=group)
 
 
+@torch.no_grad()
 def rekey_optim_state_dict(
     optim_state_dict: dict[str, Any],
     to_names: bool,
@@ -168,7 +172,6 @@ def _keys(
     *,
     named: bool,
 ) -> dict[Key, nn.Parameter]:
-    _warn_about_input(optim_input)
     if optim is not None and optim_input is None:
         return keys_of(optim, names, named=named)
     keys = keys_of_input(model, optim_input)
@@ -199,4 +202,5 @@ def _warn_replaced(current: str, replacement: str) -> None:
 
 
 def _warn(text: str) -> None:
+    # Above this: its caller, the function, torch.no_grad, the static method; then the user's line.
     warnings.warn(text, FutureWarning, stacklevel=6)

@@ -17,7 +17,7 @@ from polyshard.interfaces import Collectives
 from torch import nn
 
 from ._optim_names import WHOLE_FLAT, Flattened, Key, ModelNames, OptimStateKeyError, ordered_groups
-from ._optim_values import collect, refuse_other_cut
+from ._optim_values import collect, dtype_of, refuse_other_cut, shape_of
 
 _ADVICE = "Load it into a model with use_orig_params=True, where each parameter keeps state of its own."
 
@@ -239,7 +239,7 @@ def _by_first_name(names: ModelNames, state: Mapping[Any, Any]) -> dict[str, Map
 
 
 def _is_tensor(value: Any) -> bool:
-    return isinstance(value, (torch.Tensor, _Awaited)) and bool(len(value.shape))
+    return isinstance(value, (torch.Tensor, _Awaited)) and len(shape_of(value)) > 0
 
 
 def _check(flattened: Flattened, entries: Mapping[str, Mapping[str, Any]]) -> None:
@@ -249,10 +249,10 @@ def _check(flattened: Flattened, entries: Mapping[str, Mapping[str, Any]]) -> No
     for index, name in enumerate(flattened.names):
         shape = torch.Size(flattened.layout.slots[index].shape)
         for value in entries.get(name, {}).values():
-            if _is_tensor(value) and value.shape != shape:
+            if _is_tensor(value) and shape_of(value) != shape:
                 raise ConfigError(
-                    f"Tensor optimizer state does not have same shape as its parameter: {value.shape} {shape} for "
-                    f"'{name}' on rank {rank}. Load the state of the same model."
+                    f"Tensor optimizer state does not have same shape as its parameter: {shape_of(value)} {shape} "
+                    f"for '{name}' on rank {rank}. Load the state of the same model."
                 )
             refuse_other_cut(value, flattened, name)
     if flattened.handle.use_orig_params or not having:
@@ -279,7 +279,7 @@ def _check_alike(flattened: Flattened, state_name: str, values: Sequence[Any]) -
             f"{sorted({_kind(value) for value in present})}. They share a flat parameter. {_ADVICE}"
         )
     if _is_tensor(present[0]):
-        dtypes = {value.dtype for value in present}
+        dtypes = {dtype_of(value) for value in present}
         if len(dtypes) > 1:
             raise ConfigError(
                 "All unflattened parameters comprising a single flat parameter must have positive-dimension tensor "
@@ -296,7 +296,7 @@ def _check_alike(flattened: Flattened, state_name: str, values: Sequence[Any]) -
 
 def _kind(value: Any) -> str:
     if isinstance(value, (torch.Tensor, _Awaited)):
-        return f"tensor of {value.dtype}" if not len(value.shape) else "tensor"
+        return "tensor" if _is_tensor(value) else f"scalar of {value.dtype}"
     return type(value).__name__
 
 
@@ -365,4 +365,4 @@ def _keep_own(
     if own is not None:
         loaded[key] = copy.deepcopy(own)
     else:
-        warnings.warn(f"optim_state[{flattened.names[slot]}] is not on rank{flattened.instance.rank}.", stacklevel=5)
+        warnings.warn(f"optim_state[{flattened.names[slot]}] is not on rank{flattened.instance.rank}.", stacklevel=6)

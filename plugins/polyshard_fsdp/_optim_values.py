@@ -34,13 +34,27 @@ def distribute(whole: torch.Tensor, flattened: Flattened, *, offload: bool) -> t
     return _torch_private.make_sharded_tensor(own, tuple(whole.shape), pieces, instance.process_group)
 
 
+def shape_of(value: Any) -> torch.Size:
+    """The shape of a whole tensor, by whatever kind of tensor it is held."""
+    # Asked for an attribute, a sharded tensor warns that its class is deprecated.
+    return value.metadata().size if _torch_private.is_sharded_tensor(value) else torch.Size(value.shape)
+
+
+def dtype_of(value: Any) -> torch.dtype:
+    """The dtype of a tensor of whatever kind."""
+    if _torch_private.is_sharded_tensor(value):
+        value = value.metadata().tensor_properties
+    found: torch.dtype = value.dtype
+    return found
+
+
 def refuse_other_cut(value: object, flattened: Flattened, name: str) -> None:
     """Refuse a sharded tensor that other ranks hold than those of the instance."""
     if not _torch_private.is_sharded_tensor(value):
         return
     ranks = flattened.instance.world_size
     pieces = [size[0] for size in _torch_private.piece_sizes(value)]
-    wanted = [count for _, count in rows_of(value.shape[0], ranks)]
+    wanted = [count for _, count in rows_of(shape_of(value)[0], ranks)]
     if [rows for rows in pieces if rows] != [rows for rows in wanted if rows]:
         raise StateError(
             f"Optimizer state of '{name}' is cut into {pieces} rows, and {ranks} ranks need {wanted} (rank "
@@ -62,16 +76,14 @@ def collect(value: torch.Tensor, flattened: Flattened) -> torch.Tensor:
 
 
 def _collect_rows(value: Any, flattened: Flattened) -> torch.Tensor:
-    instance = flattened.instance
-    most = rows_of(value.shape[0], instance.world_size)[0][1]
+    instance, shape = flattened.instance, shape_of(value)
+    most = rows_of(shape[0], instance.world_size)[0][1]
     with torch.inference_mode(False):
-        gathered = torch.empty(
-            (most * instance.world_size, *value.shape[1:]), dtype=value.dtype, device=flattened.device
-        )
+        gathered = torch.empty((most * instance.world_size, *shape[1:]), dtype=dtype_of(value), device=flattened.device)
     mine = gathered.narrow(0, instance.rank * most, most)
     for rows in _torch_private.shards_of(value):
         mine.narrow(0, 0, rows.shape[0]).copy_(rows)
     # All ranks but the last have as many rows as there is room for, so that no gap lies between them.
     collectives = collectives_of(instance.process_group, flattened.device)
     collectives.all_gather(gathered.view(-1), mine.view(-1)).wait()
-    return gathered.narrow(0, 0, value.shape[0])
+    return gathered.narrow(0, 0, shape[0])

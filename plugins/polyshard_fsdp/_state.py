@@ -243,7 +243,8 @@ class FSDPInstance:
             yield
             unit.take_up_home(refuse_offload=False)
             return
-        unit.take_up_changes()
+        if not unit.misplaced:
+            unit.take_up_changes()
         with unit.without_originals():
             handle.register_flat_param()
             try:

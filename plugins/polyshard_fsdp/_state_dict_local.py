@@ -8,12 +8,13 @@ import torch
 from polyshard.errors import StateError, StepAssertionError
 
 from . import _torch_private
-from ._common_utils import FLAT_PARAM
+from ._common_utils import FLAT_PARAM, clean_tensor_name
 from ._state_dict_full import Form
 from ._unshard_param_utils import _refuse_busy
 from .api import StateDictConfig
 
 if TYPE_CHECKING:
+    from ._flat_param import FlatParamHandle
     from ._state import FSDPInstance
     from ._unit import FlatUnit
 
@@ -27,6 +28,7 @@ class LocalForm(Form):
     def __init__(self, instance: FSDPInstance, config: StateDictConfig) -> None:
         super().__init__(instance)
         self._offloads = config.offload_to_cpu
+        self._withdrawn: FlatParamHandle | None = None
 
     def before_save(self) -> None:
         self._settle()
@@ -54,25 +56,25 @@ class LocalForm(Form):
         if unit is None:
             return
         key = prefix + FLAT_PARAM
-        own = self._own_in(values.get(key), unit, key)
-        if not unit.handle.use_orig_params:
-            padded = unit.master.detach().clone()
-            padded[: own.numel()].copy_(own)
-            values[key] = padded
-            return
-        # No module holds the flat parameter, so torch's walk cannot copy it: here, and the walk copies parts onto
-        # themselves.
-        del values[key]
+        own = self._own_in(values.pop(key, None), unit, clean_tensor_name(key))
         unit.master.detach()[: own.numel()].copy_(own)
-        for names, parameter in zip(self.names, unit.handle.parameters, strict=True):
-            for name in names:
-                values[prefix + name] = parameter.original.detach()
+        # It is done, and torch's walk shall find nothing to do: it would look for the flat parameter below whatever
+        # prefix a checkpoint wrapper adds.
+        if unit.handle.use_orig_params:
+            for names, parameter in zip(self.names, unit.handle.parameters, strict=True):
+                for name in names:
+                    values[prefix + name] = parameter.original.detach()
+        else:
+            unit.handle.deregister_flat_param()
+            self._withdrawn = unit.handle
 
     def after_load(self) -> None:
-        """Nothing: it was copied in place."""
+        self.abandon()
 
     def abandon(self) -> None:
-        """Nothing was changed."""
+        withdrawn, self._withdrawn = self._withdrawn, None
+        if withdrawn is not None:
+            withdrawn.register_flat_param()
 
     def _settle(self) -> None:
         instance = self.instance

@@ -12,6 +12,7 @@ from polyshard.engine.layout import contiguous_stride, product
 from polyshard.errors import StateError, StepAssertionError
 
 from . import _torch_private
+from ._common_utils import clean_tensor_name
 from ._state_dict_full import FullForm
 from .api import ShardedStateDictConfig, StateDictConfig
 
@@ -80,7 +81,7 @@ class ShardedForm(FullForm):
                 _LOGGER.warning(
                     "Did not find param with FQN %s, skipping it. The weight will not be filled if you expect it to "
                     "be.",
-                    prefix + names[0],
+                    clean_tensor_name(prefix + names[0]),
                 )
         fitting: list[tuple[int, list[str], Any]] = []
         for index, keys, value in found:
@@ -123,7 +124,7 @@ class ShardedForm(FullForm):
 
     def _refuse_other(self, value: object, unit: FlatUnit, key: str) -> None:
         """Refuse what this form does not make, for as many ranks as there are."""
-        where = f"'{key}' on rank {self.instance.rank}"
+        where = f"'{clean_tensor_name(key)}' on rank {self.instance.rank}"
         if _torch_private.is_sharded_tensor(value):
             pieces = [size[0] for size in _torch_private.piece_sizes(value)]
         elif _is_cut_along_rows(value, unit.grid.shard_size):

@@ -40,9 +40,10 @@ def make_sharded_tensor(
     The whole package is private in torch 2.11 and 2.13, and the values of FSDP's state dicts are of its classes.
     Imported when first used: it takes 0.2 s.
     """
-    from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
-    from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
-    from torch.distributed._shard.sharding_spec import ShardMetadata
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+    from torch.distributed._shard.sharded_tensor.shard import Shard
 
     rank = dist.get_rank(group)
     metadata = [
@@ -70,7 +71,7 @@ def _remote_device(own: torch.device, global_rank: int, is_own: bool) -> str:
 
 def is_sharded_tensor(value: object) -> TypeGuard[Any]:
     """Whether ``value`` is a ``ShardedTensor``."""
-    from torch.distributed._shard.sharded_tensor import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
     return isinstance(value, ShardedTensor)
 

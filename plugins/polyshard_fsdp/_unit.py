@@ -202,6 +202,11 @@ class FlatUnit(Unit):
             self.follow_requires_grad()
         self.flat_gradients.drop_unreduced_if_cleared()
 
+    @property
+    def misplaced(self) -> bool:
+        """Whether a user moved offloaded parameters out of host memory."""
+        return self.parks and self.flat_param.device.type != "cpu"
+
     def take_up_home(self, *, refuse_offload: bool = True) -> None:
         """Make the flat parameter's data the master, where a user moved or cast it.
 
@@ -217,7 +222,7 @@ class FlatUnit(Unit):
                 f"Cannot writeback when the parameter shape changes\nExpects {self.master.shape} but got {data.shape} "
                 f"in '{self.name}' on rank {self.grid.world.rank}. Give the flat parameter data of its own shape."
             )
-        if self.parks and data.device.type != "cpu":
+        if self.misplaced:
             if refuse_offload:
                 raise misplaced_offload(data.device, self.name, self.grid.world.rank)
             # Left where the user put it: the next use says what is wrong with that.

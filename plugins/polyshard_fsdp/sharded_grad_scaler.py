@@ -103,10 +103,14 @@ class ShardedGradScaler(GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool = True,
     ) -> dict[torch.device, torch.Tensor]:
+        decides_on = found_inf.device
+        if decides_on.type != "cpu" and _has_gradients_on_cpu(optimizer):
+            # Torch copies both to the gradients' device without waiting, and the CPU would read them before they come.
+            inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16 or self._unscaling)
         if not found:
             found = {found_inf.device: found_inf}
-        self._agree(list(found.values()), found_inf.device)
+        self._agree(list(found.values()), decides_on)
         return found
 
     def _agree(self, found: list[torch.Tensor], device: torch.device) -> None:
@@ -121,3 +125,11 @@ class ShardedGradScaler(GradScaler):
             dist.all_reduce(flag, group=group)
         for each in found:
             each.copy_(flag.reshape(each.shape))
+
+
+def _has_gradients_on_cpu(optimizer: torch.optim.Optimizer) -> bool:
+    return any(
+        parameter.grad is not None and parameter.grad.device.type == "cpu"
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )

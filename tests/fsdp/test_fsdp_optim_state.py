@@ -12,21 +12,19 @@ from fsdp_parity.ranks import Pools
 from polyshard_fsdp import StateDictType
 
 on_cpu = pytest.mark.parametrize("ranks", ["cpu"], indirect=True)
-world_sizes = pytest.mark.parametrize("world_size", [1, 2, 3])
-
-
-def available(ranks: Pools, world_size: int) -> int:
-    """On GPUs two ranks, of which every machine for these tests has as many."""
-    return world_size if ranks.device_type == "cpu" else min(world_size, 2)
+world_sizes = pytest.mark.parametrize(
+    ("ranks", "world_size"),
+    [("cpu", 1), ("cpu", 2), ("cpu", 3), pytest.param("cuda", 2, marks=pytest.mark.gpu)],
+    indirect=["ranks"],
+)
 
 
 @world_sizes
 @pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "original"])
 def test_full_state_is_the_unsharded_optimizers(ranks: Pools, world_size: int, use_orig_params: bool) -> None:
-    world_size = available(ranks, world_size)
     counts = ranks.run(world_size, optim_state.full_state, use_orig_params)
     offloads = 1 if ranks.device_type == "cpu" else 2
-    assert counts == [(1 if world_size == 1 else 3) * 4 * 2 * offloads] * world_size
+    assert counts == [(3 if world_size == 2 else 1) * 4 * 2 * offloads] * world_size
 
 
 @world_sizes
@@ -43,9 +41,8 @@ def test_full_state_is_the_unsharded_optimizers(ranks: Pools, world_size: int, u
 def test_resumed_training_is_the_uninterrupted_one(
     ranks: Pools, world_size: int, kind: StateDictType, rank0_only: bool
 ) -> None:
-    world_size = available(ranks, world_size)
     counts = ranks.run(world_size, optim_state.resume, kind, rank0_only)
-    assert counts == [(8 if world_size == 1 else 32)] * world_size
+    assert counts == [(16 if world_size == 2 else 4)] * world_size
 
 
 @on_cpu
@@ -70,9 +67,8 @@ def test_distributed_checkpoint_over_other_numbers_of_ranks(
     ranks.run(3, optim_state.resume_distributed, settings, meshed, folder, parameters)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@world_sizes
 def test_distributed_values(ranks: Pools, world_size: int) -> None:
-    world_size = available(ranks, world_size)
     assert ranks.run(world_size, optim_state.distributed_values) == [8] * world_size
 
 
@@ -83,27 +79,33 @@ def test_hybrid_strategies(ranks: Pools) -> None:
 
 @world_sizes
 def test_moves_to_and_from_an_unsharded_model(ranks: Pools, world_size: int) -> None:
-    world_size = available(ranks, world_size)
-    cases = 4 if world_size == 1 else 12
+    cases = 12 if world_size == 2 else 4
     assert ranks.run(world_size, optim_state.to_and_from_unsharded) == [cases] * world_size
 
 
 @world_sizes
 def test_older_functions(ranks: Pools, world_size: int) -> None:
-    world_size = available(ranks, world_size)
-    cases = 4 if world_size == 1 else 12
+    cases = 12 if world_size == 2 else 4
     assert ranks.run(world_size, optim_state.legacy) == [cases] * world_size
 
 
 @world_sizes
 def test_state_without_groups_user_state_and_reordered_groups(ranks: Pools, world_size: int) -> None:
-    ranks.run(available(ranks, world_size), optim_state.odds_and_ends)
+    ranks.run(world_size, optim_state.odds_and_ends)
 
 
 @world_sizes
 def test_optimizer_keyed_by_names(ranks: Pools, world_size: int) -> None:
-    ranks.run(available(ranks, world_size), optim_state.optimizer_keyed_by_names)
+    ranks.run(world_size, optim_state.optimizer_keyed_by_names)
 
 
 def test_refusals(ranks: Pools) -> None:
     ranks.run(2, optim_state.refusals)
+
+
+def test_strides_and_recorded_names(ranks: Pools) -> None:
+    ranks.run(2, optim_state.strides_and_recorded_names)
+
+
+def test_modules_sharded_in_place(ranks: Pools) -> None:
+    ranks.run(2, optim_state.sharded_in_place)

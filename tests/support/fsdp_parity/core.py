@@ -14,7 +14,9 @@ from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from polyshard_fsdp._flat_param import FlatParamHandle
 from polyshard_fsdp.wrap import ModuleWrapPolicy
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from fsdp_parity.mixed_models import CastReference, assert_near, whole_parameters
 from fsdp_parity.models import (
     AlwaysWrapNestedWrappedModule,
     CUDAInitMode,
@@ -345,6 +347,13 @@ def transformer_no_grad(ranks: Ranks, mixed_precision: bool) -> None:
             for buffer, value in zip(plain.buffers(), model.buffers(), strict=True):
                 buffer.copy_(value)
             torch.testing.assert_close(plain(*model_input), without_grad)
+        return
+    reference = CastReference(_plain_transformer(ranks), precision, kept=(_BatchNorm,))
+    reference.load(whole_parameters(model))
+    with torch.no_grad():
+        for buffer, value in zip(reference.module.buffers(), model.buffers(), strict=True):
+            buffer.copy_(value)
+        assert_near(without_grad, reference(*model_input), torch.float16, "output under no_grad")
 
 
 def unshard_params_as_tensors(ranks: Ranks) -> int:

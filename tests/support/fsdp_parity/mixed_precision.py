@@ -176,6 +176,7 @@ class _EndToEnd:
     def _check_buffers(self) -> None:
         for name, buffer in self.model.named_buffers():
             assert buffer.dtype == (self.mixed_precision.buffer_dtype or BUFFER_DTYPE), f"{name} is {buffer.dtype}"
+            assert buffer.device == self.ranks.device, f"{name} is on {buffer.device}"
 
     def _check_low_precision_shards(self) -> None:
         for unit in self.units:
@@ -280,7 +281,7 @@ def batch_norms_of_a_resnet(ranks: Ranks) -> None:
 def _check_resnet(ranks: Ranks, network: nn.Module, images: torch.Tensor, *, compare: bool) -> None:
     network = network.to(ranks.device)
     if not ranks.on_cpu:
-        network = _synchronised(network, process_group=ranks.group)
+        network = _synchronised(network)
     norms = sum(isinstance(module, _BatchNorm) for module in network.modules())
     reference = CastReference(network, MP_ALL, kept=(_BatchNorm,)) if compare else None
     sharded = wrap_fsdp(network, auto_wrap_policy=size_based_auto_wrap_policy, mixed_precision=MP_ALL)
@@ -309,9 +310,9 @@ def _check_resnet(ranks: Ranks, network: nn.Module, images: torch.Tensor, *, com
     assert_all_near(whole_gradients(sharded), gradients, torch.float16, "gradients")
 
 
-def _synchronised(network: nn.Module, **settings: Any) -> nn.Module:
+def _synchronised(network: nn.Module) -> nn.Module:
     convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
-    converted: nn.Module = convert(network, **settings)
+    converted: nn.Module = convert(network)
     return converted
 
 

@@ -21,7 +21,7 @@ from polyshard_fsdp.wrap import always_wrap_policy
 from torch import nn
 
 from fsdp_parity.models import CUDAInitMode, FSDPInitMode, TransformerWithSharedParams, wrap_fsdp
-from fsdp_parity.parameter_groups import STRATEGIES, plain_transformer
+from fsdp_parity.parameter_groups import STRATEGIES, HostStep, plain_transformer
 from fsdp_parity.ranks import Ranks
 from fsdp_parity.subtests import run_subtests
 from fsdp_parity.training import assert_same_parameters, ddp, full_parameters
@@ -34,9 +34,7 @@ class _Trio:
     """FSDP without and with original parameters, and DDP, all of the same transformer, each with its optimizer."""
 
     models: tuple[Any, Any, Any]
-    optimizers: list[torch.optim.Optimizer]
-    step_reference_on: torch.device
-    device: torch.device
+    optimizers: list[torch.optim.Optimizer | HostStep]
 
     def run(self, model_input: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         """All three outputs, which agree."""
@@ -50,13 +48,10 @@ class _Trio:
         losses = [torch.stack([output.sum() for output in of_one]).sum() for of_one in zip(*outputs, strict=True)]
         for other in losses[1:]:
             torch.testing.assert_close(other, losses[0])
-        reference = self.models[2]
         for model, loss in zip(self.models, losses, strict=True):
             model.module.run_backward(loss)
-        reference.to(self.step_reference_on)
         for optimizer in self.optimizers:
             optimizer.step()
-        reference.to(self.device)
 
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:
@@ -93,11 +88,14 @@ def _trio(ranks: Ranks, strategy: str, offload_params: bool) -> _Trio:
 
     # Broadcasting buffers before the second forward would change what the first one saved.
     models = (wrapped(False), wrapped(True), ddp(ranks, plain_transformer(ranks), broadcast_buffers=False))
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Adam(model.parameters(), foreach=False, lr=1e-2) for model in models
-    ]
-    step_on = torch.device("cpu") if offload_params else ranks.device
-    return _Trio(models, optimizers, step_on, ranks.device)
+    optimizers: list[torch.optim.Optimizer | HostStep] = [_adam(model) for model in models]
+    if offload_params:
+        optimizers[2] = HostStep(models[2].module, _adam)
+    return _Trio(models, optimizers)
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), foreach=False, lr=1e-2)
 
 
 def multiple_forward(ranks: Ranks, offload_params: bool) -> int:
@@ -294,6 +292,7 @@ def _no_sync_mixed(ranks: Ranks, strategy: str) -> None:
     with model.no_sync():
         backward(torch.float16)
         backward(torch.float16)
+        assert all(parameter.grad is not None for parameter in model.parameters())
     backward(torch.float32)
     assert any(p.grad is not None for p in model.parameters())
     # Three backwards of the same loss, averaged over the ranks.
