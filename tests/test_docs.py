@@ -166,7 +166,8 @@ def test_files_named_in_the_architecture_exist() -> None:
     assert len(named) > 30
     for name in named:
         inside = ROOT / "core" / "polyshard" if name.startswith("engine/") else ROOT
-        found = any((ROOT / "core").rglob(name)) if "/" not in name else (inside / name).exists()
+        roots = (ROOT / "core", ROOT / "plugins")
+        found = any(any(root.rglob(name)) for root in roots) if "/" not in name else (inside / name).exists()
         assert found, f"{_identify(page)} names {name}"
 
 
