@@ -70,6 +70,13 @@ def predivide_factor(world_size: int) -> float:
     return float(factor)
 
 
+def rank_and_size(group: Any) -> tuple[int, int]:
+    """This process's rank in ``group``, and the number of its ranks."""
+    if isinstance(group, Collectives):
+        return group.rank, group.world_size
+    return int(group.rank()), int(group.size())
+
+
 def collectives_of(group: Any, device: torch.device) -> Collectives:
     """The engine's view of ``group``, which computes on ``device``. Does not communicate, and makes no group.
 

@@ -13,6 +13,7 @@ from polyshard.engine.originals import ManagedParameter, become
 from polyshard.errors import ParameterError, UnsupportedError
 from torch import nn
 
+from ._collectives import rank_and_size
 from ._common_utils import FLAT_PARAM, HandleTrainingState, _set_fsdp_flattened
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ class FlatParamHandle:
             mp_param_dtype: Compute dtype; None for the parameters' own. Alignment follows from it.
             mp_reduce_dtype: In which gradients are reduced; None for the compute dtype.
             keep_low_precision_grads: Leave reduced gradients in that dtype.
-            process_group: Anything with ``rank()`` and ``size()``.
+            process_group: A ``Collectives``, or anything with ``rank()`` and ``size()``.
             use_orig_params: Keep the parameters themselves, as views; else modules hold plain tensors.
             fsdp_extension: Not served.
 
@@ -172,8 +173,7 @@ class FlatParamHandle:
             UnsupportedError: an ``fsdp_extension`` was given.
         """
         params = list(params)
-        self.rank: int = process_group.rank()
-        self.world_size: int = process_group.size()
+        self.rank, self.world_size = rank_and_size(process_group)
         if fsdp_extension is not None:
             raise UnsupportedError(
                 f"FSDP extensions are not served (rank {self.rank}). Write a polyshard.interfaces plugin instead."

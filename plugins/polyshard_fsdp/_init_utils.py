@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _torch_private
-from ._collectives import GroupLike
+from ._collectives import GroupLike, rank_and_size
 from ._common_utils import _get_module_fsdp_state, _is_fsdp_flattened, clean_tensor_name
 from ._flat_param import HandleShardingStrategy
 from .api import ShardingStrategy
@@ -138,14 +138,12 @@ def _is_group(group: object) -> bool:
 
 
 def _place_in(group: Any) -> tuple[int, int]:
-    if isinstance(group, Collectives):
-        return group.rank, group.world_size
     if not _is_group(group):
         raise WorldSizeError(
             f"{group!r} is not a process group that this process is in; give one torch.distributed.ProcessGroup that "
             f"contains this rank (a pair of groups is for hybrid strategies)"
         )
-    return int(group.rank()), int(group.size())
+    return rank_and_size(group)
 
 
 def _default_group() -> dist.ProcessGroup:
