@@ -140,6 +140,13 @@ def _get_param_to_fqns(model: nn.Module, dedup_shared_params: bool = True) -> di
     return found
 
 
+def _get_handle_fqns_from_root(state: Any, handle: Any | None) -> list[str] | None:
+    """The clean names, seen from the root of ``state``, of the parameters in ``handle``; None without a handle."""
+    if handle is None:
+        return None
+    return [clean_tensor_name(name) for name in handle.unit.spec.parameter_names]
+
+
 def _get_root_modules(modules: set[nn.Module]) -> set[nn.Module]:
     """Those of ``modules`` that lie inside no other of them."""
     inside = {inner for module in modules for inner in module.modules() if inner is not module}

@@ -24,6 +24,9 @@ _FSDP_USE_UNSAFE_SETATTR = "FSDP_USE_UNSAFE_SETATTR"
 _FSDP_SKIP_WRITEBACK_CHECK = "FSDP_SKIP_WRITEBACK_CHECK"
 _FSDP_USE_FULL_PREC_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 
+#: The descriptor behind ``Tensor.grad``.
+_tensor_grad: Any = torch.Tensor.grad
+
 
 class HandleShardingStrategy(enum.Enum):
     """What of a flat parameter is cut over ranks, and when it is gathered."""
@@ -125,10 +128,29 @@ class FlatParameter(nn.Parameter):
     _unpadded_unsharded_size: torch.Size
     _sharded_size: torch.Size
     _shard_param_infos: tuple[_ShardParamInfo, ...]
+    _params: list[nn.Parameter] | None
+    """With ``use_orig_params=True``, the parameters that it is made of; else None."""
+    _numels_with_padding: tuple[int, ...]
+    """Elements of every range of the whole flat parameter, those between and after parameters included, in order."""
+    _is_padding_mask: tuple[bool, ...]
+    """Which of these ranges belong to no parameter."""
     _local_shard: torch.Tensor
     _full_param_padded: torch.Tensor
     _mp_shard: torch.Tensor
     """Empty for good: the low-precision shard is a slice of the gather buffer and needs no memory of its own."""
+    _handle: FlatParamHandle
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient of this rank's shard, where the parameters have their own too; None where nothing has one."""
+        if getattr(self, "_params", None) is None:
+            own: torch.Tensor | None = _tensor_grad.__get__(self)
+            return own
+        return self._handle.sharded_grad
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        _tensor_grad.__set__(self, gradient)
 
 
 class FlatParamHandle:
@@ -213,6 +235,26 @@ class FlatParamHandle:
     def uses_sharded_strategy(self) -> bool:
         """Whether each rank keeps a part only."""
         return self.sharding_strategy is not HandleShardingStrategy.NO_SHARD
+
+    @property
+    def _orig_param_dtype(self) -> torch.dtype:
+        """The dtype of the shard that an optimizer updates."""
+        return self.orig_dtype if self.unit is None else self.unit.spec.master_dtype
+
+    @property
+    def _fwd_bwd_param_dtype(self) -> torch.dtype:
+        """The dtype that modules compute with in training."""
+        return self.param_dtype if self.unit is None else self.unit.dtypes.compute
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype:
+        """The dtype that gradients are reduced in."""
+        return self.reduce_dtype if self.unit is None else self.unit.dtypes.reduce
+
+    @property
+    def sharded_grad(self) -> torch.Tensor | None:
+        """This rank's reduced gradient of the flat parameter (``[shard_numel]``); None where nothing has one."""
+        return None if self.unit is None else self.unit.flat_gradients.reduced_shard()
 
     @property
     def unsharded_numel(self) -> int:
@@ -314,6 +356,8 @@ class FlatParamHandle:
         trained = any(each.original.requires_grad for each in managed)
         flat_param = FlatParameter(flat.narrow(0, 0, self.unsharded_numel), requires_grad=trained)
         _describe(flat_param, managed, layout, self.module)
+        flat_param._handle = self
+        flat_param._params = [each.original for each in managed] if self.use_orig_params else None
         return flat_param, managed
 
 
@@ -396,6 +440,10 @@ def _describe(
     flat_param._strides = tuple(slot.stride for slot in layout.slots)
     flat_param._numels = tuple(slot.numel for slot in layout.slots)
     flat_param._num_params = len(parameters)
+    ranges = sorted([(s.offset, s.numel, False) for s in layout.slots] + [(*gap, True) for gap in layout.gaps()])
+    ranges = [each for each in ranges if each[0] < flat_param.numel()]
+    flat_param._numels_with_padding = tuple(numel for _, numel, _ in ranges)
+    flat_param._is_padding_mask = tuple(is_padding for _, _, is_padding in ranges)
     flat_param._unpadded_unsharded_size = flat_param.size()
     _set_fsdp_flattened(flat_param)
 

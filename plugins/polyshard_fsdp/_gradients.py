@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from polyshard.engine.buffer import FlatBuffer
+from polyshard.engine.buffer import FlatBuffer, view_of
 from polyshard.engine.reduction import Gradients
 from polyshard.engine.step import Step
 from polyshard.interfaces import COMPLETED, UnitDtypes, Work
@@ -70,10 +70,38 @@ class FlatGradients(Gradients):
         for parameter, gradient in shown:
             if not parameter.requires_grad:
                 continue
-            # Through ``.data``: the parameter is a shard in the original dtype, the gradient a whole one in the compute
-            # dtype, and autograd would refuse the pair.
-            parameter.grad = torch.empty_like(parameter)
-            parameter.grad.data = gradient
+            self.show(parameter, gradient)
+
+    def show(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        """Let ``parameter.grad`` be ``gradient``, a shard's or a whole one."""
+        if gradient is None or (gradient.shape == parameter.shape and gradient.dtype == self._unit.dtypes.grad):
+            parameter.grad = gradient
+            return
+        # Through ``.data``: the parameter is a shard in the original dtype, the gradient a whole one in the compute
+        # dtype, and autograd would refuse the pair.
+        parameter.grad = torch.empty_like(parameter, dtype=self._unit.dtypes.grad)
+        parameter.grad.data = gradient
+
+    @property
+    def shows_unreduced(self) -> bool:
+        """Whether ``.grad`` is what waits for a synchronising backward, and not a reduced gradient."""
+        return self._reduced_before is not None
+
+    def reduced_shard(self) -> torch.Tensor | None:
+        """This rank's reduced gradient (``[shard_numel]``), zero where a parameter has none; None where none has."""
+        shown = {parameter: parameter.grad for parameter in self._owners}
+        shown.update(self._reduced_before or ())
+        gradients = [shown[owner] for owner in self._owners]
+        if all(gradient is None for gradient in gradients):
+            return None
+        held = zip(gradients, self._views, strict=False)
+        if self._flat is not None and self._views and all(gradient is view for gradient, view in held):
+            return self._flat
+        shard = torch.zeros(self._layout.shard_numel, dtype=self._dtypes.grad, device=self._unit.master.device)
+        for recipient, gradient in zip(self._recipients, gradients, strict=True):
+            if gradient is not None:
+                view_of(shard, recipient.shape, recipient.stride, recipient.offset).copy_(gradient)
+        return shard
 
     def drop_unreduced_if_cleared(self) -> None:
         """Honour a ``zero_grad(set_to_none=True)`` between backwards under ``no_sync``."""
@@ -95,6 +123,8 @@ class FlatGradients(Gradients):
         if registered is None:
             return super()._issue(wire)
         state, hook = registered.state, registered.hook
+        # Hooks that compress give the tensor other data, and the wire's memory serves the next backward too.
+        wire = wire.detach()
         if self.grid.shard is None:
             hook(state, wire)
             self._result = wire

@@ -77,7 +77,7 @@ def gather_optim_state(
             managed.setdefault(found[0], {})[found[1]] = entries
         else:
             plain[names.names_of(parameter)[0]] = entries
-    wanted = _agree(home, names, own)
+    order, wanted = _agree(home, names, keys, own)
     rank = home.rank if home is not None else 0
     saves = form.distributed or not form.rank0_only or rank == 0
     descriptions = _exchange(names, managed)
@@ -90,8 +90,8 @@ def gather_optim_state(
     if not saves:
         return {}
     ordered: dict[str, Any] = {}
-    for parameter in keys.values():
-        for name in names.names_of(parameter):
+    for each in order:
+        for name in each:
             if name in gathered:
                 ordered[name] = gathered[name]
             elif name in plain and (wanted is None or (name,) in wanted):
@@ -120,15 +120,23 @@ def home_of(group: Any, names: ModelNames) -> Collectives | None:
 
 
 def _agree(
-    home: Collectives | None, names: ModelNames, own: Mapping[nn.Parameter, Mapping[str, Any]]
-) -> set[tuple[str, ...]] | None:
+    home: Collectives | None,
+    names: ModelNames,
+    keys: Mapping[Key, nn.Parameter],
+    own: Mapping[nn.Parameter, Mapping[str, Any]],
+) -> tuple[list[tuple[str, ...]], set[tuple[str, ...]] | None]:
     """Refuse, on all ranks alike, state that cannot be gathered.
 
-    Returns which parameters' state is wanted, None for all that any rank has. Flat parameters have state on every rank;
-    the parameters that view them only where they have elements.
+    Returns the parameters in the order of the first rank's optimizer, then those that others alone have: who sends
+    each entry of a distributed state dict around must meet them in one order, and optimizers may differ in theirs. And
+    which parameters' state is wanted, None for all that any rank has: flat parameters have state on every rank, the
+    parameters that view them only where they have elements.
     """
+    order = list(map(names.names_of, keys.values()))
     mine = {names.names_of(parameter): _misshapen(names, parameter, entries) for parameter, entries in own.items()}
-    everyone = home.all_gather_object(mine) if home is not None else [mine]
+    answers = home.all_gather_object((order, mine)) if home is not None else [(order, mine)]
+    order = list(dict.fromkeys(each for theirs, _ in answers for each in theirs))
+    everyone = [theirs for _, theirs in answers]
     for rank, theirs in enumerate(everyone):
         for each, problem in theirs.items():
             if problem is not None:
@@ -137,7 +145,7 @@ def _agree(
                     f"rank {rank}. Only state of the parameter's own shape, and scalars, can be sharded with it."
                 )
     if any(flattened.handle.use_orig_params for flattened in names.flattened):
-        return None
+        return order, None
     wanted = list(everyone[0])
     missing = {rank: [each for each in wanted if each not in theirs] for rank, theirs in enumerate(everyone)}
     if any(missing.values()):
@@ -150,7 +158,7 @@ def _agree(
             "FSDP currently requires each rank to have at least the optimizer states needed by rank 0's optimizer but "
             f"some ranks are missing some of those states{lines}\nStep every rank's optimizer alike before saving."
         )
-    return set(wanted)
+    return order, set(wanted)
 
 
 def _misshapen(names: ModelNames, parameter: nn.Parameter, entries: Mapping[str, Any]) -> str | None:

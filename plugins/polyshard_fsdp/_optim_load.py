@@ -306,8 +306,10 @@ def _flat_state(flattened: Flattened, entries: Mapping[str, Mapping[str, Any]], 
     if not having:
         return {}
     pieces = {piece.slot: piece for piece in flattened.unit.pieces}
+    given = next(iter(having.values()))
     state: dict[str, Any] = {}
-    for name in sorted(next(iter(having.values()))):
+    # Sorted, for all ranks send alike whatever the order of their dicts.
+    for name in sorted(given):
         shard: torch.Tensor | None = None
         for index, values in having.items():
             value = source.whole(values[name], flattened)
@@ -322,7 +324,7 @@ def _flat_state(flattened: Flattened, entries: Mapping[str, Mapping[str, Any]], 
             if piece is not None:
                 flat = _in_storage_order(value, flattened.layout.slots[index])
                 shard.narrow(0, piece.shard_offset, piece.numel).copy_(flat[piece.start : piece.stop])
-    return state
+    return {name: state[name] for name in given}
 
 
 def _original_state(
@@ -331,9 +333,10 @@ def _original_state(
     """The state of this rank's elements of a parameter; nothing where it has none."""
     piece = next((piece for piece in flattened.unit.pieces if piece.slot == slot), None)
     place = flattened.layout.slots[slot]
+    given = entries or {}
     state: dict[str, Any] = {}
-    for name in sorted(entries or ()):
-        value = source.whole((entries or {})[name], flattened)
+    for name in sorted(given):
+        value = source.whole(given[name], flattened)
         if _is_tensor(value):
             flat = _in_storage_order(value, place)
             if flattened.is_cut:
@@ -344,7 +347,7 @@ def _original_state(
         elif isinstance(value, torch.Tensor):
             value = value.detach().clone()
         state[name] = value
-    return state if piece is not None or not place.numel else {}
+    return {name: state[name] for name in given} if piece is not None or not place.numel else {}
 
 
 def _in_storage_order(value: torch.Tensor, slot: Slot) -> torch.Tensor:

@@ -10,9 +10,14 @@ from polyshard.engine.boundary import pass_through
 from polyshard.engine.tensors import iter_hidden_tensors, iter_tensors, map_tensors
 from torch import nn
 
+from ._common_utils import HandleTrainingState
+
 if TYPE_CHECKING:
     from ._flat_param import FlatParamHandle
     from ._state import FSDPInstance
+
+#: Attributes in which all instances under one root must agree.
+HOMOGENEOUS_ATTR_NAMES = ["_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval"]
 
 
 def _unshard(state: FSDPInstance, handle: FlatParamHandle) -> None:
@@ -28,6 +33,23 @@ def _reshard(state: FSDPInstance, handle: FlatParamHandle, free_unsharded_flat_p
         handle.unit.release()
     else:
         handle.unit.conceal()
+
+
+def _post_backward_reshard(state: FSDPInstance, handle: FlatParamHandle) -> None:
+    """Let go of ``handle``'s whole parameters at the end of its backward."""
+    assert handle.unit is not None
+    handle.unit.let_go()
+
+
+def _get_handle_to_prefetch(state: FSDPInstance, current_handle: FlatParamHandle) -> FlatParamHandle | None:
+    """The handle whose gather comes next after ``current_handle``'s in this backward; None for nothing to prefetch."""
+    upcoming = state._stage.upcoming()
+    return upcoming.instance._handle if upcoming is not None else None
+
+
+def _get_training_state(handle: FlatParamHandle | None) -> HandleTrainingState:
+    """Where in its step ``handle`` is; idle without one."""
+    return handle._training_state if handle is not None else HandleTrainingState.IDLE
 
 
 def _register_pre_backward_hooks(

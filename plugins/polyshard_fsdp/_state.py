@@ -22,10 +22,12 @@ from ._common_utils import TrainingState
 from ._flat_param import (
     _FSDP_SKIP_WRITEBACK_CHECK,
     _FSDP_USE_FULL_PREC_IN_EVAL,
+    _FSDP_USE_UNSAFE_SETATTR,
     FlatParameter,
     FlatParamHandle,
 )
 from ._gradients import CommHook
+from ._idle import IdleUnit
 from ._init_utils import SHARDING_STRATEGY_MAP, Groups, Ignored, managed_modules, managed_parameters
 from ._precision import FSDPPrecision
 from ._root import FSDPRoot, establish_root
@@ -129,7 +131,17 @@ class FSDPInstance:
         ]
         params = managed_parameters(module, ignored)
         units = [self._make_unit(module, params)] if params else []
-        self._stage = FSDPStage(self, staged, module, units, full_precision_in_eval=self._use_full_prec_in_eval)
+        observed: list[tuple[nn.Module, str]] = []
+        if self._handle is not None and os.environ.get(_FSDP_USE_UNSAFE_SETATTR, "") != "1":
+            observed = [
+                (holder, attribute)
+                for parameter in self._handle.parameters
+                for holder, attribute in parameter.sites
+                if type(holder).__setattr__ is not nn.Module.__setattr__
+            ]
+        self._stage = FSDPStage(
+            self, staged, module, units, full_precision_in_eval=self._use_full_prec_in_eval, observed=observed
+        )
         staged.__dict__[STAGE_ATTRIBUTE] = self._stage
 
     @property
@@ -140,6 +152,11 @@ class FSDPInstance:
     def params(self) -> list[FlatParameter]:
         """The flat parameter, or nothing."""
         return [self._handle.flat_param] if self._handle is not None else []
+
+    @property
+    def _inter_node_pg(self) -> Any:
+        """The group of the replicas of this rank's shards; None where nothing is replicated."""
+        return self._groups.replicate_group
 
     @property
     def _sync_gradients(self) -> bool:
@@ -222,9 +239,13 @@ class FSDPInstance:
             _state_dict_utils.abandon(self)
         if self._summoned:
             raise StateError(
-                f"A forward of '{self._stage.name or '(root)'}' inside summon_full_params (rank {self.rank}). Leave the "
-                "context first: the forward gathers what it needs."
+                f"A forward of '{self._stage.name or '(root)'}' inside summon_full_params (rank {self.rank}). Leave "
+                "the context first: the forward gathers what it needs."
             )
+
+    def _leave_idle(self, idle: IdleUnit) -> None:
+        assert self._root is not None
+        self._root.leave_idle(idle)
 
     def _use_comm_hook(self, hook: CommHook) -> None:
         self._comm_hook = hook

@@ -72,10 +72,14 @@ def _state_dict_type(
 def _get_state_dict_type(module: nn.Module) -> StateDictSettings:
     """The settings that all instances in ``module`` share; the default ones where there is no instance.
 
+    They say that values are ``DTensor`` where the instances were given a device mesh.
+
     Raises:
         ConfigAssertionError: (an ``AssertionError``) they differ.
     """
     instances: list[FSDPInstance] = _get_fsdp_states(module)
+    for each in instances:
+        _choose_kind_of_tensor(each)
     settings = _settings_of(instances)
     for each in instances:
         theirs = _settings_of([each])
@@ -144,6 +148,15 @@ def _refuse_differing(instance: FSDPInstance, settings: StateDictSettings) -> No
 
 def _where(instance: FSDPInstance) -> str:
     return f"{type(instance._stage.inner).__name__}' (rank {instance.rank})"
+
+
+def _choose_kind_of_tensor(instance: FSDPInstance) -> None:
+    """Mark the settings of an instance with a device mesh, whose values are ``DTensor``."""
+    if instance._device_mesh is None:
+        return
+    for config in (instance._state_dict_config, instance._optim_state_dict_config):
+        if isinstance(config, (ShardedStateDictConfig, ShardedOptimStateDictConfig)):
+            config._use_dtensor = True
 
 
 def _settings_of(instances: Sequence[FSDPInstance]) -> StateDictSettings:

@@ -16,8 +16,8 @@ from ._common_utils import FSDP_PREFIX, clean_tensor_name
 from ._state_dict_full import Form, FullForm
 from ._state_dict_local import LocalForm
 from ._state_dict_sharded import ShardedForm
-from ._state_dict_type import _get_state_dict_type, _set_state_dict_type, _state_dict_type
-from .api import FullStateDictConfig, ShardedStateDictConfig, ShardingStrategy, StateDictType
+from ._state_dict_type import _choose_kind_of_tensor, _get_state_dict_type, _set_state_dict_type, _state_dict_type
+from .api import FullStateDictConfig, ShardingStrategy, StateDictType
 
 if TYPE_CHECKING:
     from ._state import FSDPInstance
@@ -133,8 +133,7 @@ class _Hooks:
                     "Please set state_dict_type to SHARDED_STATE_DICT to get DTensor state_dict. "
                     f"'{instance._stage.name or '(root)'}' on rank {instance.rank} has one."
                 )
-            if isinstance(config, ShardedStateDictConfig):
-                config._use_dtensor = True
+            _choose_kind_of_tensor(instance)
         if kind is StateDictType.FULL_STATE_DICT:
             return FullForm(instance, config)
         if kind is StateDictType.SHARDED_STATE_DICT:

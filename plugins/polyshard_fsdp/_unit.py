@@ -11,6 +11,7 @@ import torch
 from polyshard.engine.bindings import Bindings, Shown
 from polyshard.engine.buffer import FlatBuffer, view_of
 from polyshard.engine.originals import MasterViews, Originals, become
+from polyshard.engine.phase import Phase
 from polyshard.engine.ranks import RankGrid
 from polyshard.engine.unit import Reshard, Unit, UnitState
 from polyshard.errors import DeviceError, ParameterChangedError, ParameterMovedError
@@ -18,6 +19,7 @@ from polyshard.interfaces import OffloadManager, PrecisionCaster, UnitDtypes, Un
 from torch import nn
 
 from . import _runtime_utils
+from ._common_utils import HandleTrainingState
 from ._flat_param import FlatParamHandle, HandleShardingStrategy
 from ._gradients import CommHook, FlatGradients
 from ._originals import FlatBindings, FlatOriginal
@@ -58,6 +60,10 @@ class FlatUnit(Unit):
         self._checks_writeback = checks_writeback
         self._whole: torch.Tensor | None = None
         self._shown_addresses: list[int] = []
+        #: Whether a gather was issued for a forward that has not started.
+        self._ahead = False
+        #: Whether a backward under ``no_sync`` left the parameters whole for the next forward.
+        self._kept = False
         self.whole_for_user: torch.Tensor | None = None
         self.comm_hook: CommHook | None = None
         handle.unit = self
@@ -181,10 +187,31 @@ class FlatUnit(Unit):
         super().unshard()
 
     def reshard(self) -> None:
+        if self.handle._training_state is HandleTrainingState.BACKWARD_POST and self._instance._stage.ends_by_hook:
+            _runtime_utils._post_backward_reshard(self._instance, self.handle)
+        else:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Let modules see shards again, and release the gather buffer if there is one."""
         if self.permanent or self.state is UnitState.SHARDED:
             self.conceal()
             return
-        _runtime_utils._reshard(self._instance, self.handle, True)
+        self._kept = self._stays_whole_without_sync
+        _runtime_utils._reshard(self._instance, self.handle, not self._kept)
+
+    @property
+    def _stays_whole_without_sync(self) -> bool:
+        # Under ``no_sync`` nothing updates parameters before the next forward. What this depends on is alike on all
+        # ranks, as it must be: the next forward issues no gather.
+        step = self.step
+        return (
+            step is not None
+            and step.phase is Phase.BACKWARD
+            and not step.synchronises
+            and self.state is UnitState.UNSHARDED
+            and self.handle.sharding_strategy in _KEPT_AFTER_FORWARD
+        )
 
     def release(self) -> None:
         """Release the gather buffer."""
@@ -214,6 +241,8 @@ class FlatUnit(Unit):
             DeviceError: it left host memory although it is offloaded, or is not where the unit computes.
             ParameterChangedError: it has another number of elements.
         """
+        if self.whole_for_user is not None:
+            return
         data = self.flat_param.data
         if data.data_ptr() == self.master.data_ptr() and data.dtype == self.master.dtype:
             return
@@ -292,6 +321,7 @@ class FlatUnit(Unit):
         whole = self.whole_for_user
         assert whole is not None
         views = [view_of(whole, slot.shape, slot.stride, slot.offset) for slot in self.layout.slots]
+        self.flat_param.data = whole.narrow(0, 0, self.handle.unsharded_numel)
         if self.handle.use_orig_params:
             for parameter, view in zip(self.parameters, views, strict=True):
                 become(parameter.original, view)
@@ -306,6 +336,7 @@ class FlatUnit(Unit):
     def withdraw_whole(self) -> None:
         """Undo ``expose_whole``."""
         self.whole_for_user = None
+        self.flat_param.data = self.master
         if not self.handle.use_orig_params:
             for parameter in self.parameters:
                 for module, attribute in parameter.sites:
@@ -319,6 +350,36 @@ class FlatUnit(Unit):
             for module, key in parameter.sites:
                 module._parameters[key] = parameter.original
         self.originals.expose()
+
+    def order_gathers_after_writes(self) -> None:
+        """Let no later gather read the master before what was written to it on the current stream."""
+        self._ahead = False
+        self._kept = False
+        if self.step is not None:
+            # Also within a step, when the start of the next forward, which orders the two, is still far.
+            self.step.lanes.drain()
+            self.step.lanes.begin_forward()
+
+    def gather_ahead(self) -> None:
+        """Issue the gather for the forward that comes next, or for the one that runs."""
+        step = self.step
+        assert step is not None
+        if self.permanent or self.state is not UnitState.SHARDED:
+            return
+        if step.phase is Phase.IDLE:
+            self.take_up_changes()
+            if not self.prepared:
+                self.prepare()
+            self.order_gathers_after_writes()
+            self._ahead = True
+        self.unshard()
+
+    def expire(self) -> None:
+        fresh = self._ahead or self._kept
+        self._ahead = self._kept = False
+        super().expire()
+        # Gathered for the forward that starts now, or kept for it by a backward under ``no_sync``.
+        self._expired = self._expired and not fresh
 
 
 def misplaced_offload(device: torch.device, name: str, rank: int) -> DeviceError:

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from polyshard.engine import _torch_private
 from polyshard.engine.buffer import view_of
+from polyshard.engine.unit import UnitState
 from polyshard.errors import ParameterChangedError, StepAssertionError, UnsupportedError
+from polyshard.interfaces import ReduceOp
 from torch import nn
 
+from ._common_utils import FLAT_PARAM as FLAT_PARAM
 from ._flat_param import HandleShardingStrategy
 from ._traversal_utils import _get_fsdp_states
 
@@ -50,11 +53,15 @@ def _unshard_params(
     for each in instances:
         _refuse_arguments(each, writeback, rank0_only, offload_to_cpu, with_grads)
     for each in instances:
+        # From the outermost on: it takes those inside with it.
+        each._become_root()
         _refuse_busy(each)
     holders = [each for each in instances if each._handle is not None]
     for each in holders:
         unit = _unit_of(each)
         unit.take_up_changes()
+        if with_grads:
+            _refuse_unreduced(unit)
     for each in instances:
         each._summoned = True
     opened: list[_Summoned] = []
@@ -78,34 +85,39 @@ class _Summoned:
 
     def __init__(self, unit: FlatUnit, shows: bool, offload_to_cpu: bool, with_grads: bool) -> None:
         self._unit = unit
-        self._shows = shows
-        self._gradients: list[torch.Tensor | None] | None = None
+        #: The parameters' own gradients, while they have whole ones or none; None where they keep theirs.
+        self._shelved: list[torch.Tensor | None] | None = None
         self._whole_gradients: torch.Tensor | None = None
+        if not unit.permanent and unit.state is not UnitState.SHARDED and unit.buffer.dtype != unit.spec.master_dtype:
+            # Two whole copies at once would be the most memory that the model ever needs. Backward gathers it again.
+            unit.release()
         whole = gather_whole(unit, unit.master)
-        gradient = _gather_gradients(unit) if with_grads else None
+        gradients = None if _keeps_gradients(unit) or not with_grads else _gather_gradients(unit)
         if not shows:
             return
         if offload_to_cpu:
             whole = whole.cpu()
-            gradient = gradient.cpu() if gradient is not None else None
+        elif unit.handle.offload_params and whole.data_ptr() == unit.master.data_ptr():
+            # What is offloaded is never written to but by writeback, where it is computed with in host memory as well.
+            whole = whole.clone()
         unit.whole_for_user = whole
-        # A gradient of the shard's shape on a whole parameter would be refused by autograd.
-        self._gradients = [parameter.grad for parameter in unit.originals.tensors]
-        for parameter in unit.originals.tensors:
-            parameter.grad = None
+        if not _keeps_gradients(unit):
+            # A gradient of the shard's shape on a whole parameter would be refused by autograd.
+            self._shelved = [parameter.grad for parameter in unit.originals.tensors]
+            for parameter in unit.originals.tensors:
+                parameter.grad = None
         unit.handle._use_unsharded_views(as_params=True)
-        if gradient is not None:
-            self._whole_gradients = gradient
-            for managed, slot, had in zip(unit.parameters, unit.layout.slots, self._gradients, strict=True):
-                if had is not None or managed.original.requires_grad:
-                    managed.original.grad = view_of(gradient, slot.shape, slot.stride, slot.offset)
+        if gradients is not None:
+            self._whole_gradients, present = gradients
+            for managed, slot, has in zip(unit.parameters, unit.layout.slots, present, strict=True):
+                if has:
+                    managed.original.grad = view_of(self._whole_gradients, slot.shape, slot.stride, slot.offset)
 
     def write_back(self) -> None:
         """Keep this rank's part of what is there now."""
         unit, whole = self._unit, self._unit.whole_for_user
         if whole is None:
             return
-        start = unit.grid.shard_rank * unit.layout.shard_numel
         with torch.no_grad():
             for managed, slot in zip(unit.parameters, unit.layout.slots, strict=True):
                 module, key = managed.sites[0]
@@ -120,28 +132,42 @@ class _Summoned:
                 if current.data_ptr() != view.data_ptr():
                     view.copy_(current)
             if whole.data_ptr() != unit.master.data_ptr():
-                unit.master.copy_(whole[start : start + unit.layout.shard_numel])
-            if self._whole_gradients is not None and self._gradients is not None:
-                for recipient in unit.originals.recipients:
-                    had = next(
-                        each
-                        for parameter, each in zip(unit.originals.tensors, self._gradients, strict=True)
-                        if parameter is recipient.parameter
-                    )
-                    if had is not None:
-                        begin = start + recipient.offset
-                        had.view(-1).copy_(self._whole_gradients[begin : begin + recipient.numel])
+                unit.master.copy_(whole.narrow(0, _start_of(unit), unit.layout.shard_numel))
+            self._write_gradients_back()
+
+    def _write_gradients_back(self) -> None:
+        unit, whole, shelved = self._unit, self._whole_gradients, self._shelved
+        if whole is None or shelved is None:
+            return
+        for index, (managed, slot) in enumerate(zip(unit.parameters, unit.layout.slots, strict=True)):
+            view, current = view_of(whole, slot.shape, slot.stride, slot.offset), managed.original.grad
+            if current is None:
+                shelved[index] = None
+            elif current.data_ptr() != view.data_ptr():
+                view.copy_(current)
+        own = dict(zip(unit.originals.tensors, shelved, strict=True))
+        for each in unit.originals.recipients:
+            gradient = own[each.parameter]
+            if gradient is not None:
+                gradient.copy_(view_of(whole, each.shape, each.stride, _start_of(unit) + each.offset))
 
     def close(self) -> None:
         """Let go of the whole parameters."""
         unit = self._unit
         if unit.whole_for_user is None:
             return
-        for parameter in unit.originals.tensors:
-            parameter.grad = None
+        if self._shelved is not None:
+            for parameter in unit.originals.tensors:
+                parameter.grad = None
         unit.withdraw_whole()
-        for parameter, gradient in zip(unit.originals.tensors, self._gradients or (), strict=True):
-            parameter.grad = gradient
+        for parameter, gradient in zip(unit.originals.tensors, self._shelved or (), strict=False):
+            unit.flat_gradients.show(parameter, gradient)
+        unit.order_gathers_after_writes()
+
+
+def _keeps_gradients(unit: FlatUnit) -> bool:
+    """Whether the parameters are whole outside of the context too, and their gradients with them."""
+    return unit.grid.shard is None and not unit.handle.offload_params
 
 
 def gather_whole(unit: FlatUnit, own: torch.Tensor) -> torch.Tensor:
@@ -161,13 +187,23 @@ def gather_whole(unit: FlatUnit, own: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def _gather_gradients(unit: FlatUnit) -> torch.Tensor:
-    own = torch.zeros(unit.layout.shard_numel, dtype=unit.dtypes.grad, device=unit.master.device)
-    for recipient in unit.originals.recipients:
-        gradient = recipient.parameter.grad
-        if gradient is not None:
-            view_of(own, recipient.shape, recipient.stride, recipient.offset).copy_(gradient)
-    return gather_whole(unit, own)
+def _gather_gradients(unit: FlatUnit) -> tuple[torch.Tensor, list[bool]]:
+    """The whole flat gradient, and which parameters have one on any rank."""
+    shard, device = unit.grid.shard, unit.spec.device
+    present = torch.tensor([float(parameter.grad is not None) for parameter in unit.originals.tensors], device=device)
+    if shard is not None:
+        shard.all_reduce(present, op=ReduceOp.MAX).wait()
+    own = unit.flat_gradients.reduced_shard()
+    if own is None:
+        own = torch.zeros(unit.layout.shard_numel, dtype=unit.dtypes.grad, device=unit.master.device)
+    whole = gather_whole(unit, own)
+    if shard is None and whole.data_ptr() == own.data_ptr():
+        whole = whole.clone()
+    return whole, [bool(each) for each in present.tolist()]
+
+
+def _start_of(unit: FlatUnit) -> int:
+    return unit.grid.shard_rank * unit.layout.shard_numel
 
 
 def _unit_of(instance: FSDPInstance) -> FlatUnit:
@@ -201,6 +237,14 @@ def _refuse_arguments(
             "to CPU memory for GPUs sharing the same CPU memory, which risks CPU OOM. We recommend using "
             "offload_to_cpu=True with rank0_only=True.",
             stacklevel=5,
+        )
+
+
+def _refuse_unreduced(unit: FlatUnit) -> None:
+    if unit.flat_gradients.shows_unreduced and not _keeps_gradients(unit):
+        raise StepAssertionError(
+            f"with_grads=True while the gradients of unit '{unit.name}' on rank {unit.grid.world.rank} are those of a "
+            "backward under no_sync(), whole and not reduced. Read them outside, or after a backward that synchronises."
         )
 
 

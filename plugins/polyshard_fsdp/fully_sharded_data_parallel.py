@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -13,6 +15,7 @@ from polyshard.errors import ConfigAssertionError, ConfigError, StateError
 from torch import nn
 
 from . import _init_values, _optim_legacy, _optim_utils, _state_dict_utils, _unshard_param_utils
+from ._common_utils import FLAT_PARAM as FLAT_PARAM
 from ._common_utils import FSDP_PREFIX, FSDP_WRAPPED_MODULE, TrainingState, _assert_in_training_states
 from ._gradients import CommHook
 from ._init_utils import (
@@ -77,6 +80,25 @@ class OptimStateKeyType(enum.Enum):
     """Fully-qualified names."""
     PARAM_ID = enum.auto()
     """Positions in the optimizer's parameter groups."""
+
+
+class _UnshardHandle:
+    """A gather that was issued ahead of its forward."""
+
+    def __init__(self, instance: FSDPInstance) -> None:
+        self._instance = instance
+
+    def wait(self) -> None:
+        """Order compute after it; nothing to do the second time."""
+        handle = self._instance._handle
+        if handle is not None and handle.unit is not None:
+            handle.unit.wait()
+
+
+def _noted(error: ConfigAssertionError, note: str) -> ConfigAssertionError:
+    # Programs written for FSDP match these messages whole: where and what to do go beside them.
+    error.add_note(note)
+    return error
 
 
 class FullyShardedDataParallel(nn.Module, FSDPInstance):
@@ -282,6 +304,9 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
         """Scale gradients so that their norm over all ranks is at most ``max_norm``; returns the norm before.
 
+        It is computed in fp32 (fp64 for fp64 gradients), and returned in the dtype to which those of this rank's
+        gradients promote, on the compute device. Warns where this rank has none.
+
         Raises:
             RuntimeError: this is not the outermost instance.
         """
@@ -292,7 +317,16 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
                 f"'{self._stage.name}' (rank {self.rank})."
             )
         self._assert_state(TrainingState.IDLE)
-        return clip_grad_norm(self._root, self, float(max_norm), float(norm_type))
+        total = clip_grad_norm(self._root, self, float(max_norm), float(norm_type))
+        parameters = {each for unit in self._root.units for each in unit.originals.tensors} | set(self.parameters())
+        dtypes = [parameter.grad.dtype for parameter in parameters if parameter.grad is not None]
+        if not dtypes:
+            warnings.warn(
+                f"Called FSDP.clip_grad_norm_() on rank {self.rank} with no gradients -- returning the total norm in "
+                f"the default dtype {torch.float32}",
+                stacklevel=3,
+            )
+        return total.to(functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduce gradients by ``hook`` from now on.
@@ -307,9 +341,9 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
             ValueError: ``hook`` cannot be called.
         """
         if not self.check_is_root():
-            raise ConfigAssertionError(
-                f"register_comm_hook can only be called on a root instance. This one is '{self._stage.name}' "
-                f"(rank {self.rank})."
+            raise _noted(
+                ConfigAssertionError("register_comm_hook can only be called on a root instance."),
+                f"This one is '{self._stage.name}' (rank {self.rank}). Call it on the outermost.",
             )
         if not callable(hook):
             raise ConfigError(f"The communication hook must be callable but got {hook} (rank {self.rank}).")
@@ -321,12 +355,14 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
                     f"(rank {self.rank})."
                 )
             if each._comm_hook is not None:
-                raise ConfigAssertionError(
-                    f"A communication hook is already registered (rank {self.rank}). Construct the model anew to "
-                    "change it."
+                raise _noted(
+                    ConfigAssertionError("A communication hook is already registered"),
+                    f"On '{each._stage.name or '(root)'}' (rank {self.rank}). Construct the model anew to change it.",
                 )
         for each in instances:
-            each._use_comm_hook(CommHook(state, hook))
+            each._comm_hook, each._comm_hook_state = hook, state
+            if each._handle is not None:
+                each._handle.unit.comm_hook = CommHook(state, hook)
 
     @staticmethod
     def set_state_dict_type(
@@ -454,6 +490,23 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         clean = self.training_state is TrainingState.SUMMON_FULL_PARAMS
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield (name.replace(FSDP_PREFIX, "") if clean else name), buffer
+
+    def _unshard(self, async_op: bool = False) -> _UnshardHandle | None:
+        """Gather the parameters ahead of the forward; returns what waits for them, unless it has waited already."""
+        self._become_root()
+        if self._handle is not None and self._handle.unit is not None:
+            self._handle.unit.gather_ahead()
+        handle = _UnshardHandle(self)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def _wait_unshard_streams_on_current_stream(self) -> None:
+        """Order the current stream after every gather so far."""
+        self._become_root()
+        assert self._root is not None
+        self._root.lanes.drain()
 
     def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
         """Raises ``ValueError`` unless this instance is in that state, or in one of those."""

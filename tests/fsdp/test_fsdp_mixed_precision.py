@@ -48,10 +48,9 @@ def test_mixed_precision_no_reshard_after_forward(ranks: Pools, world_size: int)
 
 @pytest.mark.parametrize("case", range(len(_CASES)), ids=[subtest_name(_NAMES, *case) for case in _CASES])
 def test_mixed_precision_e2e_full_shard(ranks: Pools, case: int) -> None:
-    """FULL_SHARD with every way to prefetch; on CPUs, where that takes minutes, each case has two of the six ways."""
+    """FULL_SHARD with every way to prefetch."""
     mixed_precision, cpu_offload, full_dtype, scaler = _CASES[case]
-    prefetches = _PREFETCHES[case % 3 :: 3] if ranks.device_type == "cpu" else _PREFETCHES
-    arguments = (mixed_precision, cpu_offload, full_dtype, scaler is not None, ShardingStrategy.FULL_SHARD, prefetches)
+    arguments = (mixed_precision, cpu_offload, full_dtype, scaler is not None, ShardingStrategy.FULL_SHARD, _PREFETCHES)
     ranks.run(2, bodies.end_to_end, *arguments)
 
 

@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from fsdp_parity import optim_state
+from fsdp_parity import optim_order, optim_state
 from fsdp_parity.optim_state import FULL_SHARD, SHARD_GRAD_OP, Settings
 from fsdp_parity.ranks import Pools
 from polyshard_fsdp import StateDictType
@@ -109,3 +109,18 @@ def test_strides_and_recorded_names(ranks: Pools) -> None:
 
 def test_modules_sharded_in_place(ranks: Pools) -> None:
     ranks.run(2, optim_state.sharded_in_place)
+
+
+@pytest.mark.parametrize(
+    "kind", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT], ids=["full", "sharded"]
+)
+def test_order_of_the_first_ranks_optimizer(ranks: Pools, kind: StateDictType) -> None:
+    assert ranks.run(2, optim_order.order_of_first_rank, kind) == [4] * 2
+
+
+def test_entries_keep_their_order(ranks: Pools) -> None:
+    assert ranks.run(2, optim_order.entries_keep_their_order) == [8] * 2
+
+
+def test_settings_tell_of_distributed_tensors(ranks: Pools) -> None:
+    assert ranks.run(2, optim_order.settings_tell_of_dtensors) == [4] * 2

@@ -85,7 +85,7 @@ class Root(Step):
     def end_forward(self, output: object) -> None:
         """The outermost forward ended and returns ``output``, which may hold no memory of a unit."""
         try:
-            refuse_escape(tuple(self.units), output, "", self.rank)
+            self.refuse_escape(output)
         except UnshardedUseError:
             self.abandon()
             raise
@@ -98,6 +98,14 @@ class Root(Step):
             stage.left_forward()
         if self.events.active and not any(stage.awaits_backward for stage in self.stages):
             self.events.step_end(self.stages[0].module)
+
+    def refuse_escape(self, output: object) -> None:
+        """Raise if ``output`` lies in memory of a unit.
+
+        Raises:
+            UnshardedUseError: naming the parameter.
+        """
+        refuse_escape(tuple(self.units), output, "", self.rank)
 
     def enter_backward(self) -> None:
         """A gradient reached one of the outputs."""

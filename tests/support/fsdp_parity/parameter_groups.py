@@ -181,12 +181,12 @@ def _writeback_check(skip: bool) -> AbstractContextManager[Any]:
     return mock.patch.dict(os.environ, {_FSDP_SKIP_WRITEBACK_CHECK: "1"}) if skip else nullcontext()
 
 
-def diff_hyperparams(ranks: Ranks, strategy: str, num_iters: int) -> int:
+def diff_hyperparams(ranks: Ranks, strategy: str) -> int:
     """Parity with DDP for parameter groups of different hyperparameters. Returns the number of cases."""
 
     @functools.cache
     def reference(multi_tensor: bool, set_to_none: bool) -> _DdpTraining:
-        return _train_ddp(ranks, torch.optim.AdamW, multi_tensor, set_to_none, num_iters, step_on_cpu=False)
+        return _train_ddp(ranks, torch.optim.AdamW, multi_tensor, set_to_none, num_iters=10, step_on_cpu=False)
 
     def case(multi_tensor: bool, set_to_none: bool, skip_writeback_check: bool, **settings: Any) -> None:
         with _writeback_check(skip_writeback_check):
