@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,6 @@ from ._flat_param import (
     FlatParameter,
     FlatParamHandle,
 )
-from ._gradients import CommHook
 from ._idle import IdleUnit
 from ._init_utils import SHARDING_STRATEGY_MAP, Groups, Ignored, managed_modules, managed_parameters
 from ._precision import FSDPPrecision
@@ -73,7 +72,8 @@ class FSDPInstance:
     _handle: FlatParamHandle | None
     _stage: FSDPStage
     _summoned: bool
-    _comm_hook: CommHook | None
+    _comm_hook: Callable[..., Any] | None
+    _comm_hook_state: object
     _buffers_in_full_precision: bool | None
     _state_dict_type: StateDictType
     _state_dict_config: StateDictConfig
@@ -118,6 +118,7 @@ class FSDPInstance:
         self._root = None
         self._summoned = False
         self._comm_hook = None
+        self._comm_hook_state = None
         self._buffers_in_full_precision = None
         self._state_dict_type = StateDictType.FULL_STATE_DICT
         self._state_dict_config = FullStateDictConfig()
@@ -246,11 +247,6 @@ class FSDPInstance:
     def _leave_idle(self, idle: IdleUnit) -> None:
         assert self._root is not None
         self._root.leave_idle(idle)
-
-    def _use_comm_hook(self, hook: CommHook) -> None:
-        self._comm_hook = hook
-        if self._handle is not None and self._handle.unit is not None:
-            self._handle.unit.comm_hook = hook
 
     @contextmanager
     def _as_flat_parameters(self) -> Iterator[None]:
