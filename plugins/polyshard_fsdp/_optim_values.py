@@ -22,10 +22,13 @@ def distribute(whole: torch.Tensor, flattened: Flattened, *, offload: bool) -> t
     instance = flattened.instance
     rows = rows_of(whole.shape[0], instance.world_size)
     first, count = rows[instance.rank]
+    if instance._device_mesh is not None:
+        # Made of a tensor in host memory, it would move that to the mesh's device.
+        own = whole.narrow(0, first, count).to(flattened.device, copy=True).contiguous()
+        made = _as_dtensor(own, instance._device_mesh, whole)
+        return made.cpu() if offload else made
     device = torch.device("cpu") if offload else whole.device
     own = whole.narrow(0, first, count).to(device, copy=True).contiguous()
-    if instance._device_mesh is not None:
-        return _as_dtensor(own, instance._device_mesh, whole)
     rest = tuple(whole.shape[1:])
     # An empty tensor has one piece all the same: a sharded tensor cannot have none.
     pieces = [((start, *(0 for _ in rest)), (size, *rest)) for start, size in rows if size] or [

@@ -263,7 +263,8 @@ def check_streams(collectives: Collectives) -> None:
         own = out[rank * n : (rank + 1) * n].fill_(float(rank + 1))
         gather = collectives.all_gather(out, own)
     with torch.cuda.stream(reductions):
-        full = torch.full((world_size * n,), float(rank + 1), dtype=torch.bfloat16, device=device)
+        narrow = torch.bfloat16 if collectives.capabilities.widening else torch.float32
+        full = torch.full((world_size * n,), float(rank + 1), dtype=narrow, device=device)
         result = torch.zeros(n, device=device)
         reduction = collectives.reduce_scatter(result, full, op=ReduceOp.SUM)
     reduction.wait()
