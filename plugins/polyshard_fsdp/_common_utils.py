@@ -8,6 +8,7 @@ from enum import Enum, auto
 from typing import Any, Protocol, cast
 
 import torch
+from polyshard.engine.plan import STAGE_ATTRIBUTE
 from polyshard.engine.tensors import iter_tensors
 from polyshard.errors import TrainingStateError
 from polyshard_plugins.casts import make_input_cast, make_output_cast
@@ -22,8 +23,6 @@ CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 FLAT_PARAM = "_flat_param"
 #: Attribute that marks a tensor as part of a flat parameter.
 FSDP_FLATTENED = "_fsdp_flattened"
-#: Key in ``module.__dict__`` for the state of a module that was sharded in place.
-FSDP_STATE = "_polyshard_fsdp"
 #: Attribute with arguments that win over all others when a function policy wraps the module.
 WRAP_OVERRIDES = "_wrap_overrides"
 
@@ -90,9 +89,8 @@ def _assert_in_training_states(state: FSDPState, training_states: Collection[Tra
 
 def _get_module_fsdp_state(module: nn.Module) -> Any | None:
     """The FSDP instance that ``module`` is, or the state that an in-place sharding left in it; None for others."""
-    from .fully_sharded_data_parallel import FullyShardedDataParallel
-
-    return module if isinstance(module, FullyShardedDataParallel) else module.__dict__.get(FSDP_STATE)
+    # The engine's own stages belong to no instance.
+    return getattr(module.__dict__.get(STAGE_ATTRIBUTE), "instance", None)
 
 
 def _is_composable(state: object) -> bool:

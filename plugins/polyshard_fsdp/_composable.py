@@ -10,7 +10,7 @@ from polyshard.errors import ConfigError
 from torch import nn
 
 from . import _init_values, _state_dict_utils
-from ._common_utils import FSDP_STATE, TrainingState
+from ._common_utils import TrainingState, _get_module_fsdp_state
 from ._init_utils import (
     check_devices,
     check_parameters,
@@ -71,7 +71,7 @@ def fully_shard(
             f"Expects an `_FSDPPolicy` but got {policy} for {type(module).__name__}. Pass a ModuleWrapPolicy or "
             "another policy object."
         )
-    if FSDP_STATE in module.__dict__:
+    if _get_module_fsdp_state(module) is not None:
         raise ConfigError(f"{type(module).__name__} is sharded already. Call fully_shard once for each module.")
     ignored = find_ignored(module, ignored_modules, ignored_states)
     device_type = device_type_of(module, ignored, device_id)
@@ -115,5 +115,4 @@ def fully_shard(
     )
     state._stage.attach()
     _state_dict_utils._register_all_state_dict_hooks(state)
-    module.__dict__[FSDP_STATE] = state
     return module
