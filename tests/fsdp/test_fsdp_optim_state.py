@@ -6,8 +6,8 @@ import itertools
 from pathlib import Path
 
 import pytest
-from fsdp_parity import optim_order, optim_state
-from fsdp_parity.optim_state import FULL_SHARD, SHARD_GRAD_OP, Settings
+from fsdp_parity import optim_order, optim_refusals, optim_state
+from fsdp_parity.optim_models import FULL_SHARD, SHARD_GRAD_OP, Settings
 from fsdp_parity.ranks import Pools
 from polyshard_fsdp import StateDictType
 
@@ -86,29 +86,29 @@ def test_moves_to_and_from_an_unsharded_model(ranks: Pools, world_size: int) -> 
 @world_sizes
 def test_older_functions(ranks: Pools, world_size: int) -> None:
     cases = 12 if world_size == 2 else 4
-    assert ranks.run(world_size, optim_state.legacy) == [cases] * world_size
+    assert ranks.run(world_size, optim_refusals.legacy) == [cases] * world_size
 
 
 @world_sizes
 def test_state_without_groups_user_state_and_reordered_groups(ranks: Pools, world_size: int) -> None:
-    ranks.run(world_size, optim_state.odds_and_ends)
+    ranks.run(world_size, optim_refusals.odds_and_ends)
 
 
 @world_sizes
 def test_optimizer_keyed_by_names(ranks: Pools, world_size: int) -> None:
-    ranks.run(world_size, optim_state.optimizer_keyed_by_names)
+    ranks.run(world_size, optim_refusals.optimizer_keyed_by_names)
 
 
 def test_refusals(ranks: Pools) -> None:
-    ranks.run(2, optim_state.refusals)
+    ranks.run(2, optim_refusals.refusals)
 
 
 def test_strides_and_recorded_names(ranks: Pools) -> None:
-    ranks.run(2, optim_state.strides_and_recorded_names)
+    ranks.run(2, optim_refusals.strides_and_recorded_names)
 
 
 def test_modules_sharded_in_place(ranks: Pools) -> None:
-    ranks.run(2, optim_state.sharded_in_place)
+    ranks.run(2, optim_refusals.sharded_in_place)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_parity.optim_state import (
+from fsdp_parity.optim_models import (
     IGNORED,
     STEPS_AFTER,
     STEPS_BEFORE,
@@ -27,9 +27,9 @@ from fsdp_parity.optim_state import (
     assert_same_groups,
     assert_same_parameters,
     assert_same_state,
-    mesh_of,
     quiet,
 )
+from fsdp_parity.optim_state import mesh_of
 from fsdp_parity.ranks import Ranks
 from fsdp_parity.subtests import run_subtests
 
