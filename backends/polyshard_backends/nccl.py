@@ -34,7 +34,7 @@ _CAPABILITIES = CollectivesCapabilities(
 )
 
 
-class _StreamWork:
+class StreamWork:
     """Orders the waiting stream after the operation, which runs on the stream that issued it."""
 
     __slots__ = ("_event", "_stream")
@@ -143,7 +143,7 @@ class NcclCollectives(ProcessGroupCollectives):
                 received = receive_buffer(full, scratch)
                 self._run("reduce_scatter", dist.all_to_all_single, group, as_bytes(received), as_bytes(full))
                 reduce_rows(out, received.view(self._world_size, out.numel()), op, prescale, postscale)
-        return _StreamWork()
+        return StreamWork()
 
     def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
         return 0 if wire_dtype is out_dtype else numel * wire_dtype.itemsize
@@ -153,7 +153,7 @@ class NcclCollectives(ProcessGroupCollectives):
         if postscale != 1.0:
             with torch.no_grad():
                 tensor.mul_(postscale)
-        return _StreamWork()
+        return StreamWork()
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         source = self._root_of(src)
@@ -172,7 +172,7 @@ class NcclCollectives(ProcessGroupCollectives):
         **options: Any,
     ) -> Work:
         self._run(operation, function, group, *tensors, **options)
-        return _StreamWork()
+        return StreamWork()
 
     def _run(
         self,

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from polyshard.errors import CollectiveError, StateError, UnsupportedError, WorldSizeError
 from polyshard.interfaces import Collectives, CollectivesCapabilities, ReduceOp, Work
 from polyshard.interfaces.collectives import COMPLETED
+from polyshard_backends.nccl import StreamWork
+from polyshard_backends.process_group import group_backend
 from torch.distributed import distributed_c10d
 
 __all__ = ["GroupCollectives", "GroupLike", "SilentCollectives", "collectives_of", "predivide_factor"]
@@ -157,21 +159,6 @@ class _HostWork:
             finish()
 
 
-class _StreamWork:
-    """Orders the waiting stream after the operation, which runs on the stream that issued it."""
-
-    __slots__ = ("_event", "_stream")
-
-    def __init__(self) -> None:
-        self._stream = torch.cuda.current_stream()
-        self._event = self._stream.record_event()
-
-    def wait(self) -> None:
-        current = torch.cuda.current_stream()
-        if current != self._stream:
-            current.wait_event(self._event)
-
-
 class _FixedGroup(Collectives):
     """A group whose rank and size are known from the start, on a device that may change."""
 
@@ -232,7 +219,7 @@ class GroupCollectives(_FixedGroup):
     @property
     def capabilities(self) -> CollectivesCapabilities:
         if self._capabilities is None:
-            transport = _transport(self._group, self._device.type)
+            transport = group_backend(self._group, self._device.type)
             on_streams = self._device.type == "cuda" and transport not in _HOST_TRANSPORTS
             self._capabilities = CollectivesCapabilities(
                 devices=frozenset({self._device.type}),
@@ -346,7 +333,7 @@ class GroupCollectives(_FixedGroup):
             return _HostWork(work, finish, note)
         if finish is not None:
             finish()
-        return _StreamWork()
+        return StreamWork()
 
 
 class SilentCollectives(_FixedGroup):
@@ -407,9 +394,3 @@ class SilentCollectives(_FixedGroup):
 def _op_option(op: ReduceOp) -> dict[str, Any]:
     # FSDP names no operation for a sum, and replacements of the function need not take one.
     return {} if _TORCH_OPS[op] == dist.ReduceOp.SUM else {"op": _TORCH_OPS[op]}
-
-
-def _transport(group: dist.ProcessGroup, device_type: str) -> str:
-    """Name of the backend that moves ``group``'s tensors on ``device_type``; empty where it has none."""
-    entries = (entry.partition(":") for entry in dist.get_backend_config(group).split(","))
-    return next((backend for device, _, backend in entries if device == device_type), "")

@@ -93,11 +93,6 @@ def _get_module_fsdp_state(module: nn.Module) -> Any | None:
     return getattr(module.__dict__.get(STAGE_ATTRIBUTE), "instance", None)
 
 
-def _is_composable(state: object) -> bool:
-    """Whether ``state`` is that of a module sharded in place, not a wrapper."""
-    return not isinstance(state, nn.Module)
-
-
 def _set_fsdp_flattened(tensor: torch.Tensor) -> None:
     """Mark ``tensor`` as part of a flat parameter, so that an outer wrapper leaves it alone."""
     setattr(tensor, FSDP_FLATTENED, True)
@@ -143,12 +138,6 @@ def _get_handle_fqns_from_root(state: Any, handle: Any | None) -> list[str] | No
     if handle is None:
         return None
     return [clean_tensor_name(name) for name in handle.unit.spec.parameter_names]
-
-
-def _get_root_modules(modules: set[nn.Module]) -> set[nn.Module]:
-    """Those of ``modules`` that lie inside no other of them."""
-    inside = {inner for module in modules for inner in module.modules() if inner is not module}
-    return modules - inside
 
 
 def _override_module_mixed_precision(

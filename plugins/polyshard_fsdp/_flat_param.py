@@ -295,15 +295,6 @@ class FlatParamHandle:
         else:
             self.unit.show_views()
 
-    def _use_sharded_views(self) -> None:
-        """Let modules see what they see outside of compute."""
-        assert self.unit is not None
-        self.unit.conceal()
-
-    def needs_unshard(self) -> bool:
-        """Whether the whole flat parameter would have to be gathered before compute."""
-        return self.unit is not None and not self.unit.permanent and not self.unit.whole_is_here
-
     def is_sharded(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` has the size of one rank's shard."""
         return self.uses_sharded_strategy and tensor.numel() == self.layout.shard_numel

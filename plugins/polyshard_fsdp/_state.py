@@ -159,10 +159,6 @@ class FSDPInstance:
         """The group of the replicas of this rank's shards; None where nothing is replicated."""
         return self._groups.replicate_group
 
-    @property
-    def _sync_gradients(self) -> bool:
-        return self._root is None or self._root.synchronises
-
     def _training_state(self) -> TrainingState:
         if self._summoned:
             return TrainingState.SUMMON_FULL_PARAMS

@@ -87,11 +87,6 @@ class FlatUnit(Unit):
         """Never: gradients take one road at every world size, with the same hooks and casts on it."""
         return False
 
-    @property
-    def whole_is_here(self) -> bool:
-        """Whether the gather buffer holds the whole parameters."""
-        return self.state is UnitState.UNSHARDED
-
     def _settle(self, master: torch.Tensor) -> None:
         super()._settle(master)
         self.flat_param.data = self.master
@@ -289,6 +284,8 @@ class FlatUnit(Unit):
 
     def refuse_changes(self) -> None:
         if self._shown_addresses and not self._views_are_untouched():
+            # Nothing may stand under the names whose memory is about to be released.
+            self.conceal()
             # The views' memory is no longer the buffer's: make new ones before the next forward.
             self.prepared = False
             raise ParameterMovedError(

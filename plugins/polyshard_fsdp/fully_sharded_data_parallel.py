@@ -216,10 +216,6 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         """Where this instance is in its step."""
         return self._training_state()
 
-    @property
-    def _has_params(self) -> bool:
-        return self._handle is not None
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, with whole parameters."""
         stage = self._stage

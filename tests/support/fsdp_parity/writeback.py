@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from polyshard_fsdp import MixedPrecision, ShardingStrategy, StateDictType
 from polyshard_fsdp._flat_param import _FSDP_USE_FULL_PREC_IN_EVAL
@@ -143,7 +144,7 @@ def writeback_shape_mismatch(ranks: Ranks) -> None:
 
 
 def writeback_between_forward_and_backward(ranks: Ranks) -> int:
-    """Where forward left parameters whole, changing one before backward is refused."""
+    """Where forward left parameters whole, changing one before backward is refused; the next step is a plain one's."""
     return run_subtests({"change_data": [True, False]}, _writeback_between, ranks)
 
 
@@ -162,6 +163,20 @@ def _writeback_between(ranks: Ranks, change_data: bool) -> None:
     words = "FSDP does not support changing the parameters between forward and backward"
     with pytest.raises(AssertionError, match=words):
         loss.backward()
+    plain = Model(ranks.device)
+    model_input = model.get_input(ranks.device)
+    losses = [each(*model_input).square().sum() for each in (model, plain)]
+    torch.testing.assert_close(losses[0], losses[1])
+    for each in losses:
+        each.backward()
+    for parameter in plain.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= ranks.world_size
+    with FSDP.summon_full_params(model, with_grads=True):
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs)
+            torch.testing.assert_close(mine.grad, theirs.grad)
 
 
 def no_reshard_and_mixed_precision(ranks: Ranks) -> int:
