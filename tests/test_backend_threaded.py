@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
@@ -274,6 +278,95 @@ def test_autograd_in_every_rank_at_once() -> None:
     (inputs @ reference.t()).pow(2).mean().backward()
     for gradient in ThreadedWorld(3).run(on_rank):
         torch.testing.assert_close(gradient, reference.grad, rtol=1e-14, atol=0.0)
+
+
+#: Every allocation on a rank is due for collection, and every collection gives the other rank its turn. In a process of
+#: its own: a deadlock that keeps the interpreter lock ends with its process only.
+COLLECTS_ON_RANKS = """
+import faulthandler, gc, threading, time
+import torch
+from polyshard_backends.threaded import ThreadedWorld
+
+faulthandler.dump_traceback_later(30.0, exit=True)
+ended, together = threading.Event(), threading.Barrier(2)
+
+def collects(phase, info):
+    if threading.current_thread().name.startswith("rank"):
+        time.sleep(0.01)
+
+def reads_the_generator(rank, world):
+    if rank == 0:
+        states = [torch.get_rng_state() for _ in range(8)]
+        ended.set()
+    while not ended.is_set():
+        torch.get_rng_state()
+
+def asks_for_the_first_time(rank, world):
+    weight = torch.ones(1, requires_grad=True)
+    accumulate = torch.autograd.graph.get_gradient_edge(weight).node
+
+    def asks(gradient):
+        together.wait()
+        assert torch._C._will_engine_execute_node(accumulate)
+
+    weight.register_hook(asks)
+    weight.sum().backward()
+
+gc.callbacks.append(collects)
+gc.set_threshold(1)
+ThreadedWorld(2).run(%s)
+gc.callbacks.remove(collects)
+"""
+
+
+@pytest.mark.parametrize("body", ["reads_the_generator", "asks_for_the_first_time"])
+def test_a_garbage_collection_inside_torch_does_not_stop_all_ranks(body: str) -> None:
+    """One body meets a mutex of torch, the other the guard of a static variable."""
+    code = COLLECTS_ON_RANKS % body
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+class Cycle:
+    """What only garbage collection frees."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_garbage_that_a_rank_makes_is_collected_before_it_returns() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> bool:
+        collectives = join(world, rank)
+        garbage = weakref.ref(Cycle())
+        # Enough new objects for several collections, of more than the youngest generation, by any version of Python.
+        for _ in range(30):
+            kept = [[number] for number in range(5000)]
+            collectives.barrier()
+            del kept
+        return garbage() is None
+
+    assert ThreadedWorld(2).run(on_rank) == [True, True]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_automatic_collection_is_as_before_once_ranks_have_returned(fails: bool, enabled: bool) -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        join(world, rank).barrier()
+        if fails:
+            raise ValueError("rank fails")
+
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        if fails:
+            with pytest.raises(ValueError, match="rank fails"):
+                ThreadedWorld(2).run(on_rank)
+        else:
+            ThreadedWorld(2).run(on_rank)
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 @pytest.mark.parametrize(

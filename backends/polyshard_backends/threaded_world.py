@@ -20,6 +20,8 @@ from polyshard.errors import (
     WorldSizeError,
 )
 
+from .threaded_garbage import ThreadedGarbage
+
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -75,6 +77,8 @@ class ThreadedWorld:
     draw anything else that must be the same on every rank, before ``run`` or while holding ``lock``. For the same
     reason dropout is not reproducible here.
 
+    Before Python 3.12, cyclic garbage is collected while ranks run only where one issues a collective.
+
     Args:
         world_size: number of ranks, at least 1.
         timeout: seconds that a rank waits in a collective for the others.
@@ -98,6 +102,7 @@ class ThreadedWorld:
         self._issued: dict[tuple[tuple[int, ...], int], int] = {}
         self._threads: dict[int, int] = {}
         self._abort_reason: str | None = None
+        self._garbage = ThreadedGarbage()
 
     @property
     def aborted(self) -> bool:
@@ -120,6 +125,7 @@ class ThreadedWorld:
         Raises:
             CollectiveAbortedError: the world was given up.
         """
+        self._garbage.collect_due()
         with self._changed:
             self._threads[rank] = threading.get_ident()
             self._check_alive(rank)
@@ -254,6 +260,19 @@ class ThreadedWorld:
                 errors.append((rank, error))
                 self.abort(f"rank {rank} raised {type(error).__name__}: {error}")
 
+        with self._garbage.postponed():
+            self._run_threads(one_rank, errors, timeout)
+        if errors:
+            rank, error = next(
+                (entry for entry in errors if not isinstance(entry[1], CollectiveAbortedError)), errors[0]
+            )
+            error.add_note(f"raised on rank {rank} of a threaded world of {self.world_size}")
+            raise error
+        return [results[rank] for rank in range(self.world_size)]
+
+    def _run_threads(
+        self, one_rank: Callable[[int], None], errors: Sequence[tuple[int, BaseException]], timeout: float
+    ) -> None:
         threads = [
             threading.Thread(target=one_rank, args=(rank,), name=f"rank{rank}", daemon=True)
             for rank in range(self.world_size)
@@ -274,10 +293,3 @@ class ThreadedWorld:
                 f"ranks {stuck} of a threaded world of {self.world_size} had not returned after {timeout:g} s; see "
                 f"below where every rank stood\n{stacks}"
             ) from (errors[0][1] if errors else None)
-        if errors:
-            rank, error = next(
-                (entry for entry in errors if not isinstance(entry[1], CollectiveAbortedError)), errors[0]
-            )
-            error.add_note(f"raised on rank {rank} of a threaded world of {self.world_size}")
-            raise error
-        return [results[rank] for rank in range(self.world_size)]

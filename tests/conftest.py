@@ -1,0 +1,3 @@
+"""Plugins for all tests."""
+
+pytest_plugins = ["watchdog"]
