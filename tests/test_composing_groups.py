@@ -44,11 +44,15 @@ def test_an_inner_module_over_other_ranks_trains(inner: polyshard.ShardConfig, o
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_the_report_counts_as_many_units_as_are_prefetched(ahead: int) -> None:
+@pytest.mark.parametrize(("batch_nbytes", "beyond"), [(0, 0), (64 * 64 * 4, 0), (64 * 64 * 4 * 3, 2), ("16 MiB", 5)])
+def test_the_report_counts_as_many_units_as_are_prefetched(ahead: int, batch_nbytes: int | str, beyond: int) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
     policy = {"name": "module_class", "classes": nn.Linear}
-    polyshard.shard(model, fake(4, policy=policy, forward_prefetch=ahead, backward_prefetch=0))
-    assert polyshard.report(model).gathered_nbytes == (1 + ahead) * 64 * 64 * 4
+    settings: dict[str, Any] = {"forward_prefetch": ahead, "backward_prefetch": 0, "batch_nbytes": batch_nbytes}
+    polyshard.shard(model, fake(4, policy=policy, **settings))
+    # Where nothing is prefetched, there are no batches; there are six units in all.
+    units = min(6, 1 + ahead + beyond) if ahead else 1
+    assert polyshard.report(model).gathered_nbytes == units * 64 * 64 * 4
 
 
 def test_the_report_counts_reductions_as_wide_as_they_travel() -> None:

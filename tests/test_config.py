@@ -29,7 +29,7 @@ def test_defaults_shard_everything_without_extra_units() -> None:
     config = ShardConfig()
     assert (config.collectives, config.precision, config.offload, config.policy) == ("auto", "none", "none", "never")
     assert config.strategy is Strategy.FULL_SHARD
-    assert (config.forward_prefetch, config.backward_prefetch) == (1, 1)
+    assert (config.forward_prefetch, config.backward_prefetch, config.batch_nbytes) == (1, 1, 16 * 2**20)
     assert config.listeners == ()
     assert config.timeout_s == 600.0
 
@@ -82,7 +82,22 @@ def test_config_cannot_be_changed_in_place_and_survives_pickling() -> None:
         ({"mesh": FakeMesh(2)}, "'full_shard' needs a mesh of 1 dimension.*has 2"),
         ({"mesh": FakeMesh(1), "strategy": "hybrid_shard"}, "'hybrid_shard' needs a mesh of 2 dimension.*has 1"),
         ({"mesh": object()}, "mesh must be a torch.distributed DeviceMesh, not object"),
-        ({"reshard_after_forward": "yes"}, "reshard_after_forward must be True, False or None, not 'yes'"),
+        ({"reshard_after_forward": "yes"}, "reshard_after_forward must be True, False, None or 'auto', not 'yes'"),
+        (
+            {"reshard_after_forward": "auto", "strategy": "shard_grad_op"},
+            r"reshard_after_forward='auto' needs .*\(full_shard, hybrid_shard\), but strategy is 'shard_grad_op'",
+        ),
+        ({"reshard_after_forward": "auto", "strategy": "no_shard"}, "but strategy is 'no_shard'"),
+        ({"memory_budget": "1 GiB"}, "memory_budget=1073741824 needs reshard_after_forward='auto', but that is None"),
+        ({"memory_budget": 5, "reshard_after_forward": True}, "memory_budget=5 needs .* but that is True"),
+        *(
+            ({"reshard_after_forward": "auto", "memory_budget": wrong}, r"memory_budget must be .*'70 GiB', not ")
+            for wrong in (0, -1, True, 1.5, "", "0 GiB", "-3 GiB", "70 G", "70 i", "GiB", "1e9", "70 GiB or so", [1])
+        ),
+        *(
+            ({"batch_nbytes": wrong}, r"batch_nbytes must be bytes, 0 or more, .*'16 MiB', not ")
+            for wrong in (-1, True, None, 1.5, "", "-1 MiB", "16 M", "many")
+        ),
         ({"check_ranks": 1}, "check_ranks must be True or False, not 1"),
         ({"timeout_s": 0}, "timeout_s must be a finite number of seconds above 0"),
         ({"timeout_s": float("nan")}, "timeout_s must be a finite number"),
@@ -101,6 +116,27 @@ def test_config_cannot_be_changed_in_place_and_survives_pickling() -> None:
 def test_wrong_values_are_refused_by_name(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ShardConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        (7, 7),
+        ("1024", 1024),
+        ("1024 B", 1024),
+        ("3 kB", 3000),
+        ("512MiB", 2**29),
+        (" 70 GiB ", 70 * 2**30),
+        ("70gib", 70 * 2**30),
+        ("80 GB", 80 * 10**9),
+        ("1.5 TiB", 3 * 2**39),
+        (None, None),
+    ],
+)
+def test_a_memory_budget_reads_as_bytes(text: int | str | None, nbytes: int | None) -> None:
+    config = ShardConfig(reshard_after_forward="auto", memory_budget=text)
+    assert config.memory_budget == nbytes
+    assert dataclasses.replace(config) == config
 
 
 def test_config_errors_are_value_errors_too() -> None:
@@ -177,6 +213,15 @@ def test_toml_table_becomes_a_config(tmp_path: Path) -> None:
     )
 
 
+def test_a_memory_budget_comes_from_a_file_and_goes_by_the_environment(tmp_path: Path) -> None:
+    file = write(tmp_path, '[shard]\nreshard_after_forward = "auto"\nmemory_budget = "70 GiB"\n')
+    assert ShardConfig.from_toml(file, environ={}).memory_budget == 70 * 2**30
+    assert ShardConfig.from_toml(file, environ={"POLYSHARD_MEMORY_BUDGET": "1000"}).memory_budget == 1000
+    assert ShardConfig.from_toml(file, environ={"POLYSHARD_MEMORY_BUDGET": "none"}).memory_budget is None
+    with pytest.raises(ConfigError, match=r"memory_budget=.* needs .*'auto', but that is False"):
+        ShardConfig.from_toml(file, environ={"POLYSHARD_RESHARD_AFTER_FORWARD": "false"})
+
+
 def test_another_table_can_be_asked_for(tmp_path: Path) -> None:
     file = write(tmp_path, '[shard]\nprecision = "bf16"\n[eval]\nprecision = "fp32"\n')
     assert ShardConfig.from_toml(file, table="eval", environ={}).precision == "fp32"
@@ -242,7 +287,13 @@ def test_mapping_names_its_source() -> None:
         ),
         ({"POLYSHARD_RESHARD_AFTER_FORWARD": "False"}, {"reshard_after_forward": False}),
         ({"POLYSHARD_RESHARD_AFTER_FORWARD": "none"}, {"reshard_after_forward": None}),
+        (
+            {"POLYSHARD_RESHARD_AFTER_FORWARD": "auto", "POLYSHARD_MEMORY_BUDGET": "70 GiB"},
+            {"reshard_after_forward": "auto", "memory_budget": 70 * 2**30},
+        ),
         ({"POLYSHARD_FORWARD_PREFETCH": "3"}, {"forward_prefetch": 3}),
+        ({"POLYSHARD_BATCH_NBYTES": "0"}, {"batch_nbytes": 0}),
+        ({"POLYSHARD_BATCH_NBYTES": "4 MiB"}, {"batch_nbytes": 4 * 2**20}),
         ({"POLYSHARD_TIMEOUT_S": "1.5"}, {"timeout_s": 1.5}),
         ({"POLYSHARD_DEVICE": "cpu"}, {"device": torch.device("cpu")}),
         ({"POLYSHARD_LISTENERS": "trace,memory"}, {"listeners": ("trace", "memory")}),

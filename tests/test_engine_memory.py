@@ -33,6 +33,10 @@ class Log:
     def __init__(self) -> None:
         self.events: list[str] = []
         self.gathered: set[str] = set()
+        self.arrived: set[str] = set()
+        self.computing: list[tuple[str, bool]] = []
+        self.waiting: list[str] = []
+        self.reducing: list[str] = []
         self.peak = 0
         self.model: nn.Module | None = None
 
@@ -48,20 +52,42 @@ class Log:
         # A unit that an earlier forward left gathered is filled again in place: its master may have changed since.
         self.gathered.add(unit.name)
         self.peak = max(self.peak, len(self.gathered - {""}))
+        self.arrived.discard(unit.name)
         self._note("unshard", unit)
 
-    def compute(self, unit: UnitSpec, backward: bool) -> None:
+    def unsharded(self, unit: UnitSpec) -> None:
         assert unit.name in self.gathered
+        self.arrived.add(unit.name)
+
+    def compute(self, unit: UnitSpec, backward: bool) -> None:
+        assert unit.name in self.arrived
+        self.computing.append((unit.name, backward))
         self._note("backward" if backward else "forward", unit)
 
-    def reshard(self, unit: UnitSpec) -> None:
-        self.gathered.remove(unit.name)
-        self._note("reshard", unit)
+    def computed(self, unit: UnitSpec, backward: bool) -> None:
+        self.computing.remove((unit.name, backward))
+
+    def wait(self, unit: UnitSpec) -> None:
+        self.waiting.append(unit.name)
+
+    def waited(self, unit: UnitSpec) -> None:
+        # Nothing is issued for another unit in between.
+        assert unit.name == self.waiting.pop()
 
     def reduce(self, unit: UnitSpec) -> None:
         # Parameters and reduction buffers are not alive together.
         assert unit.name not in self.gathered
+        self.reducing.append(unit.name)
         self._note("reduce", unit)
+
+    def reduced(self, unit: UnitSpec) -> None:
+        # In the order in which they were issued.
+        assert unit.name == self.reducing.pop(0)
+
+    def reshard(self, unit: UnitSpec) -> None:
+        self.gathered.remove(unit.name)
+        self.arrived.discard(unit.name)
+        self._note("reshard", unit)
 
     def take(self) -> list[str]:
         """The events so far, which are forgotten."""
@@ -79,6 +105,8 @@ class Log:
 def watched(rank: int, world: ThreadedWorld, blocks: int = 3, **settings: Any) -> tuple[nn.Module, Log]:
     log = Log()
     model = seeded(lambda: Net(blocks))
+    # Each unit by itself, unless a test asks for batches.
+    settings = {"batch_nbytes": 0, **settings}
     return sharded_copy(model, rank, world, policy=units_of(Block), listeners=[log], **settings), log
 
 
@@ -122,6 +150,8 @@ def test_full_shard_gathers_one_unit_ahead_in_forward_and_backward() -> None:
             loss.backward()
             assert log.take() == listed(BACKWARD)
             assert log.gathered == set()
+            # What began has ended.
+            assert (log.computing, log.waiting, log.reducing) == ([], [], [])
 
     on_ranks(2, on_rank)
 
@@ -263,6 +293,7 @@ def test_no_shard_gathers_nothing() -> None:
                 events.append(event)
 
             def compute(self, unit: UnitSpec, backward: bool) -> None:
+                self.computing.append((unit.name, backward))
                 events.append("compute")
 
         model = sharded_copy(
@@ -287,7 +318,7 @@ def test_a_unit_that_is_skipped_is_released_again_and_not_gathered_ahead_any_mor
 
     def on_rank(rank: int, world: ThreadedWorld) -> None:
         log = Log()
-        model = sharded_copy(seeded(Skips), rank, world, policy=units_of(Block), listeners=[log])
+        model = sharded_copy(seeded(Skips), rank, world, policy=units_of(Block), listeners=[log], batch_nbytes=0)
         forward(model).backward()
         model.skipped = 1
         for turn in range(2):

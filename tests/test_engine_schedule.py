@@ -68,15 +68,16 @@ def test_a_policy_decides_for_each_unit_whether_it_is_released() -> None:
 
 @pytest.mark.parametrize("forward", [0, 1, 3])
 @pytest.mark.parametrize("backward", [0, 1, 3])
-def test_prefetching_changes_no_numbers(forward: int, backward: int) -> None:
-    settings = {**EACH_LINEAR, "forward_prefetch": forward, "backward_prefetch": backward}
+@pytest.mark.parametrize("batch", [0, 600, "16 MiB"])
+def test_prefetching_changes_no_numbers(forward: int, backward: int, batch: int | str) -> None:
+    settings = {**EACH_LINEAR, "forward_prefetch": forward, "backward_prefetch": backward, "batch_nbytes": batch}
     assert_parity(seeded(Net), world_size=2, turns=4, optimizer=adam, settings=settings)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_units_are_fetched_as_far_ahead_as_asked(ahead: int) -> None:
     model = cast("Net", seeded(lambda: Net(blocks=4)))
-    settings = {"forward_prefetch": ahead, "backward_prefetch": ahead}
+    settings = {"forward_prefetch": ahead, "backward_prefetch": ahead, "batch_nbytes": 0}
     polyshard.shard(model, polyshard.ShardConfig(collectives=fake(), **BLOCKS, **settings))
     gathered: dict[str, list[set[str]]] = {"forward": [], "backward": []}
 

@@ -213,9 +213,14 @@ class Counter:
         count(self._counts, (what, unit.name))
 
     def unshard(self, unit): self._count("unshard", unit)
+    def unsharded(self, unit): self._count("unsharded", unit)
     def compute(self, unit, backward): self._count("backward" if backward else "forward", unit)
-    def reshard(self, unit): self._count("reshard", unit)
+    def computed(self, unit, backward): self._count("backward ended" if backward else "forward ended", unit)
+    def wait(self, unit): self._count("wait", unit)
+    def waited(self, unit): self._count("waited", unit)
     def reduce(self, unit): self._count("reduce", unit)
+    def reduced(self, unit): self._count("reduced", unit)
+    def reshard(self, unit): self._count("reshard", unit)
 
 
 class Tally(Listener):
@@ -322,8 +327,13 @@ def test_everything_comes_from_one_package_named_in_a_file(acme: Any, tmp_path: 
     # Gathered for forward and again for backward; the root is kept between them.
     assert counts["unshard", "blocks.1"] == counts["reshard", "blocks.1"] == 30
     assert counts["unshard", ""] == counts["reshard", ""] == 15
-    for what in ("forward", "backward", "reduce"):
+    for what in ("forward", "forward ended", "backward", "backward ended", "reduce", "reduced"):
         assert counts[what, "blocks.1"] == counts[what, ""] == 15
+    assert counts["unsharded", "blocks.1"] == 30
+    assert counts["unsharded", ""] == 15
+    # For its gather, and for room for its reduction.
+    for name in ("blocks.1", ""):
+        assert counts["wait", name] == counts["waited", name] == counts["unshard", name] + 15
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["own memory", "leased memory"])

@@ -93,6 +93,8 @@ class FakeCollectives(Collectives):
         )
         self.calls: deque[FakeCall] = deque(maxlen=CALLS_KEPT)
         """The latest operations, oldest first."""
+        self.batches: deque[int] = deque(maxlen=CALLS_KEPT)
+        """How many of the operations each ``all_gather_many`` carried, oldest first."""
 
     @property
     def capabilities(self) -> CollectivesCapabilities:
@@ -123,6 +125,10 @@ class FakeCollectives(Collectives):
         out.view(world_size, n).copy_(shard.expand(world_size, n))
         self.calls.append(FakeCall("all_gather", world_size * n, dtype))
         return _StreamWork() if self._stream_ordered else COMPLETED
+
+    def all_gather_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
+        self.batches.append(len(pairs))
+        return super().all_gather_many(pairs)
 
     def reduce_scatter(
         self,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,16 +12,15 @@ import torch.distributed as dist
 from polyshard.errors import ConfigError
 from polyshard.interfaces import BufferRole, CollectivesCapabilities, PluginContext, ReduceOp, Work
 
+from . import _torch_private
 from .groups import check_same_dtype, check_slices
-from .process_group import (
-    GROUP_DTYPES,
-    ProcessGroupCollectives,
-    as_bytes,
-    flat_collective,
-    receive_buffer,
-    reduce_rows,
-    torch_op,
-)
+from .process_group import GROUP_DTYPES, ProcessGroupCollectives, receive_buffer, reduce_rows
+
+#: What ``allocation`` answers where memory comes from the usual pool.
+_USUAL_MEMORY: AbstractContextManager[Any] = nullcontext()
+
+#: What ``torch.distributed`` raises for arguments that do not fit, and for a transport that failed.
+_FAILURES = (RuntimeError, TypeError, ValueError)
 
 _CAPABILITIES = CollectivesCapabilities(
     devices=frozenset({"cuda"}),
@@ -34,19 +34,41 @@ _CAPABILITIES = CollectivesCapabilities(
 )
 
 
+#: Results of fewer elements are summed by torch: starting the kernel would cost the host more than it saves the device.
+_LONG_ROW = 1 << 22
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def _find_mean_of_rows() -> Callable[[torch.Tensor, torch.Tensor], None] | None:
+    """The kernel, where this build of torch comes with Triton."""
+    try:
+        from .row_mean import mean_of_rows
+    except ImportError:
+        return None
+    return mean_of_rows
+
+
 class StreamWork:
-    """Orders the waiting stream after the operation, which runs on the stream that issued it."""
+    """Orders the waiting stream after the operation, which runs on the stream that issued it.
 
-    __slots__ = ("_event", "_stream")
+    On that stream itself there is nothing to do. Another one is ordered after all that the issuing stream was given
+    before the wait: perhaps more than the operation, but no event is recorded for waits that never come.
 
-    def __init__(self) -> None:
-        self._stream = torch.cuda.current_stream()
-        self._event = self._stream.record_event()
+    Args:
+        device_index: the CUDA device of the operation; None for the current one.
+    """
+
+    __slots__ = ("_issued_on",)
+
+    def __init__(self, device_index: int | None = None) -> None:
+        index = torch.cuda.current_device() if device_index is None else device_index
+        self._issued_on = _torch_private.current_stream(index)
 
     def wait(self) -> None:
-        current = torch.cuda.current_stream()
-        if current != self._stream:
-            current.wait_event(self._event)
+        issued_on = self._issued_on
+        waiting = _torch_private.current_stream(issued_on[1])
+        if waiting != issued_on:
+            _torch_private.stream_of(waiting).wait_stream(_torch_private.stream_of(issued_on))
 
 
 class NcclCollectives(ProcessGroupCollectives):
@@ -56,7 +78,7 @@ class NcclCollectives(ProcessGroupCollectives):
     frees needs no further care, and a captured graph needs no stream but the caller's. Gathers use the given group and
     reductions a second communicator: on one, they would wait for each other even on two streams. Where the group is a
     part of a job whose communicator is bound to a device, no second one can be made by its ranks alone, and both share
-    the given one; ``partition`` of the whole job does not have that limit.
+    the given one, with a warning; ``partition`` of the whole job does not have that limit.
 
     A rank that never arrives is found by NCCL's own watchdog, after the process group's timeout.
 
@@ -64,59 +86,96 @@ class NcclCollectives(ProcessGroupCollectives):
         context: its ``process_group``, or the default group, says which processes take part. Where that group uses
             another transport for CUDA, an NCCL group over the same ranks is made at the first operation.
         registered: allocate gather buffers in memory that is registered with NCCL, which takes fewer multiprocessors
-            away from concurrent computation. The first ``allocation`` then meets the other ranks.
+            away from concurrent computation. The first ``allocation`` then meets the other ranks. Plain memory, with a
+            warning, where this NCCL cannot register.
+        communicators: 2, or 1 to let gathers and reductions share one, which saves its memory and start-up time.
 
     Raises:
         StateError: ``torch.distributed`` is not initialised.
         DeviceError: the context's device is not CUDA.
         WorldSizeError: this process is not in the group.
-        ConfigError: ``registered`` is not a bool.
+        ConfigError: ``registered`` is not a bool, or ``communicators`` neither 1 nor 2.
     """
 
     transport = "nccl"
     device_type = "cuda"
-    separate_reductions = True
 
-    def __init__(self, context: PluginContext, registered: bool = False) -> None:
+    def __init__(self, context: PluginContext, registered: bool = False, communicators: int = 2) -> None:
         if not isinstance(registered, bool):
             raise ConfigError(f"collectives {context.name!r}: registered is {registered!r}; give true or false")
+        if isinstance(communicators, bool) or communicators not in (1, 2):
+            raise ConfigError(f"collectives {context.name!r}: communicators is {communicators!r}; give 1 or 2")
         super().__init__(context)
         self._registered = registered
+        self.separate_reductions = communicators == 2
 
     def _enter(self, context: PluginContext, given: dist.ProcessGroup) -> None:
         super()._enter(context, given)
-        self._reduce_scatter = flat_collective("reduce_scatter_single", "reduce_scatter_tensor")
         self._registered = False
-        self._pool: torch.cuda.MemPool | None = None
+        self._pool: AbstractContextManager[Any] | None = None
+        self._gather_channel: _torch_private.Channel | None = None
+        self._reduction_channel: _torch_private.Channel | None = None
+        self._mean_of_rows: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+        self._device_index: int | None = self.device.index
 
     def _enter_part(self, whole: NcclCollectives, made: list[dist.ProcessGroup]) -> None:
         super()._enter_part(whole, made)
         self._registered = whole._registered
+        self.separate_reductions = whole.separate_reductions
 
     @property
     def capabilities(self) -> CollectivesCapabilities:
         return _CAPABILITIES
 
     def allocation(self, role: BufferRole) -> AbstractContextManager[Any]:
-        if not self._registered or role is not BufferRole.GATHER:
-            return nullcontext()
-        if self._pool is None:
-            self._pool = self._make_pool()
-        return torch.cuda.use_mem_pool(self._pool)
+        # A graph that is captured takes memory from a pool of its own.
+        if not self._registered or role is not BufferRole.GATHER or torch.cuda.is_current_stream_capturing():
+            return _USUAL_MEMORY
+        return self._pool or self._make_pool()
 
-    def _make_pool(self) -> torch.cuda.MemPool:
+    def _make_pool(self) -> AbstractContextManager[Any]:
         # A pool can be registered only with a communicator that exists, and the first operation makes it. Memory that
         # the pool takes later is registered as it is taken.
         self.barrier()
-        transport: Any = self.gather_group()._get_backend(self.device)
-        pool = torch.cuda.MemPool(transport.mem_allocator)
-        transport.register_mem_pool(pool)
-        return pool
+        try:
+            pool = _torch_private.registered_pool(self.gather_group(), self.device)
+        except RuntimeError as error:
+            self._warn(f"gathers use plain memory, since registering it failed: {error}; set registered to false")
+            self._registered = False
+            return _USUAL_MEMORY
+        self._pool = _torch_private.pool_scope(pool, self._device_number())
+        return self._pool
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
-        check_slices("all_gather", out, shard, self._rank, self._world_size)
-        check_same_dtype("all_gather", out, shard, self._rank)
-        return self._issue("all_gather", self._all_gather, self.gather_group(), as_bytes(out), as_bytes(shard))
+        channel = self._gather_channel or self._open_gathers()
+        # Sizes and dtypes are checked by the transport before it sends anything; ours would be a second time.
+        try:
+            if out.dtype in GROUP_DTYPES:
+                channel.all_gather(out, shard)
+            else:
+                channel.all_gather(out.view(torch.uint8), shard.view(torch.uint8))
+        except _FAILURES as error:
+            check_slices("all_gather", out, shard, self._rank, self._world_size)
+            check_same_dtype("all_gather", out, shard, self._rank)
+            raise self._translated(error, "all_gather") from error
+        return StreamWork(self._device_index)
+
+    def all_gather_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
+        channel = self._gather_channel or self._open_gathers()
+        outs: list[torch.Tensor] = []
+        shards: list[torch.Tensor] = []
+        # Unlike those of single gathers, sizes and dtypes are not checked by the transport.
+        for out, shard in pairs:
+            check_slices("all_gather", out, shard, self._rank, self._world_size)
+            check_same_dtype("all_gather", out, shard, self._rank)
+            known = out.dtype in GROUP_DTYPES
+            outs.append(out if known else out.view(torch.uint8))
+            shards.append(shard if known else shard.view(torch.uint8))
+        try:
+            channel.all_gather_many(outs, shards)
+        except _FAILURES as error:
+            raise self._translated(error, "all_gather") from error
+        return StreamWork(self._device_index)
 
     def reduce_scatter(
         self,
@@ -128,65 +187,96 @@ class NcclCollectives(ProcessGroupCollectives):
         postscale: float = 1.0,
         scratch: torch.Tensor | None = None,
     ) -> Work:
-        check_slices("reduce_scatter", full, out, self._rank, self._world_size)
-        group = self.reduction_group()
-        with torch.no_grad():
+        # Looked at first: inside a backward, where gradients are reduced, it is off already.
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._reduce(out, full, op, prescale, postscale, scratch)
+        else:
+            self._reduce(out, full, op, prescale, postscale, scratch)
+        return StreamWork(self._device_index)
+
+    def _reduce(
+        self,
+        out: torch.Tensor,
+        full: torch.Tensor,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+        scratch: torch.Tensor | None,
+    ) -> None:
+        channel = self._reduction_channel or self._open_reductions()
+        try:
             if out.dtype is full.dtype:
                 if prescale != 1.0:
                     full.mul_(prescale)
-                self._run("reduce_scatter", self._reduce_scatter, group, out, full, op=torch_op(op))
+                channel.reduce_scatter(out, full, op)
                 if postscale != 1.0:
                     out.mul_(postscale)
             else:
                 # Narrow bytes travel and wide sums are taken on arrival: half of what a wide reduce-scatter sends, and
                 # the same answer.
                 received = receive_buffer(full, scratch)
-                self._run("reduce_scatter", dist.all_to_all_single, group, as_bytes(received), as_bytes(full))
-                reduce_rows(out, received.view(self._world_size, out.numel()), op, prescale, postscale)
-        return StreamWork()
+                rows = received.view(self._world_size, out.numel())
+                if full.dtype in GROUP_DTYPES:
+                    channel.all_to_all(received, full)
+                else:
+                    channel.all_to_all(received.view(torch.uint8), full.view(torch.uint8))
+                long = out.numel() >= _LONG_ROW and out.dtype is torch.float32 and full.dtype in _HALVES
+                if long and self._mean_of_rows and op is ReduceOp.MEAN and prescale == postscale == 1.0:
+                    self._mean_of_rows(out, rows)
+                else:
+                    reduce_rows(out, rows, op, prescale, postscale)
+        except _FAILURES as error:
+            check_slices("reduce_scatter", full, out, self._rank, self._world_size)
+            raise self._translated(error, "reduce_scatter") from error
 
     def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
         return 0 if wire_dtype is out_dtype else numel * wire_dtype.itemsize
 
     def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp, postscale: float = 1.0) -> Work:
-        self._run("all_reduce", dist.all_reduce, self.reduction_group(), tensor, op=torch_op(op))
+        channel = self._reduction_channel or self._open_reductions()
+        try:
+            channel.all_reduce(tensor, op)
+        except _FAILURES as error:
+            raise self._translated(error, "all_reduce") from error
         if postscale != 1.0:
             with torch.no_grad():
                 tensor.mul_(postscale)
-        return StreamWork()
+        return StreamWork(self._device_index)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         source = self._root_of(src)
-        return self._issue("broadcast", dist.broadcast, self.gather_group(), as_bytes(tensor), src=source)
+        carried = tensor if tensor.dtype in GROUP_DTYPES else tensor.view(torch.uint8)
+        try:
+            dist.broadcast(carried, src=source, group=self.gather_group())
+        except _FAILURES as error:
+            raise self._translated(error, "broadcast") from error
+        return StreamWork(self._device_index)
 
     def barrier(self) -> None:
-        device = self.device.index if self.device.index is not None else torch.cuda.current_device()
-        self._run("barrier", dist.barrier, self.gather_group(), device_ids=[device])
-
-    def _issue(
-        self,
-        operation: str,
-        function: Callable[..., Any],
-        group: dist.ProcessGroup,
-        *tensors: torch.Tensor,
-        **options: Any,
-    ) -> Work:
-        self._run(operation, function, group, *tensors, **options)
-        return StreamWork()
-
-    def _run(
-        self,
-        operation: str,
-        function: Callable[..., Any],
-        group: dist.ProcessGroup,
-        *tensors: torch.Tensor,
-        **options: Any,
-    ) -> None:
         try:
-            function(*tensors, group=group, async_op=False, **options)
-        except RuntimeError as error:
-            raise self._translated(error, operation) from error
+            dist.barrier(group=self.gather_group(), device_ids=[self._device_number()])
+        except _FAILURES as error:
+            raise self._translated(error, "barrier") from error
+
+    def _open_gathers(self) -> _torch_private.Channel:
+        self._gather_channel = _torch_private.channel(self.gather_group(), self.device)
+        return self._gather_channel
+
+    def _open_reductions(self) -> _torch_private.Channel:
+        self._mean_of_rows = _find_mean_of_rows()
+        self._reduction_channel = _torch_private.channel(self.reduction_group(), self.device)
+        return self._reduction_channel
+
+    def _device_number(self) -> int:
+        return torch.cuda.current_device() if self._device_index is None else self._device_index
+
+    def _warn(self, text: str) -> None:
+        # Every rank has the same to say.
+        if self._rank == 0:
+            warnings.warn(f"collectives {self._context.name!r}: {text}", stacklevel=3)
 
     def close(self) -> None:
         self._pool = None
+        self._gather_channel = self._reduction_channel = None
         super().close()

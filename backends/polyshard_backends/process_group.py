@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -63,7 +64,11 @@ def reduce_rows(out: torch.Tensor, rows: torch.Tensor, op: ReduceOp, prescale: f
     ``rows``: ``[world_size, n]``, overwritten in some cases; ``out``: ``[n]``, of the same or a wider dtype. Sums are
     taken in ``out``'s dtype, but at least in fp32.
     """
-    if op in (ReduceOp.MAX, ReduceOp.MIN):
+    if op is ReduceOp.MEAN and out.dtype is torch.float32:
+        # What the engine asks for once a unit and step; the rest of this function decides the same in more steps.
+        torch.mean(rows, 0, dtype=torch.float32, out=out)
+        factor = prescale * postscale
+    elif op in (ReduceOp.MAX, ReduceOp.MIN):
         scaled = rows if prescale == 1.0 else rows.to(out.dtype) * prescale
         out.copy_(scaled.amax(0) if op is ReduceOp.MAX else scaled.amin(0))
         factor = postscale
@@ -94,7 +99,9 @@ def receive_buffer(full: torch.Tensor, scratch: torch.Tensor | None) -> torch.Te
         raise CollectiveError(
             f"reduce_scatter was given {scratch.numel()} bytes of scratch and needs {nbytes}; ask scratch_nbytes"
         )
-    return scratch[:nbytes].view(full.dtype)
+    if scratch.numel() > nbytes:
+        scratch = scratch[:nbytes]
+    return scratch.view(full.dtype)
 
 
 def translated(error: Exception, operation: str, rank: int, timeout_s: float) -> CollectiveError:
@@ -254,6 +261,14 @@ class ProcessGroupCollectives(Collectives):
         ranks = dist.get_process_group_ranks(self._given)
         everywhere = len(ranks) == dist.get_world_size()
         if not everywhere and self._gathers is not None and self._splits_the_job():
+            if self._rank == 0:
+                warnings.warn(
+                    f"collectives {self._context.name!r}: gathers and reductions of {len(ranks)} of "
+                    f"{dist.get_world_size()} ranks share one communicator and wait for each other, since the job is "
+                    f"bound to devices; shard over the whole job, call init_process_group without device_id, or set "
+                    f"communicators to 1",
+                    stacklevel=2,
+                )
             return self._gathers
         group = new_group(ranks, self.transport, self._context.timeout, everywhere=everywhere)
         assert group is not None

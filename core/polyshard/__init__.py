@@ -1,19 +1,33 @@
 """Shards a PyTorch model's parameters, gradients and optimizer state over ranks. What teams differ in is a plugin."""
 
 from . import errors, interfaces
-from .composable import clip_grad_norm_, fully_shard, no_sync, register_forward_method, report, shard, unsharded
+from .capture import CapturedStep, CaptureFallback, CaptureMode
+from .composable import (
+    clip_grad_norm_,
+    flat_parameters,
+    fully_shard,
+    no_sync,
+    register_forward_method,
+    report,
+    shard,
+    unsharded,
+)
 from .config import ShardConfig, Strategy
 from .engine.report import MemoryReport
 from .hookspecs import hookimpl
 from .wrapper import FullyShardedDataParallel
 
 __all__ = [
+    "CaptureFallback",
+    "CaptureMode",
+    "CapturedStep",
     "FullyShardedDataParallel",
     "MemoryReport",
     "ShardConfig",
     "Strategy",
     "clip_grad_norm_",
     "errors",
+    "flat_parameters",
     "fully_shard",
     "hookimpl",
     "interfaces",

@@ -17,11 +17,13 @@ from torch import nn
 from . import catalog
 from .agreement import agree
 from .config import PluginChoice, ShardConfig, Strategy
+from .engine.budget import Budget, CudaMemory, PlannedMemory
 from .engine.draft import build_units, draft_stage, place_buffers
 from .engine.lanes import lanes_for
 from .engine.materialize import Initializer, materialize, refuse_uninitializable
 from .engine.plan import STAGE_ATTRIBUTE, PlannedStage, plan_stages, refuse_sharded, refuse_unshardable
 from .engine.ranks import RankGrid
+from .engine.report import memory_report
 from .engine.root import Root
 from .engine.schedule import Schedule
 from .engine.stage import Stage
@@ -93,9 +95,11 @@ def shard_module(request: Request) -> Root:
         planned, casters, offloads = _plan(request, plugins)
         strategy = _strategy(config, collectives.world_size)
         shard_lists, replicate_lists = _rank_lists(config, strategy, collectives.world_size)
+        _refuse_unmeasured(config, strategy, context.device, collectives.rank)
         report = [
             *plugins.fingerprint,
             [strategy.value, shard_lists, replicate_lists],
+            ["reshard_after_forward", config.reshard_after_forward],
             *(_described(stage) for stage in planned),
         ]
     except Exception as raised:
@@ -160,7 +164,7 @@ def _build(
         for inner in draft.modules:
             place_buffers(inner, device, caster.dtypes(spec).buffer)
         for unit in units:
-            unit.observers = plugins.events.observers(unit.spec) if plugins.events.active else ()
+            unit.watch(plugins.events.observers(unit.spec) if plugins.events.active else ())
         made[plan.module] = Stage(
             plan.name,
             plan.module,
@@ -185,10 +189,14 @@ def _build(
         grid.world,
         stages,
         lanes_for(grid.world),
-        Schedule(config.forward_prefetch, config.backward_prefetch),
+        Schedule(config.forward_prefetch, config.backward_prefetch, config.batch_nbytes),
         plugins.events,
         check_ranks=config.check_ranks,
     )
+    if config.reshard_after_forward == "auto" and strategy is not Strategy.NO_SHARD:
+        planned_memory = PlannedMemory(lambda: memory_report(root).total_nbytes())
+        meter = CudaMemory(device) if device.type == "cuda" else planned_memory
+        root.budget = Budget(config.memory_budget, meter)
     if plugins.events.active:
         plugins.events.after_shard(module)
     return root
@@ -351,6 +359,15 @@ def _strategy(config: ShardConfig, world_size: int) -> Strategy:
     return Strategy.NO_SHARD if world_size == 1 else config.strategy
 
 
+def _refuse_unmeasured(config: ShardConfig, strategy: Strategy, device: torch.device, rank: int) -> None:
+    chooses = config.reshard_after_forward == "auto" and strategy is not Strategy.NO_SHARD
+    if chooses and config.memory_budget is None and device.type != "cuda":
+        raise ConfigError(
+            f"reshard_after_forward='auto' needs memory_budget on {device.type}, whose free memory is not measured "
+            f"(rank {rank}). Give it in bytes or as text such as '70 GiB', or leave reshard_after_forward out."
+        )
+
+
 def _rank_lists(config: ShardConfig, strategy: Strategy, world_size: int) -> tuple[list[list[int]], list[list[int]]]:
     """The ranks of each shard group, and those of each replicate group."""
     everyone = list(range(world_size))
@@ -382,9 +399,10 @@ def _rank_lists(config: ShardConfig, strategy: Strategy, world_size: int) -> tup
 
 
 def _reshards(config: ShardConfig, strategy: Strategy, plan: PlannedStage) -> Reshard:
-    override: bool | None = plan.overrides.get("reshard_after_forward", config.reshard_after_forward)
-    if override is not None:
+    override = plan.overrides.get("reshard_after_forward", config.reshard_after_forward)
+    if isinstance(override, bool):
         return Reshard.ALWAYS if override else Reshard.NEVER
+    # "auto", too, begins as the strategy says.
     return Reshard.UNLESS_OUTERMOST if strategy.reshards_after_forward else Reshard.NEVER
 
 

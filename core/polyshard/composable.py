@@ -95,7 +95,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Raises:
         StateError: ``model`` is not the outermost sharded module.
     """
-    root = _outermost(model, "no_sync()")
+    root = outermost_root(model, "no_sync()")
     before, root.synchronises = root.synchronises, False
     try:
         yield
@@ -120,7 +120,30 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         StateError: ``model`` is not the outermost sharded module.
         ConfigError: ``norm_type`` is not positive.
     """
-    return clip_grad_norm(_outermost(model, "clip_grad_norm_()"), model, float(max_norm), float(norm_type))
+    return clip_grad_norm(outermost_root(model, "clip_grad_norm_()"), model, float(max_norm), float(norm_type))
+
+
+def flat_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """What to give to an optimizer that treats all elements alike: one 1-D parameter a unit, this rank's whole shard.
+
+    An optimizer then handles one tensor a unit instead of one a parameter: fewer launches, and less Python. Gradients
+    arrive in these parameters' ``.grad`` from now on, and ``.grad`` of ``model.parameters()`` stays None. Not for
+    optimizers that look at a parameter's shape, nor for settings that differ inside a unit (weight decay for some
+    parameters only): give those ``model.parameters()``.
+
+    Parameters outside of units come last, as they are. So do those of a unit that a single rank holds without casts,
+    which stay one by one. Calling it again returns the same objects.
+
+    Raises:
+        StateError: ``model`` is not the outermost sharded module, a parameter has a gradient already, or a unit holds
+            trained and frozen parameters.
+    """
+    root = outermost_root(model, "flat_parameters()")
+    for unit in root.units:
+        unit.take_up_changes()
+    flat = [parameter for unit in root.units for parameter in unit.flatten()]
+    managed = {original for unit in root.units for original in unit.originals.tensors}
+    return flat + [parameter for parameter in model.parameters() if parameter not in managed]
 
 
 def unsharded(model: nn.Module, *, writeback: bool = False) -> AbstractContextManager[None]:
@@ -132,7 +155,7 @@ def unsharded(model: nn.Module, *, writeback: bool = False) -> AbstractContextMa
     Raises:
         StateError: inside a forward, a backward or another such context, or ``model`` is not the outermost.
     """
-    return unsharded_parameters(_outermost(model, "unsharded()"), writeback=writeback)
+    return unsharded_parameters(outermost_root(model, "unsharded()"), writeback=writeback)
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
@@ -157,7 +180,7 @@ def report(model: nn.Module) -> MemoryReport:
     Raises:
         StateError: ``model`` is not the outermost sharded module.
     """
-    return memory_report(_outermost(model, "report()"))
+    return memory_report(outermost_root(model, "report()"))
 
 
 def _computing(stage: Stage, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -184,7 +207,12 @@ def _stage(module: nn.Module, call: str) -> Stage:
     return stage
 
 
-def _outermost(model: nn.Module, call: str) -> Root:
+def outermost_root(model: nn.Module, call: str) -> Root:
+    """What the units of ``model`` share; ``call`` is named in the error.
+
+    Raises:
+        StateError: ``model`` is not the outermost sharded module.
+    """
     # The wrapper holds the sharded module.
     inner = model.__dict__.get("_modules", {}).get("module")
     if STAGE_ATTRIBUTE not in model.__dict__ and inner is not None and STAGE_ATTRIBUTE in inner.__dict__:

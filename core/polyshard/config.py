@@ -7,11 +7,12 @@ import difflib
 import enum
 import math
 import os
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 import torch
 
@@ -28,6 +29,8 @@ ENVIRONMENT_PREFIX = "POLYSHARD_"
 #: Names a plugin: ``"nccl"``, ``"acme-oneccl:nccl"`` (distribution and name), a table of ``name`` and the plugin's
 #: options, or an object that is the plugin.
 PluginChoice = str | Mapping[str, Any] | object
+
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?(b?)", re.IGNORECASE)
 
 _Stored = TypeVar("_Stored")
 _Accepted = TypeVar("_Accepted")
@@ -169,6 +172,30 @@ def _listeners(value: Iterable[PluginChoice]) -> tuple[PluginChoice, ...]:
     return tuple(value)
 
 
+def _bytes_of(value: object) -> int | None:
+    """``value``, or the bytes that it spells out; None where it does not."""
+    if isinstance(value, str) and (match := _BYTES.fullmatch(value.strip())) and (match[4] or not match[2]):
+        base = 1024 if match[3] else 1000
+        return int(float(match[1]) * base ** " kmgt".index((match[2] or " ").lower()))
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _memory_budget(value: int | str | None) -> int | None:
+    if value is None:
+        return None
+    nbytes = _bytes_of(value)
+    if nbytes is None or nbytes <= 0:
+        raise ConfigError(f"memory_budget must be bytes above 0, a number or text such as '70 GiB', not {value!r}.")
+    return nbytes
+
+
+def _batch_nbytes(value: int | str) -> int:
+    nbytes = _bytes_of(value)
+    if nbytes is None or nbytes < 0:
+        raise ConfigError(f"batch_nbytes must be bytes, 0 or more, a number or text such as '16 MiB', not {value!r}.")
+    return nbytes
+
+
 @dataclass(frozen=True)
 class ShardConfig:
     """How a model is sharded. Validated when it is made; ``dataclasses.replace`` makes a changed copy.
@@ -193,12 +220,19 @@ class ShardConfig:
     """The ranks to shard over. Two dimensions, (replicate, shard), with a hybrid strategy, otherwise one."""
     shard_size: int | None = None
     """Ranks in each group of a hybrid strategy; None for the ranks of one host. Not together with ``mesh``."""
-    reshard_after_forward: bool | None = None
-    """Whether units release their parameters after forward. None: as ``strategy`` says. No effect on ``NO_SHARD``."""
+    reshard_after_forward: bool | Literal["auto"] | None = None
+    """Whether units release their parameters after forward. None: as ``strategy`` says. ``"auto"``: as many are kept as
+    fit ``memory_budget``, decided after the first optimizer step. No effect on ``NO_SHARD``."""
+    memory_budget: _Normalised[int | None, str] = _Normalised(_memory_budget, None)
+    """Bytes of device memory that tensors of this process may take at once, for ``reshard_after_forward="auto"``: a
+    number, or text such as ``"70 GiB"``. None: what the device has, less a tenth. Read as an int or None."""
     forward_prefetch: int = 1
     """How many units ahead of the computing one are gathered in forward; 0 for none."""
     backward_prefetch: int = 1
     """How many units ahead of the computing one are gathered in backward; 0 for none."""
+    batch_nbytes: _Normalised[int, str] = _Normalised(_batch_nbytes, 16 * 2**20)
+    """Bytes of whole parameters up to which units that follow each other are prefetched as one communication: a number,
+    or text such as ``"16 MiB"``; 0 for each unit by itself. Read as an int."""
     device: _Normalised[torch.device | None, str] = _Normalised(_device, None)
     """Where the model computes; None: where its parameters are. Read as a ``torch.device`` or None."""
     timeout_s: float = 600.0
@@ -215,8 +249,7 @@ class ShardConfig:
             ahead = getattr(self, name)
             if not _is_int(ahead) or ahead < 0:
                 raise ConfigError(f"{name} must be a number of units, 0 or more, not {ahead!r}.")
-        if not isinstance(self.reshard_after_forward, bool | None):
-            raise ConfigError(f"reshard_after_forward must be True, False or None, not {self.reshard_after_forward!r}.")
+        self._check_reshard()
         if not isinstance(self.check_ranks, bool):
             raise ConfigError(f"check_ranks must be True or False, not {self.check_ranks!r}.")
         if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int | float):
@@ -224,6 +257,22 @@ class ShardConfig:
         if not (self.timeout_s > 0 and math.isfinite(self.timeout_s)):
             raise ConfigError(f"timeout_s must be a finite number of seconds above 0, not {self.timeout_s!r}.")
         self._check_ranks_layout()
+
+    def _check_reshard(self) -> None:
+        releases = self.reshard_after_forward
+        if not isinstance(releases, bool | None) and releases != "auto":
+            raise ConfigError(f"reshard_after_forward must be True, False, None or 'auto', not {releases!r}.")
+        if releases == "auto" and not self.strategy.reshards_after_forward:
+            able = _listed(strategy.value for strategy in Strategy if strategy.reshards_after_forward)
+            raise ConfigError(
+                f"reshard_after_forward='auto' needs a strategy that releases parameters after forward ({able}), but "
+                f"strategy is {self.strategy.value!r}. Leave reshard_after_forward out or change the strategy."
+            )
+        if self.memory_budget is not None and releases != "auto":
+            raise ConfigError(
+                f"memory_budget={self.memory_budget} needs reshard_after_forward='auto', but that is {releases!r}. "
+                "Leave memory_budget out or set reshard_after_forward='auto'."
+            )
 
     def _check_ranks_layout(self) -> None:
         hybrids = _listed(strategy.value for strategy in Strategy if strategy.hybrid)
@@ -316,7 +365,7 @@ class ShardConfig:
 
 _PLUGIN_FIELDS: tuple[str, ...] = ("collectives", "precision", "offload", "policy")
 _TEXT_FIELDS: tuple[str, ...] = ("strategy", "device")
-_OPTIONAL_FIELDS: tuple[str, ...] = ("device", "shard_size", "reshard_after_forward")
+_OPTIONAL_FIELDS: tuple[str, ...] = ("device", "shard_size", "reshard_after_forward", "memory_budget")
 
 #: The settings that a file or the environment can hold: all but ``mesh``, which is an object of the running job.
 FILE_FIELDS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(ShardConfig) if field.name != "mesh")

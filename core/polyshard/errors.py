@@ -26,6 +26,7 @@
     │   ├── UnshardedUseError (RuntimeError)    parameters used while they are sharded
     │   ├── ParameterChangedError (RuntimeError)  a parameter replaced where that cannot be honoured
     │   │   └── ParameterMovedError (AssertionError)  one replaced between forward and backward
+    │   ├── CaptureError (RuntimeError)         a step that cannot be captured, or not replayed for these arguments
     │   └── RankMismatchError (RuntimeError)    ranks that do not agree on what to do
     └── CollectiveError
         ├── CollectiveTimeoutError (TimeoutError)  a collective that did not end in time
@@ -40,6 +41,7 @@ from __future__ import annotations
 
 __all__ = [
     "AlreadyShardedError",
+    "CaptureError",
     "CollectiveAbortedError",
     "CollectiveError",
     "CollectiveTimeoutError",
@@ -164,6 +166,10 @@ class ParameterChangedError(StepError, RuntimeError):
 
 class ParameterMovedError(ParameterChangedError, AssertionError):
     """A parameter replaced between forward and backward: autograd has saved the old one."""
+
+
+class CaptureError(StepError, RuntimeError):
+    """A training step that cannot be captured in a CUDA graph, or not replayed for the arguments given."""
 
 
 class RankMismatchError(StepError, RuntimeError):

@@ -112,7 +112,17 @@ class Events:
                     )
 
 
-_OBSERVER_METHODS: tuple[str, ...] = ("unshard", "compute", "reshard", "reduce")
+_OBSERVER_METHODS: tuple[str, ...] = (
+    "unshard",
+    "unsharded",
+    "compute",
+    "computed",
+    "wait",
+    "waited",
+    "reduce",
+    "reduced",
+    "reshard",
+)
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

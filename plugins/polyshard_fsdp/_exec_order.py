@@ -115,14 +115,14 @@ class ForwardOrder:
 class UnitSchedule(Schedule[Stage]):
     """A schedule of the stages that have parameters: a container without any hides none of those behind it."""
 
-    def enter(self, stage: Stage) -> list[Stage]:
+    def enter(self, stage: Stage) -> list[list[Stage]]:
         return super().enter(stage) if stage.units else []
 
     def leave(self, stage: Stage) -> None:
         if stage.units:
             super().leave(stage)
 
-    def enter_backward(self, stage: Stage) -> list[Stage]:
+    def enter_backward(self, stage: Stage) -> list[list[Stage]]:
         return super().enter_backward(stage) if stage.units else []
 
 
@@ -136,7 +136,7 @@ class CheckedSchedule(UnitSchedule):
         self._check = order
         self._handles = handles
 
-    def enter(self, stage: Stage) -> list[Stage]:
+    def enter(self, stage: Stage) -> list[list[Stage]]:
         handle = self._handles.get(stage)
         if handle is not None:
             self._check.enter(handle, training=stage.module.training)

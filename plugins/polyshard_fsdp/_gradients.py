@@ -127,9 +127,9 @@ class FlatGradients(Gradients):
         wire = wire.detach()
         if self.grid.shard is None:
             hook(state, wire)
-            self._result = wire
+            self._results[-1] = wire
         else:
             result = torch.empty(self._layout.shard_numel, dtype=wire.dtype, device=wire.device)
             hook(state, wire, result)
-            self._result = result
+            self._results[-1] = result
         return COMPLETED

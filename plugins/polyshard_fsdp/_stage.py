@@ -118,8 +118,8 @@ class FSDPStage(Stage):
             self._mark(HandleTrainingState.BACKWARD_PRE)
         super().pre_backward()
 
-    def _prefetch(self, stages: Sequence[Stage]) -> None:
-        self._ahead = stages
+    def _prefetch(self, batches: Sequence[Sequence[Stage]]) -> None:
+        self._ahead = [stage for batch in batches for stage in batch]
         if self.instance.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._unshard_next()
 

@@ -41,6 +41,9 @@ class FlatUnit(Unit):
     - Gathers and releases go through ``_runtime_utils``, where tests stand in between.
     """
 
+    #: Hooks, and what users read under ``no_sync``, see each gradient as autograd made it.
+    writes_gradients_directly = False
+
     def __init__(
         self,
         instance: FSDPInstance,

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
-from polyshard.errors import WorldSizeError
+from polyshard.errors import CollectiveError, WorldSizeError
 from polyshard.interfaces import BufferRole, Collectives, PluginContext, ReduceOp
 from polyshard.testing import CollectivesSuite
-from polyshard.testing.collectives_checks import check_close
+from polyshard.testing.collectives_checks import check_close, check_overlap
 from polyshard_backends.auto import auto
 from polyshard_backends.nccl import NcclCollectives
 from processes import RankPool
@@ -158,6 +158,47 @@ def reduce_large(collectives: Collectives) -> float:
 
 def test_widening_reduction_is_as_exact_as_fp32() -> None:
     assert max(run(reduce_large)) < 1e-6
+
+
+def misused(collectives: Collectives) -> list[str]:
+    """What the backend says of tensors that do not fit; it must work on afterwards."""
+    world_size, rank, device = collectives.world_size, collectives.rank, collectives.device
+    said = []
+    for numel, out_dtype in ((world_size + 1, torch.float32), (world_size, torch.float64)):
+        with pytest.raises(CollectiveError) as raised:
+            collectives.all_gather(torch.zeros(numel, dtype=out_dtype, device=device), torch.zeros(1, device=device))
+        said.append(str(raised.value))
+    for wire in (torch.float32, torch.bfloat16):
+        full = torch.zeros(2 * world_size + 1, dtype=wire, device=device)
+        with pytest.raises(CollectiveError) as raised:
+            collectives.reduce_scatter(torch.zeros(2, device=device), full, op=ReduceOp.MEAN)
+        said.append(str(raised.value))
+    out = torch.zeros(world_size, device=device)
+    collectives.all_gather(out, torch.full((1,), float(rank), device=device)).wait()
+    assert out.tolist() == list(range(world_size))
+    return said
+
+
+def test_tensors_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
+    for rank, said in enumerate(run(misused)):
+        assert f"all_gather on rank {rank}: the whole has {WORLD_SIZE + 1} elements" in said[0]
+        assert "cast before the call" in said[1]
+        assert all(f"the whole must have {2 * WORLD_SIZE}" in text for text in said[2:])
+
+
+def with_one_communicator(collectives: Collectives, wait_order: tuple[int, ...]) -> int:
+    """Overlapping operations on one communicator; how many groups it made for itself."""
+    before = len(dist.distributed_c10d._world.pg_map)
+    one = NcclCollectives(context(collectives.device.index), communicators=1)
+    check_overlap(one, wait_order)
+    made = len(dist.distributed_c10d._world.pg_map) - before
+    one.close()
+    return made
+
+
+@pytest.mark.parametrize("wait_order", [(0, 1, 2, 3), (3, 1, 2, 0)], ids=str)
+def test_gathers_and_reductions_may_share_a_communicator(wait_order: tuple[int, ...]) -> None:
+    assert run(with_one_communicator, wait_order) == [0] * WORLD_SIZE
 
 
 def chosen_by_auto(collectives: Collectives) -> str:

@@ -142,6 +142,18 @@ def test_the_users_stream_need_not_be_the_default_one() -> None:
         assert parameters < 1e-10
 
 
+#: Two blocks of float64 travel together, all of them, none of them.
+@pytest.mark.parametrize("batch_nbytes", [2 * 8 * 3700, "16 MiB", 0])
+@pytest.mark.parametrize("precision", ["none", "bf16"])
+def test_units_that_travel_together_train_alike(batch_nbytes: int | str, precision: str) -> None:
+    dtype = torch.float64 if precision == "none" else torch.float32
+    settings = {"batch_nbytes": batch_nbytes, "precision": precision}
+    for loss, _, parameters, gathered in run(train, dtype, {}, settings, True):
+        assert loss < (1e-12 if precision == "none" else 0.02)
+        assert parameters < 1e-10 or precision != "none"
+        assert gathered == 0
+
+
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 def test_bf16_follows_the_fp32_loss(offload: str) -> None:
     for loss, *_ in run(train, torch.float32, {}, {"precision": "bf16", "offload": offload}, False):

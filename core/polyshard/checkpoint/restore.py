@@ -2,52 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..engine.root import Root
 from ..errors import ConfigError
-from .boxes import Box
+from .flat_state import FlatState
+from .places import Holding, holdings
 from .sharded import CheckpointTensor
-from .state import Place, model_state, parameter_names, places
-from .transfer import read_state
+from .source import Source, check, listed
+from .state import model_state
+from .state_tensors import fits, kept_beside
 
 MODEL, OPTIMIZER = "model", "optimizer"
-_MOST_NAMES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A checkpoint's directory and what it says it holds."""
-
-    directory: Path
-    metadata: Metadata
-    complete: bool
-    """Whether every rank's part is there; not so where one rank of a pretended world saved."""
-
-    def read(self, targets: dict[str, Any]) -> None:
-        """Fill tensors in place and replace other values."""
-        read_state(self.directory, targets, self.metadata)
-
-    def entry(self, key: str) -> Any | None:
-        """What is said about ``key``, or None where the checkpoint has none."""
-        return self.metadata.state_dict_metadata.get(key)
-
-    def paths(self, *prefix: str) -> dict[str, tuple[Any, ...]]:
-        """Each key under ``prefix`` and the path of the value within the saved state."""
-        return {
-            key: tuple(path)
-            for key, path in self.metadata.planner_data.items()
-            # Paths name a parameter of which nobody wrote anything, too: one rank of a pretended world may hold none.
-            if tuple(path)[: len(prefix)] == prefix and key in self.metadata.state_dict_metadata
-        }
 
 
 def model_targets(source: Source, model: nn.Module, rank: int) -> dict[str, Any]:
@@ -66,18 +37,18 @@ def model_targets(source: Source, model: nn.Module, rank: int) -> dict[str, Any]
     ]
     if missing:
         raise ConfigError(
-            f"The checkpoint {source.directory} has no {_listed(missing)} {where}. Load it into the model that it was "
+            f"The checkpoint {source.directory} has no {listed(missing)} {where}. Load it into the model that it was "
             "saved from."
         )
     unexpected = [".".join(map(str, path[1:])) for key, path in saved.items() if key not in targets]
     if unexpected:
         raise ConfigError(
-            f"The checkpoint {source.directory} has {_listed(unexpected)}, which the model lacks {where}. Load it into "
+            f"The checkpoint {source.directory} has {listed(unexpected)}, which the model lacks {where}. Load it into "
             "the model that it was saved from."
         )
     for key, (name, value) in targets.items():
         if key in saved:
-            _check(source, key, f"'{name}'", value, where)
+            check(source, key, f"'{name}'", value, where)
     return {key: value for key, (_, value) in targets.items() if key in saved}
 
 
@@ -93,38 +64,43 @@ class OptimizerRestore:
         self._optimizer = optimizer
         self._rank = root.rank
         self._source = source
-        names = parameter_names(root, optimizer)
+        held = holdings(root, optimizer)
         self._settings = self._read_settings()
-        self._compare_groups(names)
+        self._compare_groups(held)
         self.targets: dict[str, Any] = {}
         self._entries: list[tuple[nn.Parameter, str, str]] = []
-        cut = {id(place.parameter): place for place in places(root)}
-        saved: dict[str, list[tuple[str, str]]] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._flat: dict[nn.Parameter, FlatState] = {}
+        saved: dict[str, dict[str, str]] = {}
         for key, path in source.paths(OPTIMIZER, "state").items():
-            saved.setdefault(path[2], []).append((path[3], key))
+            saved.setdefault(path[2], {})[path[3]] = key
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                for name, key in saved.get(names[parameter], []):
-                    self.targets[key] = self._target(key, name, names[parameter], parameter, cut, group)
+                holding, present = held[parameter], optimizer.state.get(parameter, {})
+                if holding.unit is not None:
+                    flat = FlatState(source, holding, saved, present, beside=kept_beside(group), rank=root.rank)
+                    self._flat[parameter] = flat
+                    self.targets.update(flat.targets)
+                    continue
+                for name, key in saved.get(holding.names[0], {}).items():
+                    self.targets[key] = self._target(key, name, holding, present, group)
                     self._entries.append((parameter, name, key))
-        self._tensors = {key: value for key, value in self.targets.items() if isinstance(value, _Local)}
-        for key, held in self._tensors.items():
-            self.targets[key] = held.target
+        self._read_scalars()
 
     def commit(self) -> None:
         """Give the optimizer what was read into ``targets``."""
-        state: dict[nn.Parameter, dict[str, Any]] = {}
+        state = {parameter: flat.finish() for parameter, flat in self._flat.items()}
         for parameter, name, key in self._entries:
-            value = self._tensors[key].local if key in self._tensors else self.targets[key]
+            value = self._tensors[key] if key in self._tensors else self.targets[key]
             state.setdefault(parameter, {})[name] = value
         for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
             for parameter in group["params"]:
                 self._optimizer.state.pop(parameter, None)
-                if parameter in state:
+                if state.get(parameter):
                     self._optimizer.state[parameter] = state[parameter]
             for name, value in settings.items():
                 current = group.get(name)
-                if name == "params":
+                if name in ("params", "param_names"):
                     continue
                 if isinstance(current, torch.Tensor):
                     # In place: a captured step reads the learning rate at this address.
@@ -151,7 +127,7 @@ class OptimizerRestore:
             settings[path[2]][path[3]] = values[key]
         return settings
 
-    def _compare_groups(self, names: Mapping[nn.Parameter, str]) -> None:
+    def _compare_groups(self, held: Mapping[nn.Parameter, Holding]) -> None:
         groups = self._optimizer.param_groups
         where = f"(rank {self._rank})"
         if len(groups) != len(self._settings):
@@ -160,97 +136,45 @@ class OptimizerRestore:
                 f"{len(groups)} {where}. Make the optimizer as it was when the checkpoint was saved."
             )
         for index, (group, settings) in enumerate(zip(groups, self._settings, strict=True)):
-            different = sorted({names[parameter] for parameter in group["params"]} ^ set(settings["params"]))
+            names = {name for parameter in group["params"] for name in held[parameter].names}
+            different = sorted(names ^ set(settings["params"]))
             if different:
                 raise ConfigError(
                     f"Group {index} of the optimizer and of the checkpoint {self._source.directory} differ in "
-                    f"{_listed(different)} {where}. Make the optimizer as it was when the checkpoint was saved."
+                    f"{listed(different)} {where}. Make the optimizer as it was when the checkpoint was saved."
                 )
 
+    def _read_scalars(self) -> None:
+        """Read what flat parameters have once and the checkpoint many times, and see that it agrees."""
+        scalars: dict[str, Any] = {}
+        for flat in self._flat.values():
+            scalars.update(flat.scalars())
+        if scalars:
+            self._source.read(scalars)
+        for flat in self._flat.values():
+            flat.take_scalars(scalars)
+
     def _target(
-        self,
-        key: str,
-        name: str,
-        parameter_name: str,
-        parameter: nn.Parameter,
-        cut: Mapping[int, Place],
-        group: Mapping[str, Any],
-    ) -> _Local | None:
+        self, key: str, name: str, holding: Holding, present: Mapping[str, Any], group: Mapping[str, Any]
+    ) -> torch.Tensor | None:
         entry = self._source.entry(key)
         if not isinstance(entry, TensorStorageMetadata):
             return None
-        what = f"optimizer state '{name}' of '{parameter_name}'"
-        present = self._optimizer.state.get(parameter, {}).get(name)
-        place = cut.get(id(parameter))
-        dtype = entry.properties.dtype
-        if place is not None and len(entry.size) and tuple(entry.size) == place.slot.shape:
-            local = present if _fits(present, parameter.shape, dtype) else torch.zeros_like(parameter, dtype=dtype)
-            target: torch.Tensor = place.shaped(local)
+        parameter, shape, dtype = holding.parameter, tuple(entry.size), entry.properties.dtype
+        local = present.get(name)
+        if holding.places and shape and shape == holding.places[0].slot.shape:
+            if not fits(local, parameter.shape, dtype):
+                local = torch.zeros_like(parameter, dtype=dtype)
+            target: torch.Tensor = holding.places[0].shaped(local)
         else:
-            # As torch's optimizers place them: beside the parameter only where a kernel reads them there.
-            on_device = bool(len(entry.size)) or bool(group.get("capturable")) or bool(group.get("fused"))
-            device = parameter.device if on_device else torch.device("cpu")
-            local = (
-                present if _fits(present, entry.size, dtype) else torch.zeros(entry.size, dtype=dtype, device=device)
-            )
+            if not fits(local, shape, dtype):
+                device = parameter.device if shape or kept_beside(group) else torch.device("cpu")
+                local = torch.zeros(shape, dtype=dtype, device=device)
             target = local
-        _check(self._source, key, what, target, f"(rank {self._rank})")
-        return _Local(local.detach(), target)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Local:
-    """A state tensor, and what the checkpoint is read into."""
-
-    local: torch.Tensor
-    target: torch.Tensor
-
-
-def _fits(present: Any, shape: Iterable[int], dtype: torch.dtype) -> bool:
-    return isinstance(present, torch.Tensor) and tuple(present.shape) == tuple(shape) and present.dtype == dtype
+        check(self._source, key, f"optimizer state '{name}' of {holding.described}", target, f"(rank {self._rank})")
+        self._tensors[key] = local.detach()
+        return target
 
 
 def _wants_nothing(value: Any) -> bool:
     return isinstance(value, CheckpointTensor) and not value.chunks
-
-
-def _check(source: Source, key: str, what: str, target: Any, where: str) -> None:
-    """Raise ConfigError unless all of ``target`` can be read from the checkpoint."""
-    entry = source.entry(key)
-    if not isinstance(entry, TensorStorageMetadata):
-        raise ConfigError(
-            f"{what} is no tensor in the checkpoint {source.directory} {where}. Load it into the model that it was "
-            "saved from."
-        )
-    if tuple(entry.size) != tuple(target.shape):
-        raise ConfigError(
-            f"{what} has shape {tuple(entry.size)} in the checkpoint {source.directory} but {tuple(target.shape)} in "
-            f"the model {where}. Load it into the model that it was saved from."
-        )
-    if sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(entry.size):
-        return
-    wanted = (
-        [chunk.box for chunk in target.chunks]
-        if isinstance(target, CheckpointTensor)
-        else [Box((0,) * target.ndim, tuple(target.shape))]
-    )
-    for box in wanted:
-        held = sum(_overlap(box, chunk.offsets, chunk.sizes) for chunk in entry.chunks)
-        if held != box.numel:
-            raise ConfigError(
-                f"The checkpoint {source.directory} holds {held} of the {box.numel} elements of {what} from "
-                f"{list(box.offsets)} on {where}: one rank of a pretended world saved it. Load it on the same rank of "
-                "the same world size."
-            )
-
-
-def _overlap(box: Box, offsets: Iterable[int], sizes: Iterable[int]) -> int:
-    return math.prod(
-        max(0, min(low + size, start + extent) - max(low, start))
-        for low, size, start, extent in zip(box.offsets, box.sizes, offsets, sizes, strict=True)
-    )
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:_MOST_NAMES])
-    return f"{shown} and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else shown

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..engine.layout import Piece, Slot
 from ..engine.phase import Phase
 from ..engine.plan import STAGE_ATTRIBUTE
 from ..engine.root import Root
 from ..errors import ConfigError, StateError
-from .sharded import CheckpointTensor, of_piece, whole
+from .places import Holding, holdings, places
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
@@ -46,80 +44,30 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
     The form of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, so that an unsharded model loads
     it too. Tensors of the parameter's local shape are ``CheckpointTensor`` of the whole parameter's; scalars are as
-    they are. In ``param_groups``, ``params`` are names.
+    they are. In ``param_groups``, ``params`` are names. A parameter of ``polyshard.flat_parameters`` appears as the
+    parameters that it stands for: its tensors are cut into theirs, its scalars are each one's.
 
     Raises:
         StateError: as ``model_state``.
-        ConfigError: the optimizer holds a parameter that is not the model's, or state that no other number of ranks
-            could take over.
+        ConfigError: the optimizer holds a parameter that is not the model's, a unit's flat parameter and its own ones
+            together, or state that no other number of ranks could take over.
     """
     root = resting_root(model, "optimizer_state()")
-    known = {id(place.parameter): place for place in places(root)}
-    names = parameter_names(root, optimizer)
+    held = holdings(root, optimizer)
     state: dict[str, dict[str, Any]] = {}
-    for parameter, name in names.items():
-        values = optimizer.state.get(parameter)
-        if values:
-            place = known.get(id(parameter))
-            state[name] = {key: _entry(name, key, value, place, root.rank) for key, value in values.items()}
-    groups = [
-        {**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
-    ]
+    for parameter, holding in held.items():
+        values: Mapping[str, Any] = optimizer.state.get(parameter, {})
+        for key, value in values.items():
+            for name, told in _entries(holding, key, value, root.rank).items():
+                state.setdefault(name, {})[key] = told
+    groups = []
+    for group in optimizer.param_groups:
+        names = [name for parameter in group["params"] for name in held[parameter].names]
+        entry: dict[str, Any] = {**group, "params": names}
+        if "param_names" in group:
+            entry["param_names"] = list(names)
+        groups.append(entry)
     return {"state": state, "param_groups": groups}
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A sharded parameter, and the part of it that this rank holds."""
-
-    name: str
-    """Its first fully-qualified name."""
-    parameter: nn.Parameter
-    """The user's own object: 1-D elements of this rank, or the whole parameter where the unit is not cut."""
-    slot: Slot
-    piece: Piece | None
-    """The elements of this rank; None for none."""
-    cut: bool
-    """Whether the unit is cut at all."""
-
-    def value(self) -> CheckpointTensor:
-        """The parameter itself."""
-        return self.shaped(self.parameter)
-
-    def shaped(self, local: torch.Tensor) -> CheckpointTensor:
-        """``local``, of the local parameter's shape, as this rank's part of a tensor of the whole one's."""
-        return of_piece(self.slot, self.piece, local.detach()) if self.cut else whole(local)
-
-
-def places(root: Root) -> Iterator[Place]:
-    """Every sharded parameter."""
-    for unit in root.units:
-        pieces = {piece.slot: piece for piece in unit.pieces}
-        for index, (parameter, slot) in enumerate(zip(unit.parameters, unit.layout.slots, strict=True)):
-            yield Place(
-                parameter.names[0], parameter.original, slot, pieces.get(index), cut=unit.grid.shard is not None
-            )
-
-
-def parameter_names(root: Root, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
-    """The name of each of the optimizer's parameters, in its order.
-
-    Raises:
-        ConfigError: one is not the model's.
-    """
-    names = {id(parameter): name for name, parameter in root.stages[0].module.named_parameters()}
-    names.update({id(place.parameter): place.name for place in places(root)})
-    found = {}
-    for index, group in enumerate(optimizer.param_groups):
-        for position, parameter in enumerate(group["params"]):
-            if id(parameter) not in names:
-                raise ConfigError(
-                    f"Parameter {position} of the optimizer's group {index}, of shape {tuple(parameter.shape)}, is not "
-                    f"a parameter of the model (rank {root.rank}). Pass the optimizer that was made from this model's "
-                    "parameters."
-                )
-            found[parameter] = names[id(parameter)]
-    return found
 
 
 def resting_root(model: nn.Module, call: str) -> Root:
@@ -161,22 +109,22 @@ def _managed(root: Root) -> Iterator[nn.Parameter]:
             yield parameter.original
 
 
-def _entry(name: str, key: str, value: Any, place: Place | None, rank: int) -> Any:
+def _entries(holding: Holding, key: str, value: Any, rank: int) -> dict[str, Any]:
+    """The state ``key`` of each parameter that ``holding`` stands for, by name."""
     if isinstance(value, (dict, list, tuple)):
         raise ConfigError(
-            f"The optimizer's state '{key}' of '{name}' is a {type(value).__name__} (rank {rank}), of which it cannot "
-            "be told how it is sharded. Use an optimizer whose state is tensors and numbers."
+            f"The optimizer's state '{key}' of {holding.described} is a {type(value).__name__} (rank {rank}), of which "
+            "it cannot be told how it is sharded. Use an optimizer whose state is tensors and numbers."
         )
     if not isinstance(value, torch.Tensor):
-        return value
-    if place is None or value.ndim == 0:
-        return value.detach()
-    if value.shape == place.parameter.shape:
-        return place.shaped(value)
-    if place.cut and value.numel() != 1:
-        raise ConfigError(
-            f"The optimizer's state '{key}' of '{name}' has shape {tuple(value.shape)} on rank {rank}: neither a "
-            f"scalar nor the shard's shape {tuple(place.parameter.shape)}, so it means nothing to other ranks. Use an "
-            "optimizer whose state has the parameter's shape."
-        )
-    return value.detach()
+        return dict.fromkeys(holding.here, value)
+    if holding.places and value.ndim > 0:
+        if value.shape == holding.parameter.shape:
+            return dict(holding.parts(value))
+        if holding.partial and value.numel() != 1:
+            raise ConfigError(
+                f"The optimizer's state '{key}' of {holding.described} has shape {tuple(value.shape)} on rank {rank}: "
+                f"neither a scalar nor the shard's shape {tuple(holding.parameter.shape)}, so it means nothing to "
+                "other ranks. Use an optimizer whose state has the parameter's shape."
+            )
+    return dict.fromkeys(holding.here, value.detach())

@@ -17,8 +17,9 @@ from ..engine.root import Root
 from ..errors import ConfigError, StateError
 from ..interfaces import Collectives, PrecisionCaster
 from .agreement import together
-from .restore import MODEL, OPTIMIZER, OptimizerRestore, Source, model_targets
+from .restore import MODEL, OPTIMIZER, OptimizerRestore, model_targets
 from .sharded import CheckpointTensor
+from .source import Source
 from .state import model_state, optimizer_state, resting_root
 from .transfer import read_metadata, write_state
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -39,6 +39,14 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
     No public hook fires once per backward after all gradients have been accumulated.
     """
     Variable._execution_engine.queue_callback(callback)
+
+
+def in_transform() -> bool:
+    """Whether the caller runs under ``torch.func`` (vmap, grad, jvp), which plain autograd functions refuse.
+
+    No public call tells.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def foreach_copy_(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -130,6 +138,18 @@ def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> N
         tensor.grad_fn.register_prehook(hook)
     else:
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def abandon_capture_pool(device: int, pool: tuple[int, int]) -> None:
+    """Let the allocator forget the memory pool of a capture that failed.
+
+    ``CUDAGraph.capture_end`` raises before it does that itself. The allocator would go on taking a capture for under
+    way, and keep what it cached even where memory runs out.
+    """
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device, pool)
+    with suppress(RuntimeError):
+        torch._C._cuda_releasePool(device, pool)
 
 
 def default_store() -> Any | None:

@@ -5,9 +5,10 @@ Gathers run on one stream, reductions on another, compute on the caller's. Memor
 events only:
 
 1. A gather writes after every event recorded by a reshard: the memory that it reuses was last read by compute.
-2. Compute waits for the event of the one gather whose parameters it is about to use.
+2. Compute waits for the event of the one gather whose parameters it is about to use. Units that were gathered together
+   have one event.
 3. A reduction reads after compute has filled its input, and its input goes back to compute's memory pool after compute
-   has been ordered behind the reduction. Two reductions are in flight at most.
+   has been ordered behind the reduction. One input is filled while another travels.
 4. At the start of a forward the gather stream waits for compute: the optimizer has then written the masters.
 5. At the end of a backward compute waits for the reductions: the optimizer may then read the gradients.
 
@@ -18,23 +19,31 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
 
 from ..interfaces import Collectives, Work
+from . import _torch_private
 from .buffer import FlatBuffer
 
-#: Reductions whose input buffers may be alive at once; one more would wait for the first.
-REDUCTIONS_IN_FLIGHT = 2
+#: Reductions whose input buffers may be alive at once: one travels while another is filled.
+REDUCTIONS_ALIVE = 2
 
 
 class Gatherable(Protocol):
     """What lanes need of a unit."""
 
     buffer: FlatBuffer
+    master: torch.Tensor
+
+    @property
+    def gather_group(self) -> Collectives | None:
+        """The ranks that ``buffer`` is gathered over as it is; None where ``fill`` alone knows how."""
 
     @property
     def allocation(self) -> AbstractContextManager[Any]:
@@ -42,6 +51,12 @@ class Gatherable(Protocol):
 
     def fill(self) -> Work:
         """Write the own slice and start the gather."""
+
+    def filling(self) -> None:
+        """The gather starts at the present point of the current stream, by other means than ``fill``."""
+
+    def filled(self) -> None:
+        """The gather ends at the present point of the current stream."""
 
 
 class Lanes(ABC):
@@ -52,8 +67,8 @@ class Lanes(ABC):
         """Order gathers after what was issued so far (rule 4)."""
 
     @abstractmethod
-    def gather(self, unit: Gatherable) -> None:
-        """Issue the gather of ``unit``."""
+    def gather(self, units: Sequence[Gatherable]) -> None:
+        """Issue the gathers of ``units``, at least one, as one communication."""
 
     @abstractmethod
     def arrive(self, unit: Gatherable) -> None:
@@ -62,6 +77,10 @@ class Lanes(ABC):
     @abstractmethod
     def release(self, unit: Gatherable) -> None:
         """Give the gather buffer's memory back (rule 1)."""
+
+    @abstractmethod
+    def make_room(self) -> None:
+        """Retire reductions until one more input may be filled (rule 3)."""
 
     @abstractmethod
     def reduce(self, issue: Callable[[], Work], deliver: Callable[[], None], retire: Callable[[], None]) -> None:
@@ -79,29 +98,41 @@ class HostLanes(Lanes):
     """For operations that run where they are issued, or on a backend's own threads until ``Work.wait``."""
 
     def __init__(self) -> None:
-        self._gathers: dict[Gatherable, Work] = {}
+        self._gathers: dict[Gatherable, _Batch] = {}
         self._reductions: deque[tuple[Work, Callable[[], None], Callable[[], None]]] = deque()
 
     def begin_forward(self) -> None:
         return None
 
-    def gather(self, unit: Gatherable) -> None:
-        unit.buffer.attach()
-        self._gathers[unit] = unit.fill()
+    def gather(self, units: Sequence[Gatherable]) -> None:
+        for unit in units:
+            unit.buffer.attach()
+        batch = _Batch(units, _fill(units))
+        for unit in units:
+            self._gathers[unit] = batch
 
     def arrive(self, unit: Gatherable) -> None:
-        work = self._gathers.pop(unit, None)
-        if work is not None:
+        batch = self._gathers.get(unit)
+        if batch is None:
+            return
+        waiting = [other for other in batch.units if self._gathers.get(other) is batch]
+        for other in waiting:
+            del self._gathers[other]
+        for work in batch.works:
             work.wait()
+        for other in waiting:
+            other.filled()
 
     def release(self, unit: Gatherable) -> None:
         self.arrive(unit)
         unit.buffer.release()
 
+    def make_room(self) -> None:
+        while len(self._reductions) >= REDUCTIONS_ALIVE:
+            self._finish_oldest()
+
     def reduce(self, issue: Callable[[], Work], deliver: Callable[[], None], retire: Callable[[], None]) -> None:
         self._reductions.append((issue(), deliver, retire))
-        if len(self._reductions) > REDUCTIONS_IN_FLIGHT:
-            self._finish_oldest()
 
     def drain(self) -> None:
         while self._reductions:
@@ -118,79 +149,125 @@ class StreamLanes(Lanes):
     """For CUDA and stream-ordered collectives."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        # Asked by number: torch resolves a torch.device anew at each call, at four times the cost.
+        self._device = torch.cuda.current_device() if device.index is None else device.index
         # High priority: a collective that waits behind compute kernels delays the compute that waits for it.
         self._gather_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._reduce_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        # (gathered, last used) of each unit. An event may be recorded again while waits on its last recording are still
-        # queued, so two a unit serve for good.
-        self._events: dict[Gatherable, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
-        self._arriving: set[Gatherable] = set()
+        # When each unit was last used. An event may be recorded again while waits on its last recording are still
+        # queued, so one a unit serves for good.
+        self._used: dict[Gatherable, torch.cuda.Event] = {}
+        self._arriving: dict[Gatherable, _Arrival] = {}
         # One event a stream that used gathered memory: the latest covers the earlier ones of the same stream.
         self._released: dict[int, torch.cuda.Event] = {}
+        self._filled = _event()
+        self._spare: list[torch.cuda.Event] = []
+        # Which of the two streams has anything that compute was not ordered after. Inside the capture of a CUDA graph a
+        # stream takes part from its first use on, and one that does not may not be waited for.
+        self._gathers = self._reduces = False
         self._reductions: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()
 
     def begin_forward(self) -> None:
-        self._gather_stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._gather_stream.wait_stream(self._current())
+        self._gathers = True
         # Releases are behind this stream by now (drain). Waiting for their events again would also forbid capturing the
         # step in a CUDA graph, inside which no earlier event may be waited for.
         self._released.clear()
 
-    def gather(self, unit: Gatherable) -> None:
+    def gather(self, units: Sequence[Gatherable]) -> None:
         stream = self._gather_stream
+        self._gathers = True
         for event in self._released.values():
-            stream.wait_event(event)
+            event.wait(stream)
         self._released.clear()
-        with torch.cuda.stream(stream), unit.allocation:
-            unit.buffer.attach()
-            unit.fill().wait()
-            self._events_of(unit)[0].record(stream)
-        self._arriving.add(unit)
+        before = self._current()
+        torch.cuda.set_stream(stream)
+        try:
+            for unit in units:
+                with unit.allocation:
+                    unit.buffer.attach()
+            for work in _fill(units):
+                work.wait()
+            for unit in units:
+                unit.filled()
+            event = self._spare.pop() if self._spare else _event()
+            event.record(stream)
+        finally:
+            torch.cuda.set_stream(before)
+        arrival = _Arrival(event, len(units))
+        for unit in units:
+            self._expect_no_more(unit)
+            self._arriving[unit] = arrival
 
     def arrive(self, unit: Gatherable) -> None:
-        if unit in self._arriving:
-            self._arriving.discard(unit)
-            torch.cuda.current_stream(self._device).wait_event(self._events_of(unit)[0])
+        arrival = self._arriving.get(unit)
+        if arrival is None:
+            return
+        current = self._current()
+        # On the stream that another unit of the batch arrived on, there is nothing left to wait for.
+        if arrival.on != current.cuda_stream:
+            arrival.event.wait(current)
+            arrival.on = current.cuda_stream
+        self._expect_no_more(unit)
+
+    def _expect_no_more(self, unit: Gatherable) -> None:
+        arrival = self._arriving.pop(unit, None)
+        if arrival is not None:
+            arrival.missing -= 1
+            if not arrival.missing:
+                # Recorded again only now: a wait is for the latest recording at the time it is issued.
+                self._spare.append(arrival.event)
 
     def release(self, unit: Gatherable) -> None:
-        self._arriving.discard(unit)
-        current = torch.cuda.current_stream(self._device)
-        event = self._events_of(unit)[1]
+        self._expect_no_more(unit)
+        current = self._current()
+        event = self._used.get(unit)
+        if event is None:
+            event = self._used[unit] = _event()
         event.record(current)
         self._released[current.cuda_stream] = event
         unit.buffer.release()
 
-    def reduce(self, issue: Callable[[], Work], deliver: Callable[[], None], retire: Callable[[], None]) -> None:
-        if len(self._reductions) >= REDUCTIONS_IN_FLIGHT:
+    def make_room(self) -> None:
+        while len(self._reductions) >= REDUCTIONS_ALIVE:
             self._retire_oldest()
-        self._reduce_stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._reduce_stream):
+
+    def reduce(self, issue: Callable[[], Work], deliver: Callable[[], None], retire: Callable[[], None]) -> None:
+        before, stream = self._current(), self._reduce_stream
+        self._reduces = True
+        self._filled.record(before)
+        self._filled.wait(stream)
+        event = self._spare.pop() if self._spare else _event()
+        torch.cuda.set_stream(stream)
+        try:
             issue().wait()
             deliver()
-            event = _event()
-            event.record(self._reduce_stream)
-        self._reductions.append((event, retire))
+            event.record(stream)
+        finally:
+            torch.cuda.set_stream(before)
+            self._reductions.append((event, retire))
 
     def drain(self) -> None:
         while self._reductions:
             self._retire_oldest()
-        current = torch.cuda.current_stream(self._device)
+        current = self._current()
         for event in self._released.values():
-            current.wait_event(event)
+            event.wait(current)
         self._released.clear()
-        current.wait_stream(self._reduce_stream)
-        # Gathers that nothing used (a wrong prefetch) must not write memory that compute gets next.
-        current.wait_stream(self._gather_stream)
+        if self._reduces:
+            current.wait_stream(self._reduce_stream)
+        if self._gathers:
+            # Gathers that nothing used (a wrong prefetch) must not write memory that compute gets next.
+            current.wait_stream(self._gather_stream)
+        self._gathers = self._reduces = False
 
-    def _events_of(self, unit: Gatherable) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        events = self._events.get(unit)
-        if events is None:
-            events = self._events[unit] = (_event(), _event())
-        return events
+    def _current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
 
     def _retire_oldest(self) -> None:
         event, retire = self._reductions.popleft()
-        torch.cuda.current_stream(self._device).wait_event(event)
+        event.wait(self._current())
+        self._spare.append(event)
         retire()
 
 
@@ -199,6 +276,50 @@ def lanes_for(collectives: Collectives) -> Lanes:
     if collectives.capabilities.stream_ordered and collectives.device.type == "cuda":
         return StreamLanes(collectives.device)
     return HostLanes()
+
+
+class _Batch:
+    """Units that were gathered together, where waiting blocks."""
+
+    __slots__ = ("units", "works")
+
+    def __init__(self, units: Sequence[Gatherable], works: Sequence[Work]) -> None:
+        self.units = units
+        self.works = works
+
+
+class _Arrival:
+    """The end of a gather on its stream, and how many units still have to arrive there."""
+
+    __slots__ = ("event", "missing", "on")
+
+    def __init__(self, event: torch.cuda.Event, missing: int) -> None:
+        self.event = event
+        self.missing = missing
+        #: The stream that was last ordered after it.
+        self.on: int | None = None
+
+
+_group_of = attrgetter("gather_group")
+
+
+def _fill(units: Sequence[Gatherable]) -> Sequence[Work]:
+    """Write the own slices of attached units, and start their gathers."""
+    if len(units) == 1:
+        return (units[0].fill(),)
+    works: list[Work] = []
+    together: Iterable[tuple[Collectives | None, Iterable[Gatherable]]] = groupby(units, _group_of)
+    for group, members in together:
+        if group is None:
+            works += [unit.fill() for unit in members]
+            continue
+        plain = list(members)
+        for unit in plain:
+            unit.filling()
+        # The cast is the copy-in, as in ``fill``.
+        _torch_private.foreach_copy_([unit.buffer.own for unit in plain], [unit.master for unit in plain])
+        works.append(group.all_gather_many([(unit.buffer.flat, unit.buffer.own) for unit in plain]))
+    return works
 
 
 def _event() -> torch.cuda.Event:

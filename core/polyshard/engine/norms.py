@@ -31,8 +31,8 @@ def clip_grad_norm(root: Root, module: nn.Module, max_norm: float, norm_type: fl
     groups: dict[Collectives | None, list[torch.Tensor]] = {}
     managed: set[nn.Parameter] = set()
     for unit in root.units:
-        for parameter in unit.originals.tensors:
-            managed.add(parameter)
+        managed.update(unit.originals.tensors)
+        for parameter in unit.receivers:
             if parameter.grad is not None:
                 groups.setdefault(unit.grid.shard, []).append(parameter.grad)
         # A rank without a part of any parameter still takes part in the reduction.

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from ..errors import StateError
-from ..interfaces import COMPLETED, BufferRole, Collectives, OffloadManager, ReduceOp, UnitDtypes, UnitSpec, Work
+from ..interfaces import (
+    COMPLETED,
+    BufferRole,
+    Collectives,
+    Observer,
+    OffloadManager,
+    ReduceOp,
+    UnitDtypes,
+    UnitSpec,
+    Work,
+)
 from . import _torch_private
 from .buffer import FlatBuffer, view_of
 from .layout import FlatLayout
@@ -46,10 +58,18 @@ class Gradients:
         self._wire: FlatBuffer | None = None
         self._unreduced: FlatBuffer | None = None
         self._has_unreduced = False
-        self._result: torch.Tensor | None = None
+        self._claimed: set[int] = set()
+        # Of reductions in flight, the oldest first.
+        self._results: deque[torch.Tensor] = deque()
         self._flat: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
         self._addresses: list[int] = []
+        self.observers: tuple[Observer, ...] = ()
+        self.deliver_to(recipients)
+
+    def deliver_to(self, recipients: Sequence[Recipient]) -> None:
+        """Which parameters receive which parts of the reduced gradient, in order of offset."""
+        self._flat, self._views = None, []
         self._recipients = tuple(recipients)
         self._owners = [recipient.parameter for recipient in recipients]
         self._sizes: list[int] = []
@@ -61,8 +81,8 @@ class Gradients:
             self._picks.append(len(self._sizes))
             self._sizes.append(recipient.numel)
             cursor = recipient.offset + recipient.numel
-        if cursor < layout.shard_numel:
-            self._sizes.append(layout.shard_numel - cursor)
+        if cursor < self._layout.shard_numel:
+            self._sizes.append(self._layout.shard_numel - cursor)
 
     @property
     def wire_nbytes(self) -> int:
@@ -95,13 +115,11 @@ class Gradients:
             whole = torch.empty(layout.padded_numel, dtype=self._dtypes.reduce, device=device)
             wire = FlatBuffer(whole, layout, resizable=False)
         else:
-            if self._wire is None:
-                self._wire = FlatBuffer.allocate(layout, self._wire_dtype, device)
-            wire = self._wire
-            if wire.attached:
-                # The unit's last reduction is still reading it: a unit used twice in one backward.
-                step.lanes.drain()
-            wire.attach()
+            wire = self._take_wire()
+            if not self._claimed:
+                # Attached: its last reduction is still reading it. A unit used twice in one backward.
+                self._make_room(step, drains=wire.attached)
+                wire.attach()
         if self._has_unreduced:
             self.keep(gradients)
             assert self._unreduced is not None
@@ -110,24 +128,52 @@ class Gradients:
             self._has_unreduced = False
         else:
             self._copy_in(wire, gradients)
+        self._claimed.clear()
         if step.audit is not None:
             step.audit.agree(self.grid.world, self.spec.name or "(root)", "reduce", wire.flat)
-        retire: Callable[[], None] = wire.release
-        step.lanes.reduce(lambda: self._issue(wire.flat), self._deliver, retire)
+        # From the memory of the stream that computes: what one step uses for gradients, the next has for activations.
+        result = wire.flat if self.grid.shard is None else self._new_shard()
+        self._results.append(result)
+        step.lanes.reduce(partial(self._start, wire.flat), self._finish, partial(_retire, wire, result))
+
+    @property
+    def widens(self) -> bool:
+        """Whether gradients are cast on their way into the reduction, or reduced whole."""
+        return self.grid.shard is None or self._wire_dtype != self._dtypes.compute
+
+    def claim(self, index: int, step: Step) -> torch.Tensor | None:
+        """Where in the reduction's input the gradient of parameter ``index`` may be written, as a new tensor.
+
+        None where it has to come as a tensor of its own: it is not the first of this backward, or adds to others.
+        """
+        if self._has_unreduced or index in self._claimed:
+            return None
+        wire = self._take_wire()
+        if not self._claimed:
+            if wire.attached:
+                return None
+            self._make_room(step)
+            wire.attach()
+        self._claimed.add(index)
+        return wire.views[index].detach()
 
     def discard(self) -> None:
         """Release what a backward that failed left behind."""
+        self._claimed.clear()
         if self._wire is not None:
             self._wire.release()
 
     def let_go(self) -> None:
         """Do not keep the last reduced gradient alive once the user has dropped it."""
+        if self._claimed:
+            # Written to, and then not part of any reduction.
+            self.discard()
         if self._views and self._owners[0].grad is None:
             self._flat, self._views = None, []
 
     def forget(self) -> None:
         """Let reductions in flight end without a result."""
-        self._result = None
+        self._results.clear()
 
     def run_post_accumulate_hooks(self) -> None:
         """Run the hooks that the user put on the originals: there, autograd accumulates nothing that would."""
@@ -135,34 +181,69 @@ class Gradients:
             for hook in _torch_private.post_accumulate_grad_hooks(owner):
                 hook(owner)
 
+    def _make_room(self, step: Step, *, drains: bool = False) -> None:
+        for observer in self.observers:
+            observer.wait(self.spec)
+        if drains:
+            step.lanes.drain()
+        step.lanes.make_room()
+        for observer in self.observers:
+            observer.waited(self.spec)
+
+    def _take_wire(self) -> FlatBuffer:
+        if self._wire is None:
+            self._wire = FlatBuffer.allocate(self._layout, self._wire_dtype, self.spec.device)
+        return self._wire
+
+    def _new_shard(self) -> torch.Tensor:
+        return torch.empty(self._layout.shard_numel, dtype=self._dtypes.reduce, device=self.spec.device)
+
     def _copy_in(self, buffer: FlatBuffer, gradients: list[torch.Tensor | None]) -> None:
         if buffer.gaps:
             _torch_private.foreach_zero_(buffer.gaps)
-        views, present = _present(buffer.views, gradients)
+        if self._claimed:
+            # Most are there already.
+            apart = [
+                index
+                for index, (view, gradient) in enumerate(zip(buffer.views, gradients, strict=True))
+                if gradient is None or gradient.data_ptr() != view.data_ptr()
+            ]
+            all_views = [buffer.views[index] for index in apart]
+            gradients = [gradients[index] for index in apart]
+        else:
+            all_views = buffer.views
+        views, present = _present(all_views, gradients)
         if len(present) < len(gradients):
             # A parameter that took no part: its range is zero, on this rank or on all.
-            missing = [view for view, gradient in zip(buffer.views, gradients, strict=True) if gradient is None]
+            missing = [view for view, gradient in zip(all_views, gradients, strict=True) if gradient is None]
             _torch_private.foreach_zero_(missing)
         if present:
             _torch_private.foreach_copy_(views, present)
 
+    def _start(self, wire: torch.Tensor) -> Work:
+        for observer in self.observers:
+            observer.reduce(self.spec)
+        return self._issue(wire)
+
+    def _finish(self) -> None:
+        self._deliver()
+        for observer in self.observers:
+            observer.reduced(self.spec)
+
     def _issue(self, wire: torch.Tensor) -> Work:
         grid = self.grid
         if grid.shard is None:
-            self._result = wire
             return COMPLETED if grid.replicate is None else grid.replicate.all_reduce(wire, op=ReduceOp.MEAN)
-        result = torch.empty(self._layout.shard_numel, dtype=self._dtypes.reduce, device=wire.device)
+        result = self._results[-1]
         nbytes = grid.shard.scratch_nbytes(BufferRole.REDUCE, wire.numel(), wire.dtype, result.dtype)
         scratch = torch.empty(nbytes, dtype=torch.uint8, device=wire.device) if nbytes else None
-        self._result = result
         work = grid.shard.reduce_scatter(result, wire, op=ReduceOp.MEAN, scratch=scratch)
         return work if grid.replicate is None else _ThenAllReduce(work, grid.replicate, result)
 
     def _deliver(self) -> None:
-        result = self._result
-        if result is None:
+        if not self._results:
             return
-        self._result = None
+        result = self._results.popleft()
         if result.dtype != self._dtypes.grad:
             result = result.to(self._dtypes.grad)
         present = [owner.grad for owner in self._owners]
@@ -235,6 +316,11 @@ class _ThenAllReduce:
             self._first.wait()
             self._replicate.all_reduce(self._result, op=ReduceOp.MEAN).wait()
             self._done = True
+
+
+def _retire(wire: FlatBuffer, result: torch.Tensor) -> None:
+    """Let go of both. ``result`` too was in use until now: as the source of a cast, or of a copy to the host."""
+    wire.release()
 
 
 def _present(

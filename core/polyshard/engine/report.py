@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .lanes import REDUCTIONS_IN_FLIGHT
+from .lanes import REDUCTIONS_ALIVE
 from .root import Root
-from .unit import Reshard
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,12 @@ class MemoryReport:
     gradient_nbytes: int
     """Gradient shards, from a backward to the next ``zero_grad``."""
     gathered_nbytes: int
-    """Gather buffers alive at once at most: what is kept, the computing unit, and those prefetched."""
+    """Gather buffers alive at once at most: what is kept, the computing unit, and those prefetched, in batches."""
     reduction_nbytes: int
     """Inputs of the reductions in flight."""
+    kept: tuple[str, ...]
+    """Names of the units that stay gathered between forward and backward, ``(root)`` for the outermost. Under
+    ``reshard_after_forward="auto"`` more may come in the first steps."""
 
     def optimizer_nbytes(self, states: int) -> int:
         """Bytes of an optimizer with ``states`` tensors of a master's size (AdamW: 2)."""
@@ -48,7 +51,7 @@ def memory_report(root: Root) -> MemoryReport:
     Read off the layouts: nothing is measured.
     """
     units = list(root.units)
-    kept = [u for u in units if not u.permanent and (u.reshard_policy is Reshard.NEVER or u.spec.is_root)]
+    kept = [u for u in units if not u.permanent and not u.releases(u.spec.is_root)]
     released = sorted((u.gathered_nbytes for u in units if not u.permanent and u not in kept), reverse=True)
     wires = sorted((u.gradients.wire_nbytes for u in units if u.trainable and not u.resident), reverse=True)
     return MemoryReport(
@@ -58,6 +61,17 @@ def memory_report(root: Root) -> MemoryReport:
         parameters=sum(slot.numel for u in units for slot in u.layout.slots),
         master_nbytes=sum(u.master.numel() * u.master.element_size() for u in units),
         gradient_nbytes=sum(u.layout.shard_numel * u.dtypes.grad.itemsize for u in units if u.trainable),
-        gathered_nbytes=sum(u.gathered_nbytes for u in kept) + sum(released[: 1 + root.schedule.ahead]),
-        reduction_nbytes=sum(wires[:REDUCTIONS_IN_FLIGHT]),
+        gathered_nbytes=sum(u.gathered_nbytes for u in kept) + _prefetched_nbytes(released, root),
+        reduction_nbytes=sum(wires[:REDUCTIONS_ALIVE]),
+        kept=tuple(u.name for u in kept),
     )
+
+
+def _prefetched_nbytes(released: Sequence[int], root: Root) -> int:
+    """Of units that are released, largest first: one that computes, and those ahead of it."""
+    ahead = root.schedule.ahead
+    single = sum(released[: 1 + ahead])
+    if not ahead:
+        return single
+    # The last stage ahead may be the first of a batch.
+    return min(sum(released), max(single, sum(released[:ahead]) + root.schedule.batch_nbytes))

@@ -10,6 +10,7 @@ from ..errors import UnshardedUseError
 from ..events import Events
 from ..interfaces import Collectives, OffloadManager, PrecisionCaster
 from . import _torch_private
+from .budget import Budget
 from .lanes import Lanes
 from .outputs import refuse_escape
 from .phase import Phase
@@ -36,6 +37,8 @@ class Root(Step):
         self.stages = tuple(stages)
         self.schedule = schedule
         self.events = events
+        #: Decides which units are kept after forward; None where nothing is left to decide.
+        self.budget: Budget | None = None
         #: Whether ``unsharded_parameters`` shows whole parameters now.
         self.unsharded = False
         for stage in self.stages:
@@ -137,6 +140,12 @@ class Root(Step):
             if not stage.entered:
                 stage.reset()
         self.schedule.end_backward()
+        if self.budget is not None and self.active is None and self.synchronises and self.accumulates:
+            stages = self.schedule.order
+            # The outermost module's units are kept whatever the budget.
+            order = [unit for stage in stages if stage is not stages[0] for unit in stage.units]
+            if self.budget.decide(tuple(self.units), order, self.collectives):
+                self.budget = None
         # A forward that differentiates inside itself goes on.
         self.phase = Phase.IDLE if self.active is None else Phase.FORWARD
         self.audit = None
@@ -156,6 +165,11 @@ class Root(Step):
             for unit in stage.units:
                 unit.reduced = False
                 unit.discard_gradients()
+
+    @property
+    def budget_pending(self) -> bool:
+        """Whether it is still to be decided which units are kept: a step must not be captured before."""
+        return self.budget is not None
 
     @property
     def gathered(self) -> tuple[str, ...]:

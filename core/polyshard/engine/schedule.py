@@ -2,21 +2,86 @@
 
 Collectives are issued in an order that follows from recorded order alone, never from timing, so that every rank that
 runs the same program prefetches alike.
+
+[Note: batches]
+Small stages that follow each other are gathered together, since a gather of few bytes takes as long as one of several
+times as many. The recorded order is divided into batches once, by the stages' sizes alone, and whoever asks for a stage
+gets the rest of its batch with it. So a batch is issued when the first of its stages is, all ranks divide alike, and
+nothing is asked for between one batch and the next.
 """
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
 
-S = TypeVar("S")
+
+class Gathered(Protocol):
+    """What a schedule needs to know of a stage."""
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of its gather buffers."""
+
+
+S = TypeVar("S", bound=Gathered)
+
+
+def batch_ends(sizes: Sequence[int], limit: int) -> list[int]:
+    """For each of ``sizes``, the index behind the last one of its batch.
+
+    Batches are neighbours whose sum is at most ``limit``, as many as fit, and single ones that are larger.
+    """
+    ends: list[int] = []
+    start = total = 0
+    for index, nbytes in enumerate(sizes):
+        if index > start and total + nbytes > limit:
+            ends += [index] * (index - start)
+            start, total = index, 0
+        total += nbytes
+    return ends + [len(sizes)] * (len(sizes) - start)
+
+
+class _Order(Generic[S]):
+    """Stages in the order in which they are expected, in batches."""
+
+    def __init__(self, stages: Sequence[S], batch_nbytes: int) -> None:
+        self.stages = list(stages)
+        if batch_nbytes == 0:
+            self._ends = list(range(1, len(self.stages) + 1))
+            return
+        # The first one is entered before anything can be prefetched.
+        sizes = [stage.gathered_nbytes for stage in self.stages[1:]]
+        self._ends = [1, *(1 + end for end in batch_ends(sizes, batch_nbytes))]
+
+    def behind(self, position: int, ahead: int) -> list[list[S]]:
+        """The ``ahead`` stages behind ``position``, and what is gathered with them, batch by batch."""
+        last = min(position + ahead, len(self.stages) - 1)
+        batches = []
+        position += 1
+        while position <= last:
+            end = self._ends[position]
+            batches.append(self.stages[position:end])
+            position = end
+        return batches
 
 
 class Schedule(Generic[S]):
-    """Records the order of stages in forward, and answers what to prefetch."""
+    """Records the order of stages in forward, and answers what to prefetch.
 
-    def __init__(self, forward_ahead: int, backward_ahead: int) -> None:
+    Args:
+        forward_ahead: how many stages ahead of the computing one are prefetched in forward.
+        backward_ahead: the same in backward.
+        batch_nbytes: bytes up to which neighbouring stages are prefetched together; 0 for each by itself.
+    """
+
+    def __init__(self, forward_ahead: int, backward_ahead: int, batch_nbytes: int = 0) -> None:
         self._forward_ahead = forward_ahead
         self._backward_ahead = backward_ahead
+        self.batch_nbytes = batch_nbytes
+        self._forward_order: _Order[S] = _Order((), 0)
+        self._backward_order: _Order[S] = _Order((), 0)
+        self._backward_stale = False
         self._expected: list[S] = []
         self._entered: list[S] = []
         self._follows = False
@@ -41,12 +106,14 @@ class Schedule(Generic[S]):
     def end_forward(self) -> None:
         """The outermost forward ended; what it recorded is expected of the next."""
         self._expected = self._entered
+        if self._forward_order.stages != self._expected:
+            self._forward_order = _Order(self._expected, self.batch_nbytes)
 
-    def enter(self, stage: S) -> list[S]:
-        """``stage`` starts its forward; returns the stages whose gather should be issued now.
+    def enter(self, stage: S) -> list[list[S]]:
+        """``stage`` starts its forward; returns the stages whose gather should be issued now, unless it was already.
 
-        Once a forward departs from the recorded order, nothing more is prefetched in it: a wrong guess costs a gather
-        and memory.
+        Those of one list are gathered together. Once a forward departs from the recorded order, nothing more is
+        prefetched in it: a wrong guess costs a gather and memory.
         """
         position = len(self._entered)
         self._entered.append(stage)
@@ -55,15 +122,16 @@ class Schedule(Generic[S]):
         if position >= len(self._expected) or self._expected[position] is not stage:
             self._follows = False
             return []
-        return self._expected[position + 1 : position + 1 + self._forward_ahead]
+        return self._forward_order.behind(position, self._forward_ahead)
 
     def leave(self, stage: S) -> None:
         """``stage`` ended a forward that a backward will come back to."""
         self._left.append(stage)
+        self._backward_stale = True
         self._cursor = len(self._left)
 
-    def enter_backward(self, stage: S) -> list[S]:
-        """``stage`` starts its backward; returns the stages whose gather should be issued now.
+    def enter_backward(self, stage: S) -> list[list[S]]:
+        """``stage`` starts its backward; returns the stages whose gather should be issued now, as ``enter`` does.
 
         Backward visits stages in the reverse of the order in which forwards left them. The cursor moves down only, so a
         backward over part of the graph skips what it does not visit.
@@ -74,10 +142,15 @@ class Schedule(Generic[S]):
         if position < 0:
             return []
         self._cursor = position
-        low = max(0, position - self._backward_ahead)
-        return self._left[low:position][::-1]
+        if self._backward_stale:
+            self._backward_stale = False
+            left = self._left[::-1]
+            if self._backward_order.stages != left:
+                self._backward_order = _Order(left, self.batch_nbytes)
+        return self._backward_order.behind(len(self._left) - 1 - position, self._backward_ahead)
 
     def end_backward(self) -> None:
         """The backward ended; the next one starts from fresh forwards."""
         self._left.clear()
+        self._backward_stale = True
         self._cursor = 0

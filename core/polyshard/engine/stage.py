@@ -20,7 +20,7 @@ from .ranks import RankGrid
 from .schedule import Schedule
 from .step import Step
 from .tensors import iter_tensors, map_tensors
-from .unit import Unit, UnitState
+from .unit import Unit, UnitState, unshard_together
 
 
 class _Call:
@@ -129,8 +129,7 @@ class Stage:
             unit.show()
             for observer in unit.observers:
                 observer.compute(unit.spec, recomputes)
-        for stage in ahead:
-            stage.unshard()
+        _unshard_ahead(ahead)
         if self.input_cast is not None and not self._in_full_precision:
             args, kwargs = self.input_cast(args, kwargs)
         if self._managed and torch.is_grad_enabled() and not (recomputes and self.awaits_backward):
@@ -153,12 +152,17 @@ class Stage:
         if not self._unmanaged and torch.is_grad_enabled() and not (recomputes and self.awaits_backward):
             output, watched = self._watch_output(output)
         if recomputes:
+            for unit in self.units:
+                for observer in unit.observers:
+                    observer.computed(unit.spec, True)
             self.awaits_backward |= watched
             return output
         self._entered -= 1
         outermost = root.active is self and self._entered == 0
         if self._entered == 0:
             for unit in self.units:
+                for observer in unit.observers:
+                    observer.computed(unit.spec, False)
                 unit.hide()
                 if unit.permanent:
                     continue
@@ -203,9 +207,8 @@ class Stage:
                 observer.compute(unit.spec, True)
         self._prefetch(self._order.enter_backward(self))
 
-    def _prefetch(self, stages: Sequence[Stage]) -> None:
-        for stage in stages:
-            stage.unshard()
+    def _prefetch(self, batches: Sequence[Sequence[Stage]]) -> None:
+        _unshard_ahead(batches)
 
     def post_backward(self, call: _Call) -> None:
         """The gradients of one call's inputs are there; after the last call, reduce."""
@@ -226,6 +229,8 @@ class Stage:
         for unit in self.units:
             if unit.resident:
                 continue
+            for observer in unit.observers:
+                observer.computed(unit.spec, True)
             gradients = unit.take_gradients() if unit.trainable else []
             arrived = bool(gradients) and (
                 gradients[0] is not None or any(gradient is not None for gradient in gradients)
@@ -244,8 +249,6 @@ class Stage:
             if root.synchronises:
                 unit.gradients.reduce(gradients, root)
                 unit.reduced = True
-                for observer in unit.observers:
-                    observer.reduce(unit.spec)
             else:
                 unit.gradients.keep(gradients)
 
@@ -257,6 +260,11 @@ class Stage:
             # The other ranks may have gathered for a gradient that only they have.
             self.unshard()
         self.finish()
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of all units' gather buffers."""
+        return sum(unit.gathered_nbytes for unit in self.units)
 
     @property
     def entered(self) -> bool:
@@ -324,6 +332,10 @@ class Stage:
 
     def _give_up(self, recomputes: bool) -> None:
         if recomputes:
+            # Usually no error: a checkpoint stops a recomputation as soon as it has what it needs.
+            for unit in self.units:
+                for observer in unit.observers:
+                    observer.computed(unit.spec, True)
             return
         root = self.root
         assert root is not None
@@ -388,6 +400,17 @@ class Stage:
             "that its forward returned, so its parameters were not gathered and its gradients are not right. Return "
             "every tensor that leaves the forward, in a tuple, list, dict, dataclass or plain object."
         )
+
+
+def _unshard_ahead(batches: Sequence[Sequence[Stage]]) -> None:
+    for batch in batches:
+        first = batch[0]
+        if len(batch) == 1:
+            first.unshard()
+        elif any(unit.due for unit in first.units):
+            # A stage may come up twice in a batch.
+            units = dict.fromkeys(unit for stage in batch for unit in stage.units)
+            unshard_together([unit for unit in units if unit.due])
 
 
 # torch.compile does not look inside these. Eager steps go around them, and so never import the compiler.

@@ -15,6 +15,7 @@ from ..errors import StateError
 from ..interfaces import (
     COMPLETED,
     BufferRole,
+    Collectives,
     Observer,
     OffloadManager,
     PrecisionCaster,
@@ -24,12 +25,14 @@ from ..interfaces import (
 )
 from .bindings import Bindings, Shown
 from .buffer import FlatBuffer
+from .flat_master import FlatMaster
 from .layout import FlatLayout
 from .originals import ManagedParameter, MasterViews, Originals
 from .phase import Phase
 from .ranks import RankGrid
 from .reduction import Gradients
 from .step import Step
+from .weight_gradients import write_directly
 from .wire import EncodedGather
 
 _gradient_of = attrgetter("grad")
@@ -79,6 +82,9 @@ class Unit:
     - the *view* of the gather buffer, a leaf in compute dtype, which modules see during compute.
     """
 
+    #: Whether large linear layers write their weight gradients into the reduction's input.
+    writes_gradients_directly = True
+
     def __init__(
         self,
         spec: UnitSpec,
@@ -104,6 +110,7 @@ class Unit:
         self.step: Step | None = None
         self.trainable = any(parameter.original.requires_grad for parameter in parameters)
         self.parks = offload.capabilities.parks
+        self.flat: FlatMaster | None = None
         self.pieces = layout.pieces(grid.shard_rank)
         self._expired = False
         wire = caster.wire(spec) if grid.shard is not None and caster.capabilities.encodes else None
@@ -124,10 +131,8 @@ class Unit:
         self.permanent = self.grid.shard is None and dtypes.compute == self.master.dtype and not self.parks
         self.originals = self._make_originals()
         self.gradients = self._make_gradients()
-        if dtypes.grad != self.spec.master_dtype:
-            # Autograd refuses a gradient of another dtype than its parameter's unless the parameter says so.
-            for original in self.originals.tensors:
-                original.grad_dtype = dtypes.grad
+        self.gradients.observers = self.observers
+        self._take_gradient_dtype(self.originals.tensors)
         self.prepared = False
         self._training_buffer: FlatBuffer | None = None
         self._eval_buffer: FlatBuffer | None = None
@@ -138,6 +143,12 @@ class Unit:
             and self.caster.full_precision_in_eval(self.spec)
         )
         self.state = UnitState.UNSHARDED if self.permanent else UnitState.SHARDED
+
+    def _take_gradient_dtype(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        if self.dtypes.grad != self.spec.master_dtype:
+            # Autograd refuses a gradient of another dtype than its parameter's unless the parameter says so.
+            for parameter in parameters:
+                parameter.grad_dtype = self.dtypes.grad
 
     def _make_originals(self) -> MasterViews:
         return Originals(
@@ -165,6 +176,32 @@ class Unit:
         """Whether the originals themselves compute and collect gradients: a single rank, and nothing to cast."""
         return self.permanent and self.grid.alone
 
+    def watch(self, observers: tuple[Observer, ...]) -> None:
+        """Tell ``observers`` what the unit does from now on."""
+        self.observers = self.gradients.observers = observers
+
+    def flatten(self) -> list[torch.nn.Parameter]:
+        """What an optimizer that treats all elements alike needs: one 1-D parameter over the whole master.
+
+        Gradients arrive there from now on, and no longer in the originals. A resident unit's originals receive theirs
+        from autograd itself, and stay what they are.
+
+        Raises:
+            StateError: an original has a gradient already, or only some of them are trained.
+        """
+        if self.resident:
+            return list(self.originals.tensors)
+        if self.flat is None:
+            self.flat = FlatMaster(self.originals, self.master, self.name, self.grid.world.rank)
+            self._take_gradient_dtype([self.flat.parameter])
+            self.gradients.deliver_to([self.flat.recipient])
+        return [self.flat.parameter]
+
+    @property
+    def receivers(self) -> Sequence[torch.nn.Parameter]:
+        """The parameters whose ``.grad`` the reduced gradient arrives in."""
+        return self.originals.tensors if self.flat is None else (self.flat.parameter,)
+
     @property
     def gathered_nbytes(self) -> int:
         """Bytes of the gather buffer while it has memory; 0 where the master serves compute."""
@@ -174,6 +211,8 @@ class Unit:
         """Make the gather buffer and its views: before the first forward, not while the model is being cut."""
         self._training_buffer = self._make_buffer(self.dtypes.compute)
         self._bind(self._training_buffer)
+        if self.writes_gradients_directly and not self.gradients.widens:
+            write_directly(self)
         self.prepared = True
 
     @property
@@ -223,6 +262,18 @@ class Unit:
             leaf.grad = None
         return gradients
 
+    def claim_gradient(self, index: int) -> torch.Tensor | None:
+        """Where the gradient of view ``index`` may be written in the backward that runs; None for memory of its own."""
+        step = self.step
+        if (
+            step is None
+            or not (step.synchronises and step.accumulates)
+            or self.buffer is not self._training_buffer
+            or self.leaves[index].grad is not None
+        ):
+            return None
+        return self.gradients.claim(index, step)
+
     def discard_gradients(self) -> None:
         """Drop what a backward that failed left behind."""
         if not self.resident:
@@ -231,6 +282,8 @@ class Unit:
 
     def follow_requires_grad(self) -> None:
         """Take up a ``requires_grad`` that the user changed on an original."""
+        if self.flat is not None:
+            self.flat.follow_requires_grad()
         for trained, leaf in zip(self.originals.trained, self.leaves, strict=True):
             leaf.requires_grad_(trained)
         self.trainable = any(leaf.requires_grad for leaf in self.leaves)
@@ -249,8 +302,19 @@ class Unit:
             self.reshard()
             self._bind(wanted)
 
+    @property
+    def gather_group(self) -> Collectives | None:
+        """The ranks over which the gather buffer is gathered as it is; None where it is encoded, parked or local."""
+        return None if self.parks or self._encoded is not None else self.grid.shard
+
+    def filling(self) -> None:
+        """The gather starts at the present point of the current stream. Called by lanes."""
+        for observer in self.observers:
+            observer.unshard(self.spec)
+
     def fill(self) -> Work:
         """Write the own slice and start the gather. Called by lanes, with the gather stream current."""
+        self.filling()
         shard = self.grid.shard
         if self._encoded is not None and shard is not None:
             source = self.master
@@ -265,25 +329,31 @@ class Unit:
             self.buffer.own.copy_(self.master)
         return COMPLETED if shard is None else shard.all_gather(self.buffer.flat, self.buffer.own)
 
+    def filled(self) -> None:
+        """The gather ends at the present point of the current stream. Called by lanes."""
+        for observer in self.observers:
+            observer.unsharded(self.spec)
+
+    @property
+    def due(self) -> bool:
+        """Whether the parameters are neither there nor on their way."""
+        return not self.permanent and (self.state is UnitState.SHARDED or self._expired)
+
     def unshard(self) -> None:
         """Issue the gather, unless the parameters are there or on their way."""
         if self.permanent or (self.state is not UnitState.SHARDED and not self._expired):
             return
-        step = self.step
-        assert step is not None
-        if step.audit is not None:
-            step.audit.agree(self.grid.world, self.name, "all_gather", self.buffer.flat)
-        step.lanes.gather(self)
-        self.state = UnitState.GATHERING
-        self._expired = False
-        for observer in self.observers:
-            observer.unshard(self.spec)
+        unshard_together((self,))
 
     def wait(self) -> None:
         """Order compute after the gather."""
         if self.state is UnitState.GATHERING:
             assert self.step is not None
+            for observer in self.observers:
+                observer.wait(self.spec)
             self.step.lanes.arrive(self)
+            for observer in self.observers:
+                observer.waited(self.spec)
             self.state = UnitState.UNSHARDED
 
     def show(self) -> None:
@@ -324,6 +394,8 @@ class Unit:
         Raises:
             ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
         """
+        if self.flat is not None:
+            self.flat.take_up_changes()
         if self.originals.take_up_changes() and self.prepared:
             self.follow_requires_grad()
 
@@ -338,6 +410,10 @@ class Unit:
         if self.originals.retrained():
             self.follow_requires_grad()
 
+    def _issued(self) -> None:
+        self.state = UnitState.GATHERING
+        self._expired = False
+
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise StateError(
             f"A sharded module cannot be deep-copied (unit '{self.name}', rank {self.grid.world.rank}). "
@@ -349,3 +425,15 @@ class Unit:
             f"A sharded module cannot be pickled (unit '{self.name}', rank {self.grid.world.rank}). "
             "Save a state dict instead."
         )
+
+
+def unshard_together(units: Sequence[Unit]) -> None:
+    """Issue the gathers of ``units`` of one root, all of them due, as one communication."""
+    step = units[0].step
+    assert step is not None
+    if step.audit is not None:
+        for unit in units:
+            step.audit.agree(unit.grid.world, unit.name, "all_gather", unit.buffer.flat)
+    step.lanes.gather(units)
+    for unit in units:
+        unit._issued()

@@ -58,6 +58,17 @@ class _Completed:
 COMPLETED: Work = _Completed()
 
 
+class _Together:
+    __slots__ = ("_works",)
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
 @dataclass(frozen=True, slots=True)
 class CollectivesCapabilities:
     """What a backend can do. The engine asks these and never a backend's name or type."""
@@ -148,6 +159,15 @@ class Collectives(ABC):
         ``out``: shape ``[world_size * n]``, contiguous; ``shard``: shape ``[n]``, same dtype. ``shard`` may be this
         rank's own slice of ``out``, which then must not be copied.
         """
+
+    def all_gather_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
+        """Do what ``all_gather(out, shard)`` does for each of ``pairs`` in turn; one ``Work`` for all.
+
+        The engine gathers neighbouring small units by it. A backend overrides it where one launch of many operations
+        takes less time than as many launches. ``pairs`` are the same on every rank, in number, sizes and order, and
+        may be of several dtypes.
+        """
+        return _Together([self.all_gather(out, shard) for out, shard in pairs])
 
     @abstractmethod
     def reduce_scatter(

@@ -9,24 +9,49 @@ from .context import UnitSpec
 
 @runtime_checkable
 class Observer(Protocol):
-    """Told what one unit does, as the host issues it.
+    """Told when one unit's operations begin and end, as the host issues them.
 
     A listener's ``make_observer`` hook returns one, or None, for each unit at wrap; the unit then loops over a tuple of
-    them, which costs 34 ns when it is empty. Methods must not issue collectives, must not synchronize with the device,
-    and must not raise.
+    them, which costs 34 ns when it is empty. Every call is made with the stream current on which the operation runs, so
+    that an event recorded there is reached by the device when the operation begins or ends. Where operations run on
+    the host, they begin and end when the call is made.
+
+    A beginning need not be followed by an end: a step may fail. A unit may be gathered and never compute, and may
+    compute several times between two gathers; under activation checkpointing, a backward holds another computation.
+    A unit with other units inside computes while those do, and while it waits for them.
+
+    Methods must not issue collectives, must not synchronize with the device, and must not raise.
     """
 
     def unshard(self, unit: UnitSpec) -> None:
-        """The unit's gather was issued; one left gathered by an earlier forward is gathered again, with no reshard."""
+        """The unit's gather is about to be issued, on the current stream.
+
+        One that an earlier forward left gathered is gathered again, with no reshard.
+        """
+
+    def unsharded(self, unit: UnitSpec) -> None:
+        """The gather was issued and ends at this point of the current stream; on the host, it has arrived."""
 
     def compute(self, unit: UnitSpec, backward: bool) -> None:
-        """The unit's forward, or backward, is about to start."""
+        """The unit's forward, or backward, starts at this point of the current stream."""
 
-    def reshard(self, unit: UnitSpec) -> None:
-        """The unit's gather buffer was released."""
+    def computed(self, unit: UnitSpec, backward: bool) -> None:
+        """The unit's forward, or backward, ended at this point of the current stream."""
+
+    def wait(self, unit: UnitSpec) -> None:
+        """The stream that computes waits from this point on: for the unit's gather, or for room for its reduction."""
+
+    def waited(self, unit: UnitSpec) -> None:
+        """It waits until this point at most; where everything was there already, for no time."""
 
     def reduce(self, unit: UnitSpec) -> None:
-        """The unit's gradient reduction was issued."""
+        """The unit's gradient reduction is about to be issued, on the current stream."""
+
+    def reduced(self, unit: UnitSpec) -> None:
+        """The reduction's result is delivered at this point of the current stream."""
+
+    def reshard(self, unit: UnitSpec) -> None:
+        """The unit's gather buffer was released, on the stream that computes."""
 
 
 class Listener:

@@ -56,6 +56,10 @@ class CollectivesSuite:
         for dtype in checks.GATHER_DTYPES:
             self.run_ranks(world_size, partial(checks.check_all_gather, dtype=dtype, in_place=in_place))
 
+    def test_many_gathers_at_once(self, world_size: int) -> None:
+        for dtypes in (checks.GATHER_DTYPES, (torch.bfloat16,)):
+            self.run_ranks(world_size, partial(checks.check_all_gather_many, dtypes=dtypes))
+
     @pytest.mark.parametrize("op", list(ReduceOp))
     def test_reduce_scatter_follows_the_formula(self, world_size: int, op: ReduceOp) -> None:
         capabilities = self._capabilities(world_size)

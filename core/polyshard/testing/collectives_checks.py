@@ -99,6 +99,26 @@ def check_all_gather(collectives: Collectives, dtype: torch.dtype, in_place: boo
         assert_same(shard, own, f"this rank's shard after all_gather of {n} {dtype} a rank")
 
 
+def check_all_gather_many(collectives: Collectives, dtypes: Sequence[torch.dtype]) -> None:
+    """Several gathers at once, in place and apart, of several sizes, do what each of them would by itself."""
+    world_size, rank, device = collectives.world_size, collectives.rank, collectives.device
+    cases = [(n, dtype, in_place) for dtype in dtypes for n in SIZES for in_place in (True, False)]
+    for chosen in (cases[:1], cases):
+        pairs = []
+        for number, (n, dtype, in_place) in enumerate(chosen):
+            out = buffer(collectives, world_size * n, dtype, BufferRole.GATHER)
+            own = values(rank + number, n, dtype, device)
+            pairs.append((out, out[rank * n : (rank + 1) * n].copy_(own) if in_place else own))
+        work = collectives.all_gather_many(pairs)
+        for _ in range(2):
+            work.wait()
+            for number, (n, dtype, _) in enumerate(chosen):
+                sent = [values(sender(collectives, r) + number, n, dtype, device) for r in range(world_size)]
+                assert_same(pairs[number][0], torch.cat(sent), f"gather {number} of {len(chosen)}: {n} {dtype} a rank")
+                own = values(rank + number, n, dtype, device)
+                assert_same(pairs[number][1], own, f"this rank's shard after gather {number} of {len(chosen)}")
+
+
 def reduced(pieces: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
     """The reference: ``op`` over ranks in fp64."""
     stacked = torch.stack([piece.to(torch.float64) for piece in pieces])

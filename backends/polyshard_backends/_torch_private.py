@@ -1,0 +1,288 @@
+"""Every private torch name that the backends use, with the reason, and what serves where a version lacks it."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from polyshard.interfaces import ReduceOp
+
+from .process_group import torch_op
+
+
+def current_stream(device_index: int) -> tuple[int, int, int]:
+    """The current CUDA stream of a device as (stream id, device index, device type).
+
+    ``torch.cuda.current_stream`` makes an object for the same three numbers, which takes several times as long.
+    """
+    key: tuple[int, int, int] = torch._C._cuda_getCurrentStream(device_index)
+    return key
+
+
+def stream_of(key: tuple[int, int, int]) -> torch.cuda.Stream:
+    """The stream that ``current_stream`` described."""
+    stream_id, device_index, device_type = key
+    stream: torch.cuda.Stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
+        stream_id=stream_id, device_index=device_index, device_type=device_type
+    )
+    return stream
+
+
+class Channel(Protocol):
+    """One process group's operations on flat tensors, issued on the current stream.
+
+    Arguments as in ``torch.distributed``; they raise what the transport raises, before anything is sent where a size
+    or a dtype does not fit.
+    """
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
+        """``out``: ``[world_size * n]``; ``shard``: ``[n]``, same dtype."""
+
+    def all_gather_many(self, outs: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
+        """``all_gather`` of each pair, in one launch where there is a way. Sizes must fit: they may go unchecked."""
+
+    def all_to_all(self, out: torch.Tensor, full: torch.Tensor) -> None:
+        """Both ``[world_size * n]``, same dtype."""
+
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, op: ReduceOp) -> None:
+        """``out``: ``[n]``; ``full``: ``[world_size * n]``, same dtype."""
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        """Any shape."""
+
+
+class _TransportChannel:
+    """The methods of the transport itself.
+
+    The functions of ``torch.distributed`` add to each call a logger, checks of arguments, options made anew and a
+    dispatcher: about as much host time as the transport's own part. With ``asyncOp`` off, NCCL runs an operation on
+    the current stream and returns nothing to wait for; another transport's work is waited for here, as there.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        from torch._C import _distributed_c10d as c10d
+
+        transport: Any = group._get_backend(device)
+        self._gather: Any = transport._allgather_base
+        # The transport itself offers it to C++ alone.
+        self._gather_many: Any = group.allgather_into_tensor_coalesced
+        self._exchange: Any = transport.alltoall_base
+        self._scatter: Any = transport._reduce_scatter_base
+        self._reduce: Any = transport.allreduce
+        self._gather_options: Any = _on_current_stream(c10d.AllgatherOptions())
+        self._exchange_options: Any = _on_current_stream(c10d.AllToAllOptions())
+        self._scatter_options: dict[ReduceOp, Any] = {}
+        self._reduce_options: dict[ReduceOp, Any] = {}
+        for op in ReduceOp:
+            self._scatter_options[op] = _on_current_stream(c10d.ReduceScatterOptions())
+            self._scatter_options[op].reduceOp = torch_op(op)
+            self._reduce_options[op] = _on_current_stream(c10d.AllreduceOptions())
+            self._reduce_options[op].reduceOp = torch_op(op)
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
+        work = self._gather(out, shard, self._gather_options)
+        if work is not None:
+            work.wait()
+
+    def all_gather_many(self, outs: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
+        work = self._gather_many(outs, shards, self._gather_options)
+        if work is not None:
+            work.wait()
+
+    def all_to_all(self, out: torch.Tensor, full: torch.Tensor) -> None:
+        work = self._exchange(out, full, [], [], self._exchange_options)
+        if work is not None:
+            work.wait()
+
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, op: ReduceOp) -> None:
+        work = self._scatter(out, full, self._scatter_options[op])
+        if work is not None:
+            work.wait()
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        work = self._reduce([tensor], self._reduce_options[op])
+        if work is not None:
+            work.wait()
+
+
+class _PublicChannel:
+    """The functions of ``torch.distributed``: newer names first, since older ones warn where there are newer."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
+        self._gather(out, shard, group=self._group)
+
+    def all_gather_many(self, outs: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
+        for out, shard in zip(outs, shards, strict=True):
+            self.all_gather(out, shard)
+
+    def all_to_all(self, out: torch.Tensor, full: torch.Tensor) -> None:
+        dist.all_to_all_single(out, full, group=self._group)
+
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, op: ReduceOp) -> None:
+        self._scatter(out, full, op=torch_op(op), group=self._group)
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        dist.all_reduce(tensor, op=torch_op(op), group=self._group)
+
+
+def channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
+    """The quickest way to ``group``'s operations on tensors of ``device`` that this version of torch has."""
+    try:
+        return _TransportChannel(group, device)
+    except (AttributeError, TypeError):
+        return _PublicChannel(group)
+
+
+def _on_current_stream(options: Any) -> Any:
+    if not hasattr(options, "asyncOp"):
+        raise AttributeError("asyncOp")
+    options.asyncOp = False
+    return options
+
+
+class PoolScope:
+    """Allocations of this thread come from ``pool`` inside. May be entered again and again, not nested.
+
+    ``torch.cuda.use_mem_pool`` does the same three calls within a generator that is made for each use.
+    """
+
+    __slots__ = ("_begin", "_end", "_id", "_index", "_pool", "_release")
+
+    def __init__(self, pool: torch.cuda.MemPool, device_index: int) -> None:
+        self._pool = pool
+        self._id = pool.id
+        self._index = device_index
+        self._begin = torch._C._cuda_beginAllocateCurrentThreadToPool
+        self._end = torch._C._cuda_endAllocateToPool
+        self._release = torch._C._cuda_releasePool
+
+    def __enter__(self) -> None:
+        self._begin(self._index, self._id)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end(self._index, self._id)
+        self._release(self._index, self._id)
+
+
+class _PublicPoolScope:
+    """The same, through ``torch.cuda.use_mem_pool``."""
+
+    def __init__(self, pool: torch.cuda.MemPool) -> None:
+        self._pool = pool
+        self._entered: AbstractContextManager[Any] | None = None
+
+    def __enter__(self) -> None:
+        self._entered = torch.cuda.use_mem_pool(self._pool)
+        self._entered.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._entered is not None:
+            self._entered.__exit__(kind, error, at)
+            self._entered = None
+
+
+def pool_scope(pool: torch.cuda.MemPool, device_index: int) -> AbstractContextManager[None]:
+    """A context in which this thread allocates from ``pool``, to be entered once a gather."""
+    try:
+        return PoolScope(pool, device_index)
+    except AttributeError:
+        return _PublicPoolScope(pool)
+
+
+def registered_pool(group: dist.ProcessGroup, device: torch.device) -> torch.cuda.MemPool:
+    """Memory that is registered with ``group``'s communicator as it is taken; the communicator must exist.
+
+    Raises:
+        RuntimeError: this NCCL, or this torch, cannot register memory.
+    """
+    transport: Any = group._get_backend(device)
+    try:
+        pool = torch.cuda.MemPool(transport.mem_allocator)
+        transport.register_mem_pool(pool)
+    except AttributeError as error:
+        raise RuntimeError(f"torch {torch.__version__} cannot register memory with {transport}") from error
+    return pool
+
+
+class SymmetricHandle(Protocol):
+    """A segment of memory that every rank of a group has, and each rank has mapped of every other."""
+
+    @property
+    def buffer_ptrs(self) -> list[int]:
+        """Where each rank's segment begins in this process's addresses, by rank of the group."""
+
+    @property
+    def buffer_size(self) -> int:
+        """Bytes of the segment."""
+
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype, storage_offset: int) -> torch.Tensor:
+        """A tensor over a rank's segment; the offset is in elements."""
+
+    def barrier(self, channel: int, timeout_ms: int) -> None:
+        """Order the current stream after every rank's own. The device fails where a rank stays away too long."""
+
+
+def symmetric_problem(device_index: int) -> str:
+    """Why this process cannot have memory that other processes of the host map; empty where nothing is known.
+
+    Symmetric memory is public in no version yet. Asked here: that torch has it in plain CUDA memory, and that
+    multicast, which no operation here needs and which some hosts cannot set up, stays off.
+    """
+    try:
+        from torch._C._autograd import DeviceType
+        from torch._C._distributed_c10d import _SymmetricMemory
+        from torch.distributed import _symmetric_memory
+
+        kind = _symmetric_memory.get_backend(torch.device("cuda", device_index))
+        multicast = _SymmetricMemory.has_multicast_support(DeviceType.CUDA, device_index)
+    except (ImportError, AttributeError, RuntimeError) as error:
+        return f"torch {torch.__version__} has no symmetric memory here: {error}"
+    if kind != "CUDA":
+        return f"symmetric memory is provided by {kind}, not by CUDA itself; unset TORCH_SYMMMEM"
+    if multicast:
+        return "symmetric memory would set up multicast; set TORCH_SYMM_MEM_DISABLE_MULTICAST=1"
+    return ""
+
+
+def symmetric_pool(device: torch.device, *, divisible: bool) -> torch.cuda.MemPool:
+    """A pool whose memory other processes can map.
+
+    ``divisible``: parts of a segment may serve different allocations.
+
+    Raises:
+        RuntimeError: this torch has none.
+    """
+    try:
+        from torch.distributed import _symmetric_memory
+
+        allocator = _symmetric_memory.get_mempool_allocator(device)
+        # Lent to others when memory runs out, ranks would no longer be served alike.
+        return torch.cuda.MemPool(allocator, use_on_oom=False, no_split=not divisible)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise RuntimeError(f"torch {torch.__version__} has no pools of symmetric memory: {error}") from error
+
+
+def symmetric_handle(tensor: torch.Tensor, group: dist.ProcessGroup) -> SymmetricHandle | None:
+    """The segment in which ``tensor`` lies; None where it is in other memory. Every rank calls it.
+
+    Meets the other ranks where the segment is new to ``group``.
+
+    Raises:
+        RuntimeError: a rank could not map another's segment.
+    """
+    from torch.distributed import _symmetric_memory
+
+    with warnings.catch_warnings():
+        # Some versions warn of a tensor in other memory, which is what is asked here.
+        warnings.simplefilter("ignore")
+        handle: SymmetricHandle | None = _symmetric_memory.rendezvous(tensor, group.group_name)
+    return handle

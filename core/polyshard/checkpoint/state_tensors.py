@@ -1,0 +1,21 @@
+"""Where an optimizer keeps a tensor of its state, and whether one that it has may be filled in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeGuard
+
+import torch
+
+
+def fits(present: Any, shape: Iterable[int], dtype: torch.dtype) -> TypeGuard[torch.Tensor]:
+    """Whether ``present`` is a tensor of this shape and dtype."""
+    return isinstance(present, torch.Tensor) and tuple(present.shape) == tuple(shape) and present.dtype == dtype
+
+
+def kept_beside(group: Mapping[str, Any]) -> bool:
+    """Whether 0-dim state lies on the parameter's device.
+
+    As torch's optimizers place it: on the CPU, unless a kernel reads it.
+    """
+    return bool(group.get("capturable")) or bool(group.get("fused"))

@@ -1,0 +1,109 @@
+"""Weight gradients of large linear layers, computed where their reduction reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from . import _torch_private
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+#: Weights of fewer elements are copied: the copy costs less than Python in their forward and backward.
+DIRECT_NUMEL = 1 << 22
+
+#: Answers with the memory that a weight's gradient belongs in, or None where it needs memory of its own.
+Claim = Callable[[], torch.Tensor | None]
+
+
+class DirectLinear(torch.autograd.Function):
+    """``functional.linear`` whose weight gradient is written where ``claim`` says.
+
+    Autograd keeps the tensor that backward returns as the leaf's ``.grad`` when nothing else holds it, so the gradient
+    is produced in its place and neither copied nor held twice.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, claim: Claim, unfilled: bool
+    ) -> torch.Tensor:
+        """``x``: ``[*, in]``; ``weight``: ``[out, in]``; ``bias``: ``[out]`` or None; returns ``[*, out]``.
+
+        ``unfilled``: the output is memory without values.
+        """
+        ctx.save_for_backward(x, weight)
+        ctx.claim = claim
+        return x.new_empty((*x.shape[:-1], weight.shape[0])) if unfilled else functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(
+        ctx: Any, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None]:
+        """Of ``x``, ``weight`` and ``bias``, where they need one."""
+        x, weight = ctx.saved_tensors
+        of_x = of_weight = of_bias = None
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        if ctx.needs_input_grad[0]:
+            of_x = rows.mm(weight).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            columns, inputs = rows.t(), x.reshape(-1, x.shape[-1])
+            place = ctx.claim()
+            of_weight = columns.mm(inputs) if place is None else torch.mm(columns, inputs, out=place)
+        if ctx.needs_input_grad[2]:
+            of_bias = rows.sum(0)
+        return of_x, of_weight, of_bias, None, None
+
+
+def write_directly(unit: Unit) -> None:
+    """Let the large linear layers of ``unit`` write their weight gradients into the reduction's input.
+
+    Layers whose forward is somebody else's (a subclass, a replaced method) stay as they are.
+    """
+    for index, parameter in enumerate(unit.parameters):
+        if len(parameter.sites) > 1 or unit.layout.slots[index].numel < DIRECT_NUMEL:
+            continue
+        module, attribute = parameter.sites[0]
+        if type(module) is nn.Linear and attribute == "weight" and "forward" not in module.__dict__:
+            module.__dict__["forward"] = DirectForward(module, partial(unit.claim_gradient, index))
+
+
+class DirectForward:
+    """The forward of one linear layer: direct where autograd records it and nothing else looks inside."""
+
+    def __init__(self, module: nn.Linear, claim: Claim) -> None:
+        self._module = module
+        self._claim = claim
+        # A checkpoint ends its recomputation at the last tensor that was saved, by an exception. torch's own product
+        # saves its inputs before it computes, ours after: what ends here would be computed in vain.
+        self._ends_recomputation = False
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        weight, bias = self._module.weight, self._module.bias
+        if (
+            torch.compiler.is_compiling()
+            or not (torch.is_grad_enabled() and weight.requires_grad)
+            or type(input) is not torch.Tensor
+            or torch.is_autocast_enabled(input.device.type)
+            or _torch_private.in_transform()
+        ):
+            return functional.linear(input, weight, bias)
+        recomputes = _torch_private.in_backward()
+        unfilled = recomputes and self._ends_recomputation
+        try:
+            output: torch.Tensor = DirectLinear.apply(  # type: ignore[no-untyped-call]
+                input, weight, bias, self._claim, unfilled
+            )
+        except BaseException:
+            self._ends_recomputation |= recomputes
+            raise
+        if unfilled:
+            self._ends_recomputation = False
+            with torch.no_grad():
+                output.copy_(functional.linear(input, weight, bias))
+        return output

@@ -1,0 +1,479 @@
+"""Captured steps as CUDA graphs, one process for each of at most two GPUs; the CPU twin is ``test_capture``."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import polyshard
+import pytest
+import torch
+from polyshard import CapturedStep, CaptureMode
+from polyshard.engine.root import Root
+from polyshard.errors import CaptureError
+from processes import RankPool
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.gpu
+
+T = TypeVar("T")
+
+WORLD_SIZE = max(1, min(torch.cuda.device_count(), 2))
+POOLS: list[RankPool] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_pools() -> Iterator[None]:
+    yield
+    while POOLS:
+        POOLS.pop().close()
+
+
+def run(fn: Callable[..., T], *args: Any) -> list[T]:
+    if not POOLS or POOLS[0].closed:
+        POOLS[:] = [RankPool(WORLD_SIZE, backend="nccl")]
+    return POOLS[0].run(fn, *args, timeout=90.0)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, recomputes: bool, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width + 1)
+        self.down = nn.Linear(3 * width + 1, width)
+        self.dropout = nn.Dropout(dropout)
+        self.recomputes = recomputes
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.recomputes:
+            return checkpoint(self.body, x, use_reentrant=False, preserve_rng_state=False)
+        return self.body(x)
+
+
+class Net(nn.Module):
+    def __init__(self, recomputes: bool = False, dropout: float = 0.0, width: int = 24) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(31, width)
+        self.blocks = nn.ModuleList(Block(width, recomputes, dropout) for _ in range(4))
+        self.head = nn.Linear(width, 31)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def on_device(rank: int) -> torch.device:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def sharded(model: nn.Module, **settings: Any) -> nn.Module:
+    with warnings.catch_warnings():
+        # One GPU is a world of one.
+        warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
+        config = polyshard.ShardConfig(policy={"name": "module_class", "classes": [Block]}, **settings)
+        return polyshard.shard(model, config)
+
+
+def batch(turn: int) -> torch.Tensor:
+    """The whole batch of a turn, on the CPU."""
+    generator = torch.Generator().manual_seed(3 + turn)
+    return torch.randint(0, 31, (4 * WORLD_SIZE, 12), generator=generator)
+
+
+def adamw(parameters: Any, device: torch.device, fused: bool = False) -> torch.optim.AdamW:
+    lr = torch.tensor(1e-2, device=device)
+    return torch.optim.AdamW(parameters, lr=lr, fused=fused, capturable=True)
+
+
+def stepping(
+    model: nn.Module, optimizer: torch.optim.Optimizer, microbatches: int = 1
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    def train_step(ids: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        *early, last = ids.chunk(microbatches)
+        losses = []
+        if early:
+            with polyshard.no_sync(model):
+                for part in early:
+                    losses.append(model(part) / microbatches)
+                    losses[-1].backward()
+        losses.append(model(last) / microbatches)
+        losses[-1].backward()
+        polyshard.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        return torch.stack([loss.detach() for loss in losses]).sum()
+
+    return train_step
+
+
+class Pair:
+    """A sharded model whose steps are captured, and the same model unsharded on the whole batch, in step with it."""
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        kind: dict[str, Any] | None = None,
+        settings: dict[str, Any] | None = None,
+        fused: bool = False,
+        flat: bool = False,
+        microbatches: int = 1,
+        dtype: torch.dtype = torch.float64,
+        **options: Any,
+    ) -> None:
+        self.rank = rank
+        self.device = on_device(rank)
+        torch.manual_seed(0)
+        self.plain = Net(**(kind or {})).to(self.device, dtype)
+        self.model = sharded(copy.deepcopy(self.plain), **(settings or {}))
+        parameters = polyshard.flat_parameters(self.model) if flat else self.model.parameters()
+        self.optimizer = adamw(parameters, self.device, fused)
+        self.expected = adamw(self.plain.parameters(), self.device, fused)
+        self.train_step = stepping(self.model, self.optimizer, microbatches)
+        self.step = CapturedStep(self.model, self.optimizer, self.train_step, **options)
+        self.turn = 0
+        self.loss_off = 0.0
+
+    def mine(self) -> torch.Tensor:
+        return batch(self.turn).chunk(WORLD_SIZE)[self.rank].to(self.device)
+
+    def advance(self, take: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+        """One step of both."""
+        loss = (take or self.step)(self.mine())
+        self.expected.zero_grad()
+        whole = self.plain(batch(self.turn).to(self.device))
+        whole.backward()
+        nn.utils.clip_grad_norm_(self.plain.parameters(), 1.0)
+        self.expected.step()
+        self.loss_off = max(self.loss_off, abs(averaged(loss) - whole.item()) / whole.item())
+        self.turn += 1
+
+    def parameters_off(self) -> float:
+        with polyshard.unsharded(self.model):
+            pairs = zip(self.model.parameters(), self.plain.parameters(), strict=True)
+            return max((one - other).abs().max().item() for one, other in pairs)
+
+    def evaluation_off(self) -> float:
+        self.model.eval()
+        with torch.no_grad():
+            off = abs(averaged(self.model(self.mine())) - self.plain(batch(self.turn).to(self.device)).item())
+        self.model.train()
+        return off
+
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        root: Root = self.model.__dict__["_polyshard_stage"].root
+        return root.gathered
+
+
+def averaged(loss: torch.Tensor) -> float:
+    mean = loss.detach().clone()
+    torch.distributed.all_reduce(mean)
+    return mean.item() / WORLD_SIZE
+
+
+def train(rank: int, options: dict[str, Any]) -> tuple[float, float, list[str], int]:
+    pair = Pair(rank, **options)
+    modes = []
+    for _ in range(8):
+        pair.advance()
+        modes.append(pair.step.mode.value)
+    return pair.loss_off, pair.parameters_off(), modes, len(pair.gathered)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"settings": {"strategy": "full_shard"}},
+        {"settings": {"strategy": "shard_grad_op"}},
+        {"settings": {"strategy": "no_shard"}},
+        {"settings": {"strategy": "full_shard"}, "fused": True},
+        {"settings": {"strategy": "full_shard"}, "flat": True, "fused": True},
+        {"settings": {"strategy": "shard_grad_op"}, "flat": True},
+        {"kind": {"recomputes": True}},
+        {"settings": {"collectives": {"name": "nccl", "registered": True}}},
+    ],
+    ids=str,
+)
+def test_every_call_trains_as_the_unsharded_model_on_its_own_batch(options: dict[str, Any]) -> None:
+    for loss, parameters, modes, gathered in run(train, options):
+        assert modes == ["warming_up"] * 3 + ["captured"] * 5
+        assert loss < 1e-12
+        assert parameters < 1e-10
+        assert gathered == 0
+
+
+def test_microbatches_under_no_sync_inside_the_step() -> None:
+    for loss, parameters, modes, _ in run(train, {"microbatches": 2}):
+        assert modes[-1] == "captured"
+        assert loss < 1e-12
+        assert parameters < 1e-10
+
+
+def between(rank: int, strategy: str) -> dict[str, float]:
+    """Replays, with everything in between that eager code may do."""
+    pair = Pair(rank, settings={"strategy": strategy})
+    off = {}
+    for _ in range(6):
+        pair.advance()
+    off["replays"] = pair.parameters_off()
+    # Memory that an unsound graph would share with eager code.
+    junk = [torch.full((1 << 20,), float("nan"), device=pair.device) for _ in range(16)]
+    off["evaluation"] = pair.evaluation_off()
+    pair.advance()
+    off["replay after evaluation"] = pair.parameters_off()
+    del junk
+    torch.cuda.empty_cache()
+    pair.advance()
+    off["replay after empty_cache"] = pair.parameters_off()
+    pair.advance(pair.train_step)
+    off["eager step after replays"] = pair.parameters_off()
+    pair.advance()
+    pair.advance()
+    off["replays after an eager step"] = pair.parameters_off()
+    off["evaluation at the end"] = pair.evaluation_off()
+    off["losses"] = pair.loss_off
+    off["gathered"] = float(len(pair.gathered))
+    return off
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_eager_use_between_replays_is_right_and_harms_no_replay(strategy: str) -> None:
+    for off in run(between, strategy):
+        assert {what: value for what, value in off.items() if not value < 1e-10} == {}
+
+
+def bf16_against_eager(rank: int) -> tuple[float, float]:
+    """Largest difference between captured and eager bf16 training, and what training moved."""
+    device = on_device(rank)
+    torch.manual_seed(0)
+    start = Net().to(device)
+
+    def trained(captures: bool) -> list[torch.Tensor]:
+        model = sharded(copy.deepcopy(start), precision="bf16")
+        optimizer = adamw(model.parameters(), device)
+        take: Callable[[torch.Tensor], torch.Tensor] = stepping(model, optimizer)
+        if captures:
+            take = CapturedStep(model, optimizer, take)
+        for turn in range(7):
+            take(batch(turn).chunk(WORLD_SIZE)[rank].to(device))
+        with polyshard.unsharded(model):
+            return [parameter.detach().clone() for parameter in model.parameters()]
+
+    one, other, before = trained(True), trained(False), list(start.parameters())
+    apart = max((a - b).abs().max().item() for a, b in zip(one, other, strict=True))
+    moved = max((a - b).abs().max().item() for a, b in zip(one, before, strict=True))
+    return apart, moved
+
+
+def test_bf16_captured_equals_bf16_eager() -> None:
+    for apart, moved in run(bf16_against_eager):
+        assert moved > 1e-2
+        assert apart < 1e-5
+
+
+def inputs_from_the_host(rank: int) -> float:
+    pair = Pair(rank)
+    for turn in range(7):
+        ids = pair.mine().cpu()
+        pair.advance(lambda _, ids=ids, turn=turn: pair.step(ids.pin_memory() if turn % 2 else ids))  # type: ignore[misc]
+    return pair.parameters_off()
+
+
+def test_inputs_may_come_from_the_host_pinned_or_not() -> None:
+    for off in run(inputs_from_the_host):
+        assert off < 1e-10
+
+
+def learning_rates(rank: int) -> tuple[float, float]:
+    """What a replay moves with a learning rate of nearly zero, and with the old one again."""
+    pair = Pair(rank)
+    for _ in range(4):
+        pair.step(pair.mine())
+    (rate,) = (group["lr"] for group in pair.optimizer.param_groups)
+    moved = []
+    # Not zero: with a learning-rate tensor torch divides by it, and elements that never had a gradient become NaN.
+    for value in (1e-12, 1e-2):
+        with polyshard.unsharded(pair.model):
+            before = [parameter.detach().clone() for parameter in pair.model.parameters()]
+        rate.fill_(value)
+        pair.step(pair.mine())
+        with polyshard.unsharded(pair.model):
+            pairs = zip(pair.model.parameters(), before, strict=True)
+            moved.append(max((now - then).abs().max().item() for now, then in pairs))
+    return moved[0], moved[1]
+
+
+def test_a_learning_rate_tensor_takes_effect_in_the_next_replay() -> None:
+    for still, moving in run(learning_rates):
+        assert still < 1e-9
+        assert moving > 1e-4
+
+
+def dropouts(rank: int) -> list[float]:
+    device = on_device(rank)
+    model = sharded(Net(dropout=0.5).to(device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = CapturedStep(model, optimizer, stepping(model, optimizer))
+    ids = batch(0).chunk(WORLD_SIZE)[rank].to(device)
+    return [step(ids).item() for _ in range(8)]
+
+
+def test_dropout_draws_anew_in_every_replay() -> None:
+    for losses in run(dropouts):
+        assert len(set(losses)) == len(losses)
+
+
+def refused(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except CaptureError as error:
+        return str(error)
+    return "not refused"
+
+
+def reading(rank: int, fallback: str, readers: list[int]) -> dict[str, Any]:
+    """A step that reads its loss while it is captured, on some ranks; then eager training and a good capture."""
+    pair = Pair(rank, kind={"dropout": 0.0})
+    captured_calls = 0
+
+    def reads(ids: torch.Tensor) -> torch.Tensor:
+        nonlocal captured_calls
+        loss = pair.model(ids)
+        if torch.cuda.is_current_stream_capturing():
+            captured_calls += 1
+            if rank in readers:
+                loss.item()
+        pair.optimizer.zero_grad()
+        loss.backward()
+        polyshard.clip_grad_norm_(pair.model, 1.0)
+        pair.optimizer.step()
+        return loss
+
+    step = CapturedStep(pair.model, pair.optimizer, reads, fallback=fallback)
+    for _ in range(3):
+        pair.advance(step)
+    message: str | None
+    if fallback == "refuse":
+        message = refused(lambda: step(pair.mine()))
+        mode = step.mode.value
+    else:
+        pair.advance(step)
+        message, mode = step.reason, step.mode.value
+    found: dict[str, Any] = {"message": message, "mode": mode, "captures": captured_calls}
+    found["gathered"] = len(pair.gathered)
+    # The generator takes part in a capture, and must be free of the one that failed.
+    found["random"] = torch.nn.functional.dropout(torch.ones(1000, device=pair.device)).mean().item()
+    for _ in range(2):
+        pair.advance(pair.train_step)
+    found["eager after"] = pair.parameters_off()
+    pair.step.reset()
+    for _ in range(5):
+        pair.advance()
+    found["captured after"] = pair.parameters_off()
+    found["mode after"] = pair.step.mode.value
+    found["losses"] = pair.loss_off
+    return found
+
+
+@pytest.mark.parametrize("fallback", ["refuse", "eager"])
+@pytest.mark.parametrize("readers", [[0, 1], [0]], ids=["all ranks", "one rank"])
+def test_reading_from_the_device_in_the_step_is_refused_on_all_ranks_and_leaves_the_model_usable(
+    readers: list[int], fallback: str
+) -> None:
+    for found in run(reading, fallback, readers):
+        assert "item()" in found["message"]
+        assert found["mode"] == ("warming_up" if fallback == "refuse" else "eager")
+        assert found["captures"] == 1
+        assert found["gathered"] == 0
+        assert 0.5 < found["random"] < 1.5
+        assert found["eager after"] < 1e-10
+        assert found["captured after"] < 1e-10
+        assert found["mode after"] == "captured"
+        assert found["losses"] < 1e-12
+
+
+def refusals(rank: int) -> dict[str, str]:
+    device = on_device(rank)
+    found = {}
+    model = sharded(Net().to(device), offload="cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found["parks"] = refused(lambda: CapturedStep(model, optimizer, stepping(model, optimizer)))
+    pair = Pair(rank)
+    for _ in range(4):
+        pair.advance()
+    found["shape"] = refused(lambda: pair.step(pair.mine()[:, :5]))
+    found["type"] = refused(lambda: pair.step(pair.mine().int()))
+    return found
+
+
+def test_refusals_name_what_and_why() -> None:
+    for found in run(refusals):
+        assert "CpuOffload" in found["parks"]
+        assert "Argument 0 has shape (4, 5), and had (4, 12)" in found["shape"]
+        assert "Argument 0 is torch.int32, and was torch.int64" in found["type"]
+
+
+def accumulating(rank: int) -> str:
+    device = on_device(rank)
+    model = sharded(Net().to(device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(ids: torch.Tensor) -> None:
+        model(ids).backward()
+        optimizer.step()
+
+    step = CapturedStep(model, optimizer, train_step)
+    ids = batch(0).chunk(WORLD_SIZE)[rank].to(device)
+    for _ in range(3):
+        step(ids)
+    message = refused(lambda: step(ids))
+    step_again = stepping(model, optimizer)
+    step_again(ids)
+    return message
+
+
+def test_gradients_that_add_up_over_calls_are_refused() -> None:
+    for message in run(accumulating):
+        assert "zero_grad" in message
+
+
+def memory(rank: int) -> dict[str, int]:
+    device = on_device(rank)
+    model = sharded(Net(width=512).to(device), precision="bf16")
+    optimizer = adamw(model.parameters(), device, fused=True)
+    step = CapturedStep(model, optimizer, stepping(model, optimizer))
+    ids = batch(0).chunk(WORLD_SIZE)[rank].to(device)
+    for _ in range(5):
+        step(ids)
+    assert step.mode is CaptureMode.CAPTURED
+    torch.cuda.synchronize()
+    seen = {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
+    for _ in range(20):
+        step(ids)
+    torch.cuda.synchronize()
+    seen |= {"allocated later": torch.cuda.memory_allocated(), "reserved later": torch.cuda.memory_reserved()}
+    step.reset()
+    optimizer.zero_grad()
+    gc.collect()
+    torch.cuda.empty_cache()
+    seen["reserved after reset"] = torch.cuda.memory_reserved()
+    return seen
+
+
+def test_memory_is_flat_over_replays_and_comes_back_with_reset() -> None:
+    for seen in run(memory):
+        assert seen["allocated later"] == seen["allocated"]
+        assert seen["reserved later"] == seen["reserved"]
+        assert seen["reserved after reset"] < seen["reserved"]

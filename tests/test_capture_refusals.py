@@ -1,0 +1,252 @@
+"""What cannot be captured or replayed is refused: by name, before anything is trained."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from parity import Net, draw, root_of, seeded, units_of
+from polyshard import CapturedStep, CaptureFallback, CaptureMode
+from polyshard.engine.replay import EngineWatch
+from polyshard.errors import CaptureError, ConfigError, ConfigTypeError, StateError
+from polyshard.interfaces import PrecisionCapabilities, PrecisionCaster, UnitDtypes, UnitSpec
+from refusal import Silent
+from rerun import Rerunning, alone, captured, momentum, stepping, whole
+from torch import nn
+
+
+class Encoding(PrecisionCaster):
+    """Says that it encodes."""
+
+    capabilities = PrecisionCapabilities(encodes=True)
+
+    def dtypes(self, unit: UnitSpec) -> UnitDtypes:
+        return UnitDtypes(compute=torch.float64, wire=torch.float64, reduce=torch.float64, grad=torch.float64)
+
+
+class Listener:
+    @polyshard.hookimpl
+    def step_begin(self, model: nn.Module) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("collectives", "settings", "words"),
+    [
+        (Silent(), {}, ["Silent cannot be recorded"]),
+        (Silent(capturable=True), {"offload": "cpu"}, ["CpuOffload", "'first'", "offload='none'"]),
+        (Silent(capturable=True), {"precision": Encoding()}, ["Encoding encodes"]),
+        (Silent(capturable=True), {"listeners": [Listener()]}, ["listeners"]),
+    ],
+)
+def test_a_model_that_cannot_be_captured_is_refused_before_any_collective(
+    collectives: Silent, settings: dict[str, Any], words: list[str]
+) -> None:
+    config = polyshard.ShardConfig(collectives=collectives, policy=units_of(nn.Linear), **settings)
+    model = polyshard.shard(seeded(Net), config)
+    optimizer = momentum(model)
+    with pytest.raises(CaptureError) as caught:
+        Rerunning(model, optimizer, stepping(model, optimizer))
+    assert "rank 2" in str(caught.value)
+    assert "fallback='eager'" in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+    step = Rerunning(model, optimizer, stepping(model, optimizer), fallback=CaptureFallback.EAGER)
+    assert step.mode is CaptureMode.EAGER
+
+
+def test_a_model_that_is_not_on_cuda_is_refused() -> None:
+    model = alone()
+    with pytest.raises(CaptureError, match="computes on cpu"):
+        CapturedStep(model, momentum(model), print)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps on the host."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["step"] = self.state[parameter].get("step", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (torch.optim.AdamW, "AdamW was made with capturable=False"),
+        (Counting, "The state 'step' of Counting is kept on the host"),
+    ],
+)
+def test_optimizers_that_a_graph_would_leave_behind_are_refused(make: Any, words: str) -> None:
+    model = alone()
+    optimizer = make(model.parameters(), lr=0.1)
+    step = Rerunning(model, optimizer, stepping(model, optimizer), warmup=2)
+    for turn in range(2):
+        step(draw(4, 3, turn=turn))
+    before = whole(model)
+    with pytest.raises(CaptureError, match=words):
+        step(draw(4, 3))
+    assert_unchanged(model, before)
+
+
+def test_gradients_that_outlive_a_call_are_refused() -> None:
+    model = alone()
+    optimizer = momentum(model)
+
+    def train_step(x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    step = Rerunning(model, optimizer, train_step, warmup=2)
+    for turn in range(2):
+        step(draw(4, 3, turn=turn))
+    with pytest.raises(CaptureError, match="zero_grad"):
+        step(draw(4, 3))
+
+
+def assert_unchanged(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
+    torch.testing.assert_close(whole(model), before, rtol=0, atol=0)
+
+
+CALLS: list[tuple[Callable[[], tuple[tuple[Any, ...], dict[str, Any]]], str]] = [
+    (lambda: ((draw(5, 3),), {}), r"Argument 0 has shape \(5, 3\), and had \(4, 3\)"),
+    (lambda: ((draw(4, 3).float(),), {}), "Argument 0 is torch.float32, and was torch.float64"),
+    (lambda: ((draw(4, 3, requires_grad=True),), {}), "Argument 0 wants a gradient"),
+    (lambda: ((draw(4, 3),), {"scale": 2.0}), "Argument 'scale' is 2.0, and was 1.0"),
+    (lambda: ((draw(4, 3),), {"more": {"a": draw(2), "b": None}, "scale": 1}), "Argument 'scale' is 1, and was 1.0"),
+    (lambda: ((draw(4, 3),), {"more": {"a": draw(2)}}), "Argument 'more' is a dict of keys \\['a'\\], and was"),
+    (lambda: ((draw(4, 3),), {"more": {"a": draw(3), "b": None}}), r"Argument 'more'\['a'\] has shape \(3,\)"),
+    (lambda: ((draw(4, 3),), {"other": 1}), "Argument 'scale' was not given|argument 'other' in its place"),
+    (lambda: ((draw(4, 3), 1), {}), "argument 1 in its place"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), CALLS)
+def test_arguments_unlike_the_captured_ones_are_refused_by_name(call: Any, message: str) -> None:
+    model, _, step = captured(scale=1.0, more={"a": draw(2), "b": None})
+    before = whole(model)
+    args, kwargs = call()
+    kwargs = {"scale": 1.0, "more": {"a": draw(2), "b": None}, **kwargs}
+    with pytest.raises(CaptureError, match=message):
+        step(*args, **kwargs)
+    assert_unchanged(model, before)
+
+
+def test_a_number_in_the_optimizers_settings_may_not_change_after_the_capture() -> None:
+    model, optimizer, step = captured()
+    optimizer.param_groups[0]["lr"] = 0.05
+    before = whole(model)
+    with pytest.raises(CaptureError, match=r"'lr' of SGD, parameter group 0, is 0\.05 and was 0\.1"):
+        step(draw(4, 3))
+    assert_unchanged(model, before)
+    step.reset()
+    assert step.mode is CaptureMode.WARMING_UP
+    for turn in range(3):
+        step(draw(4, 3, turn=turn))
+    assert step.mode is CaptureMode.CAPTURED
+
+
+def test_with_the_fallback_a_changed_setting_takes_effect() -> None:
+    model, optimizer, step = captured("eager")
+    before = whole(model)
+    optimizer.param_groups[0].update(lr=0.0)
+    step(draw(4, 3))
+    assert_unchanged(model, before)
+    assert step.mode is CaptureMode.EAGER
+    assert step.reason is not None
+    assert "'lr'" in step.reason
+
+
+def test_a_loaded_optimizer_state_outdates_the_graph() -> None:
+    _, optimizer, step = captured()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with pytest.raises(CaptureError, match=r"state of SGD was replaced.*reset\(\)"):
+        step(draw(4, 3))
+
+
+def replace_data(model: nn.Module) -> None:
+    weight = next(each for each in model.blocks[1].parameters() if each.numel())  # type: ignore[union-attr, index]
+    weight.data = weight.data + 1.0
+
+
+def replace_object(model: nn.Module) -> None:
+    up = model.blocks[1].up  # type: ignore[union-attr, index]
+    up.weight = nn.Parameter(up.weight.detach() + 1.0)  # type: ignore[union-attr, operator]
+
+
+def freeze(model: nn.Module) -> None:
+    model.blocks[1].down.requires_grad_(False)  # type: ignore[union-attr, index, operator]
+
+
+@pytest.mark.parametrize("change", [replace_data, replace_object, freeze])
+def test_a_parameter_replaced_or_frozen_after_the_capture_is_noticed_within_sixteen_calls(
+    change: Callable[[nn.Module], None],
+) -> None:
+    model, *_ = captured()
+    watch = EngineWatch(root_of(model))
+    assert [watch.obstacle() for _ in range(20)] == [None] * 20
+    change(model)
+    found = [obstacle for obstacle in (watch.obstacle() for _ in range(16)) if obstacle is not None]
+    assert found
+    assert all(obstacle.lasting and "'blocks.1'" in obstacle.reason for obstacle in found)
+
+
+def test_a_replay_in_eval_mode_is_refused() -> None:
+    model, _, step = captured()
+    model.eval()
+    with pytest.raises(CaptureError, match=r"Call train\(\)"):
+        step(draw(4, 3))
+    model.train()
+    step(draw(4, 3))
+
+
+def test_no_sync_around_the_call_is_refused_and_so_is_what_it_left() -> None:
+    model, _, step = captured()
+    with polyshard.no_sync(model):
+        with pytest.raises(CaptureError, match="no_sync"):
+            step(draw(4, 3))
+        model(draw(4, 3)).sum().backward()
+    with pytest.raises(CaptureError, match="wait to be reduced"):
+        step(draw(4, 3))
+
+
+def test_no_call_inside_a_step_or_unsharded() -> None:
+    model, _, step = captured("eager")
+    with polyshard.unsharded(model), pytest.raises(StateError, match="unsharded"):
+        step(draw(4, 3))
+    inner = model.blocks[0]  # type: ignore[union-attr, index]
+    handle = inner.register_forward_pre_hook(lambda *_: step(draw(4, 3)))  # type: ignore[union-attr, operator]
+    with pytest.raises(StateError, match="inside a forward"):
+        model(draw(4, 3))
+    handle.remove()
+    step(draw(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"warmup": 1}, ConfigError, "at least 2"),
+        ({"warmup": True}, ConfigError, "warmup=True"),
+        ({"fallback": "maybe"}, ConfigError, "'refuse', 'eager'"),
+        ({"optimizer": [1]}, ConfigTypeError, "a int as an optimizer"),
+        ({"train_step": 3}, ConfigTypeError, "a int as train_step"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
+    model = alone()
+    given: dict[str, Any] = {"optimizer": momentum(model), "train_step": print, "fallback": "eager", **arguments}
+    with pytest.raises(error, match=words):
+        CapturedStep(model, given.pop("optimizer"), given.pop("train_step"), **given)
+
+
+def test_an_unsharded_or_inner_module_is_refused() -> None:
+    plain = seeded(Net)
+    with pytest.raises(StateError, match="needs a sharded module"):
+        CapturedStep(plain, momentum(plain), print)
+    model = alone()
+    with pytest.raises(StateError, match=r"blocks\.0"):
+        CapturedStep(model.blocks[0], momentum(model), print)  # type: ignore[index, arg-type]

@@ -1,0 +1,459 @@
+"""Checkpoints of an optimizer over flat parameters are those of an optimizer over the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from parity import on_ranks, threaded, units_of
+from polyshard import checkpoint
+from polyshard.errors import ConfigError
+from polyshard_backends.threaded import ThreadedWorld
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+Values = dict[str, torch.Tensor]
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+ALONE = "torch.distributed is disabled, unavailable or uninitialized"
+
+
+class Block(nn.Module):
+    """Odd sizes, one size of one, and a convolution whose elements lie in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3, padding=1).to(memory_format=torch.channels_last)
+        self.mix = nn.Conv2d(3, 2, 1)
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gain * self.mix(torch.tanh(self.conv(x)))
+
+
+class Net(nn.Module):
+    """Two blocks, parameters of the root's own, a frozen one, a shared one and one that stays as it is."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(8, 5)
+        self.tied = nn.Linear(8, 5, bias=False)
+        self.tied.weight = self.head.weight
+        self.frozen = nn.Parameter(torch.ones(3))
+        self.aside = nn.Parameter(torch.ones(5))
+        self.double()
+        for parameter in self.parameters():
+            with torch.no_grad():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        x = x.flatten(1)
+        return ((self.head(x) + self.tied(x).tanh()) * self.aside).square().mean() * self.frozen.square().sum()
+
+
+def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1)
+
+
+def momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.001, momentum=0.9, nesterov=True)
+
+
+def rprop(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    # Its ``step_size`` has the parameter's shape and starts at a value that is not zero.
+    return torch.optim.Rprop(parameters, lr=0.01)
+
+
+OPTIMIZERS = [adam, momentum, rprop]
+
+
+def own(model: nn.Module) -> list[nn.Parameter]:
+    return list(model.parameters())
+
+
+def flat(model: nn.Module) -> list[nn.Parameter]:
+    return polyshard.flat_parameters(model)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, turns: range) -> None:
+    # The same batch on every rank: the average is the gradient of the unsharded model.
+    for turn in turns:
+        generator = torch.Generator().manual_seed(turn)
+        model(torch.randn(4, 2, 2, 2, generator=generator, dtype=torch.float64)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def unsharded(make: Make, turns: int) -> tuple[Net, torch.optim.Optimizer]:
+    model = Net()
+    optimizer = make(own(model))
+    train(model, optimizer, range(turns))
+    return model, optimizer
+
+
+def expected(make: Make) -> Values:
+    """Parameters after three uninterrupted steps without shards."""
+    return {name: value.detach() for name, value in unsharded(make, 3)[0].named_parameters()}
+
+
+def shard(model: Net, rank: int, world: ThreadedWorld, **settings: Any) -> Net:
+    return polyshard.shard(
+        model, threaded(world, rank, policy=units_of(Block), **settings), ignored_parameters=[model.aside]
+    )
+
+
+def gathered(model: nn.Module) -> Values:
+    with polyshard.unsharded(model):
+        return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def save(
+    root: Path,
+    make: Make,
+    world_size: int,
+    choose: Callable[[nn.Module], list[nn.Parameter]] = flat,
+    **settings: Any,
+) -> Path:
+    """Train two steps and save."""
+
+    def on_rank(rank: int, world: ThreadedWorld) -> Path:
+        model = shard(Net(), rank, world, **settings)
+        optimizer = make(choose(model))
+        train(model, optimizer, range(2))
+        return checkpoint.save(root, 2, model, optimizer)
+
+    return on_ranks(world_size, on_rank)[0]
+
+
+def resume(
+    directory: Path,
+    make: Make,
+    world_size: int,
+    choose: Callable[[nn.Module], list[nn.Parameter]] = flat,
+    **settings: Any,
+) -> list[Values]:
+    """Load into a model of other values, and train the third step."""
+
+    def on_rank(rank: int, world: ThreadedWorld) -> Values:
+        model = shard(Net(seed=1), rank, world, **settings)
+        optimizer = make(choose(model))
+        checkpoint.load(directory, model, optimizer)
+        train(model, optimizer, range(2, 3))
+        return gathered(model)
+
+    return on_ranks(world_size, on_rank)
+
+
+def assert_third_step(results: list[Values], make: Make) -> None:
+    for result in results:
+        torch.testing.assert_close(result, expected(make), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_unsharded_model_and_optimizer_go_on_by_torch_alone(tmp_path: Path, world_size: int, make: Make) -> None:
+    directory = save(tmp_path, make, world_size)
+    plain = Net(seed=1)
+    optimizer = make(own(plain))
+    state = {"model": dict(plain.named_parameters()), "optimizer": get_optimizer_state_dict(plain, optimizer)}
+    with pytest.warns(UserWarning, match=ALONE):
+        dcp.load(state, checkpoint_id=directory, no_dist=True)
+    set_optimizer_state_dict(plain, optimizer, optim_state_dict=state["optimizer"])
+    train(plain, optimizer, range(2, 3))
+    assert_third_step([{name: value.detach() for name, value in plain.named_parameters()}], make)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((2, "full_shard"), (2, "full_shard")),
+        ((2, "full_shard"), (3, "full_shard")),
+        ((3, "full_shard"), (2, "no_shard")),
+        ((2, "no_shard"), (3, "shard_grad_op")),
+        # More ranks than elements of most parameters; ranks of padding alone.
+        ((9, "full_shard"), (2, "full_shard")),
+        ((2, "full_shard"), (1, "no_shard")),
+        ((1, "no_shard"), (3, "full_shard")),
+    ],
+)
+def test_flat_state_goes_on_at_another_world_size(
+    tmp_path: Path, before: tuple[int, str], after: tuple[int, str], make: Make
+) -> None:
+    directory = save(tmp_path, make, before[0], strategy=before[1])
+    assert_third_step(resume(directory, make, after[0], strategy=after[1]), make)
+
+
+def test_flat_state_goes_on_in_groups_and_with_shards_on_the_cpu(tmp_path: Path) -> None:
+    directory = save(tmp_path, adam, 4, strategy="hybrid_shard", shard_size=2)
+    assert_third_step(resume(directory, adam, 3, offload="cpu"), adam)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_flat_and_own_parameters_load_each_others_checkpoints(tmp_path: Path, world_size: int, make: Make) -> None:
+    directory = save(tmp_path / "flat", make, world_size)
+    assert_third_step(resume(directory, make, 5 - world_size, own), make)
+    directory = save(tmp_path / "own", make, world_size, own)
+    assert_third_step(resume(directory, make, 5 - world_size), make)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_run_without_shards_goes_on_with_flat_parameters(tmp_path: Path, world_size: int, make: Make) -> None:
+    model, optimizer = unsharded(make, 2)
+    on_ranks(1, lambda rank, world: shard(model, rank, world, strategy="no_shard"))
+    directory = checkpoint.save(tmp_path, 2, model, optimizer)
+    assert_third_step(resume(directory, make, world_size), make)
+
+
+def test_torch_reads_into_flat_state_in_place(tmp_path: Path) -> None:
+    plain, plain_optimizer = unsharded(adam, 2)
+    whole = {"model": dict(plain.named_parameters()), "optimizer": get_optimizer_state_dict(plain, plain_optimizer)}
+    with pytest.warns(UserWarning, match=ALONE):
+        dcp.save(whole, checkpoint_id=tmp_path, no_dist=True)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> Values:
+        model = shard(Net(seed=1), rank, world)
+        optimizer = adam(flat(model))
+        train(model, optimizer, range(1))
+        state = {"model": checkpoint.model_state(model), "optimizer": checkpoint.optimizer_state(model, optimizer)}
+        dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+        train(model, optimizer, range(2, 3))
+        return gathered(model)
+
+    with pytest.warns(UserWarning, match=ALONE):
+        results = on_ranks(2, on_rank)
+    assert_third_step(results, adam)
+
+
+def test_what_is_saved_is_what_the_models_own_parameters_would_have_saved() -> None:
+    def described(choose: Callable[[nn.Module], list[nn.Parameter]]) -> list[Any]:
+        def on_rank(rank: int, world: ThreadedWorld) -> Any:
+            model = shard(Net(), rank, world)
+            optimizer = adam(choose(model))
+            train(model, optimizer, range(2))
+            state = checkpoint.optimizer_state(model, optimizer)
+            shapes = {
+                (name, key): (tuple(value.shape), [chunk.box for chunk in getattr(value, "chunks", ())])
+                for name, values in state["state"].items()
+                for key, value in values.items()
+            }
+            (group,) = state["param_groups"]
+            return shapes, sorted(group["params"]), {name for name in group if name != "params"}
+
+        return on_ranks(3, on_rank)
+
+    assert described(flat) == described(own)
+    shapes = described(flat)[0][0]
+    assert shapes["blocks.0.conv.weight", "exp_avg"][0] == (3, 2, 3, 3)
+    assert shapes["blocks.0.conv.weight", "step"][0] == ()
+
+
+def test_groups_and_names_of_parameters_are_the_models(tmp_path: Path) -> None:
+    def grouped(model: nn.Module, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        # The loose parameter comes last; the second group is of its own learning rate.
+        named = [(f"p{index}", parameter) for index, parameter in enumerate(parameters)]
+        return torch.optim.AdamW([{"params": named[:-1]}, {"params": named[-1:], "lr": 0.5}], lr=0.05)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model = shard(Net(), rank, world)
+        optimizer = grouped(model, flat(model))
+        train(model, optimizer, range(2))
+        first, second = checkpoint.optimizer_state(model, optimizer)["param_groups"]
+        assert set(first["params"]) == {name for name, _ in model.named_parameters()} - {"aside"}
+        assert first["param_names"] == first["params"]
+        assert second["params"] == ["aside"]
+        directory = checkpoint.save(tmp_path, 2, model, optimizer)
+        own_names = [group["param_names"] for group in optimizer.param_groups]
+        optimizer.param_groups[1]["lr"] = 0.1
+        checkpoint.load(directory, model, optimizer)
+        assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.5]
+        assert [group["param_names"] for group in optimizer.param_groups] == own_names
+        with pytest.raises(ConfigError, match="has 2 parameter groups, the optimizer 1"):
+            checkpoint.load(directory, model, adam(flat(model)))
+
+    on_ranks(2, on_rank)
+
+
+def test_padding_of_the_state_is_zero_and_what_is_there_is_filled_in_place(tmp_path: Path) -> None:
+    directory = save(tmp_path, adam, 2)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model = shard(Net(seed=1), rank, world)
+        parameters = flat(model)
+        optimizer = adam(parameters)
+        train(model, optimizer, range(1))
+        # A block has 1 (and one of padding), 54, 3 (and one of padding), 6 and 2 elements: 68, of which a rank has 34.
+        block = next(parameter for parameter in parameters if parameter.numel() == 34)
+        before = dict(optimizer.state[block])
+        for value in before.values():
+            value.fill_(7.0)
+        checkpoint.load(directory, model, optimizer)
+        assert optimizer.state[block].keys() == before.keys()
+        for key, value in optimizer.state[block].items():
+            assert value.data_ptr() == before[key].data_ptr()
+        assert before["step"] == 2.0
+        told = checkpoint.optimizer_state(model, optimizer)["state"]
+        parts = [
+            chunk.view
+            for name, values in told.items()
+            if name.startswith("blocks.0")
+            for chunk in values["exp_avg_sq"].chunks
+        ]
+        assert sum(part.numel() for part in parts) == 33
+        assert before["exp_avg_sq"].count_nonzero() == 33
+        assert before["exp_avg_sq"].sum().item() == pytest.approx(sum(part.sum().item() for part in parts), rel=1e-12)
+
+    on_ranks(2, on_rank)
+
+
+def test_numbers_and_empty_parameters_go_both_ways(tmp_path: Path) -> None:
+    def empty(seed: int = 0) -> Net:
+        model = Net(seed)
+        model.blocks[0].nothing = nn.Parameter(torch.empty(0, dtype=torch.float64))
+        return model
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model = shard(empty(), rank, world)
+        optimizer = adam(flat(model))
+        train(model, optimizer, range(2))
+        for values in optimizer.state.values():
+            values["count"] = 3
+        directory = checkpoint.save(tmp_path, 2, model, optimizer)
+        each = adam(own(model))
+        checkpoint.load(directory, model, each)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        assert [each.state[parameter]["count"] for parameter in trained] == [3] * len(trained)
+        # Nobody holds a part of an empty parameter, so its state may be missing.
+        del each.state[model.blocks[0].nothing]
+        directory = checkpoint.save(tmp_path, 3, model, each)
+        again = adam(flat(model))
+        checkpoint.load(directory, model, again)
+        assert optimizer.state.keys() == again.state.keys()
+        for parameter, values in optimizer.state.items():
+            torch.testing.assert_close(again.state[parameter], values, rtol=0, atol=0)
+
+    on_ranks(2, on_rank)
+    plain = empty(seed=1)
+    optimizer = adam(own(plain))
+    state = {"optimizer": get_optimizer_state_dict(plain, optimizer)}
+    with pytest.warns(UserWarning, match=ALONE):
+        dcp.load(state, checkpoint_id=tmp_path / "step-00000002", no_dist=True)
+    set_optimizer_state_dict(plain, optimizer, optim_state_dict=state["optimizer"])
+    assert optimizer.state[plain.blocks[0].nothing]["step"] == 2.0
+
+
+def test_scalars_that_differ_between_parameters_of_a_unit_are_refused_by_name(tmp_path: Path) -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model = shard(Net(), rank, world, strategy="no_shard")
+        optimizer = adam(own(model))
+        train(model, optimizer, range(2))
+        optimizer.state[model.blocks[1].mix.bias]["step"].fill_(9.0)
+        directory = checkpoint.save(tmp_path, 2, model, optimizer)
+        other = shard(Net(seed=1), rank, world)
+        before = gathered(other)
+        fresh = adam(flat(other))
+        with pytest.raises(ConfigError) as caught:
+            checkpoint.load(directory, other, fresh)
+        assert "optimizer state 'step' is 2.0 for 'blocks.1." in str(caught.value)
+        assert "but 9.0 for 'blocks.1.mix.bias' in the checkpoint" in str(caught.value)
+        assert "the flat parameter of unit 'blocks.1' has one for both" in str(caught.value)
+        assert not fresh.state
+        torch.testing.assert_close(gathered(other), before, rtol=0, atol=0)
+        # Parameters of their own may differ.
+        checkpoint.load(directory, other, adam(own(other)))
+
+    on_ranks(2, on_rank)
+
+
+def test_state_of_some_parameters_of_a_unit_only_is_refused_by_name(tmp_path: Path) -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model = shard(Net(), rank, world, strategy="no_shard")
+        optimizer = adam(own(model))
+        train(model, optimizer, range(2))
+        del optimizer.state[model.blocks[1].gain]
+        directory = checkpoint.save(tmp_path, 2, model, optimizer)
+        other = shard(Net(seed=1), rank, world)
+        with pytest.raises(ConfigError, match=r"'step' of .* but not of 'blocks.1.gain', and the flat parameter"):
+            checkpoint.load(directory, other, adam(flat(other)))
+
+    on_ranks(2, on_rank)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_state_of_another_shape_is_refused(tmp_path: Path, strategy: str) -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model = shard(Net(), rank, world, strategy=strategy)
+        parameters = flat(model)
+        optimizer = adam(parameters)
+        train(model, optimizer, range(1))
+        optimizer.state[parameters[2]]["factors"] = torch.zeros(1000)
+        message = rf"state 'factors' of the flat parameter of unit 'blocks.0' has shape \(1000,\) on rank {rank}"
+        with pytest.raises(ConfigError, match=message):
+            checkpoint.save(tmp_path, 1, model, optimizer)
+        optimizer.state[parameters[2]]["factors"] = [1.0]
+        with pytest.raises(ConfigError, match=r"'factors' of the flat parameter of unit 'blocks\.0' is a list"):
+            checkpoint.optimizer_state(model, optimizer)
+
+    on_ranks(2, on_rank)
+    assert checkpoint.latest(tmp_path) is None
+
+
+def test_state_that_was_saved_in_another_shape_is_refused(tmp_path: Path) -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model = shard(Net(), rank, world, strategy="no_shard")
+        optimizer = adam(own(model))
+        train(model, optimizer, range(1))
+        for parameter in model.blocks[0].parameters():
+            optimizer.state[parameter]["rows"] = torch.zeros(2)
+        directory = checkpoint.save(tmp_path, 1, model, optimizer)
+        with pytest.raises(ConfigError, match=r"'rows' of 'blocks.0.*' has shape \(2,\) .*neither a scalar nor"):
+            checkpoint.load(directory, model, adam(flat(model)))
+
+    on_ranks(2, on_rank)
+
+
+def test_a_unit_is_given_once(tmp_path: Path) -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model = shard(Net(), rank, world)
+        twice = adam([*flat(model), model.blocks[0].gain])
+        with pytest.raises(ConfigError, match=r"stands for 'blocks.0.gain', which the optimizer has already.*not both"):
+            checkpoint.optimizer_state(model, twice)
+
+    on_ranks(2, on_rank)
+
+
+def test_one_rank_of_a_pretended_world_takes_back_its_own_part(tmp_path: Path) -> None:
+    def pretended(seed: int, rank: int) -> tuple[Net, list[nn.Parameter]]:
+        model = Net(seed)
+        config = polyshard.ShardConfig(
+            collectives={"name": "fake", "rank": rank, "world_size": 4}, policy=units_of(Block), check_ranks=False
+        )
+        polyshard.shard(model, config, ignored_parameters=[model.aside])
+        return model, flat(model)
+
+    model, parameters = pretended(0, 1)
+    optimizer = adam(parameters)
+    train(model, optimizer, range(2))
+    directory = checkpoint.save(tmp_path, 2, model, optimizer)
+    again, others = pretended(1, 1)
+    fresh = adam(others)
+    checkpoint.load(directory, again, fresh)
+    assert fresh.state
+    for one, other in zip(parameters, others, strict=True):
+        assert optimizer.state[one].keys() == fresh.state[other].keys()
+        for key, value in optimizer.state[one].items():
+            assert torch.equal(value, fresh.state[other][key])
+    stranger, theirs = pretended(1, 2)
+    with pytest.raises(ConfigError, match=r"has no|one rank of a pretended world saved it"):
+        checkpoint.load(directory, stranger, adam(theirs))
