@@ -12,12 +12,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from picture import FSDP2_COLOUR, POLYSHARD_COLOUR, commit_of, pyplot, save
+
 _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results" / "host.json"
 _CHART = _ROOT / "docs" / "host-cost.svg"
 _REMEDY = "Measure first: python benchmarks/host.py --out {}"
 #: The key of each peer in the results, its name in the chart, its colour and its marker.
-_PEERS = (("fsdp2", "FSDP2", "#b45309", "s"), ("polyshard", "polyshard", "#1d4ed8", "o"))
+_PEERS = (("fsdp2", "FSDP2", FSDP2_COLOUR, "s"), ("polyshard", "polyshard", POLYSHARD_COLOUR, "o"))
 
 
 class UnusableResultsError(Exception):
@@ -27,7 +29,7 @@ class UnusableResultsError(Exception):
 def read_results(path: Path) -> dict[str, Any]:
     """What ``host.py --out`` wrote. Raises ``UnusableResultsError``, saying what to run."""
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
+        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise UnusableResultsError(f"{path} is no JSON: {error}. {_REMEDY.format(path)}") from error
     for table in ("environment", "settings", "step"):
@@ -38,17 +40,8 @@ def read_results(path: Path) -> dict[str, Any]:
 
 def draw(report: dict[str, Any], chart: Path) -> None:
     """One row for each precision, forward at the left, backward at the right; bars span the quartiles of the rounds."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    # The same results give the same file: without a salt, the ids in it are random.
-    mpl.rcParams.update(
-        {"svg.hashsalt": "polyshard", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
-    )
-    from matplotlib import pyplot
-
     steps = report["step"]
-    figure, grid = pyplot.subplots(len(steps), 2, figsize=(7.2, 2.5 * len(steps) + 0.7), squeeze=False, sharey="row")
+    figure, grid = pyplot().subplots(len(steps), 2, figsize=(7.2, 2.5 * len(steps) + 0.7), squeeze=False, sharey="row")
     for row, (precision, result) in zip(grid, steps.items(), strict=True):
         for axes, direction in zip(row, ("forward", "backward"), strict=True):
             _draw_panel(axes, result["own_us"][direction])
@@ -59,12 +52,7 @@ def draw(report: dict[str, Any], chart: Path) -> None:
     for axes in grid[-1]:
         axes.set_xlabel("parameters a unit")
     grid[0][0].legend(frameon=False)
-    figure.suptitle("Host cost of a unit, less the plain module's own time", x=0.01, ha="left", fontsize=11)
-    figure.text(0.01, 0.005, _source(report), fontsize=7, color="#555555")
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
-    chart.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(chart, metadata={"Date": None})
-    pyplot.close(figure)
+    save(figure, "Host cost of a unit, less the plain module's own time", _source(report), chart)
 
 
 def _draw_panel(axes: Any, own: dict[str, dict[str, dict[str, float]]]) -> None:
@@ -85,12 +73,10 @@ def _draw_panel(axes: Any, own: dict[str, dict[str, dict[str, float]]]) -> None:
 
 def _source(report: dict[str, Any]) -> str:
     environment, settings = report["environment"], report["settings"]
-    commit = str(environment.get("commit", ""))[:10] or "unknown"
-    changed = " with uncommitted changes" if environment.get("uncommitted_changes") else ""
     return (
         f"Medians and quartiles of {settings['rounds']} rounds, {settings['units']} units, pretended collectives of "
         f"{settings['world_size']} ranks.\n{environment.get('cpu', 'unknown CPU')}, torch {environment.get('torch')}, "
-        f"commit {commit}{changed}, {environment.get('date')}"
+        f"{commit_of(environment)}, {environment.get('date')}"
     )
 
 

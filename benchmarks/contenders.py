@@ -1,0 +1,394 @@
+"""The peers of ``peers.py``: how each wraps the model, makes its optimizer, and takes a step."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+from workloads import Block, LanguageModel, Workload, initial_value
+
+
+class NotServedError(Exception):
+    """A peer cannot take part in this run; the message says why, and is the same on every rank."""
+
+
+class Step(Protocol):
+    """One training step: forward, backward, optimizer, gradients set to None."""
+
+    def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Tokens and next tokens, ``[batch, seq]``, to the loss; the next call may overwrite it."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what outlives its last use."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a peer is built, and what it trains."""
+
+    workload: Workload
+    device: torch.device
+    rank: int
+    world_size: int
+    compiled: bool
+    """Whether every block goes through ``torch.compile``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A peer as it is named in the results."""
+
+    name: str
+    compiled: bool
+    captured: bool
+    """Whether its step is one CUDA graph."""
+    build: Callable[[Site], Step]
+
+
+class EagerStep:
+    """A step as a training loop writes it."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, context: AbstractContextManager[Any] | None = None
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.context = context
+
+    def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor
+        if self.context is None:
+            loss = self.model(tokens, targets)
+        else:
+            with self.context:
+                loss = self.model(tokens, targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class LocalStep:
+    """Compute of one rank alone: gradients are dropped, and the optimizer updates memory of a shard's size.
+
+    The model does not learn.
+    """
+
+    def __init__(self, model: nn.Module, shard: nn.Parameter) -> None:
+        self.model = model
+        self.parameters = list(model.parameters())
+        shard.grad = torch.full_like(shard, 1e-3)
+        self.optimizer = _optimizer([shard])
+
+    def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(tokens, targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        for parameter in self.parameters:
+            parameter.grad = None
+        return loss.detach()
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class GraphStep:
+    """A few eager steps on a side stream, then the same step captured once and replayed. For engines given as files."""
+
+    EAGER_STEPS = 2
+
+    def __init__(self, step: Step, site: Site) -> None:
+        self.step = step
+        size = (site.workload.batch, site.workload.seq)
+        self.tokens, self.targets = (torch.zeros(size, dtype=torch.int64, device=site.device) for _ in range(2))
+        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.loss = torch.zeros((), device=site.device)
+        self.taken = 0
+
+    def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.tokens.copy_(tokens)
+        self.targets.copy_(targets)
+        if self.taken < self.EAGER_STEPS:
+            self.taken += 1
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                loss = self.step(self.tokens, self.targets)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return loss
+        if self.graph is None:
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            # NCCL's watchdog asks for the state of its events meanwhile, from another thread.
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.loss = self.step(self.tokens, self.targets)
+        self.graph.replay()
+        return self.loss
+
+    def close(self) -> None:
+        """Drop the graph: communicators that it uses cannot be destroyed before."""
+        torch.cuda.synchronize()
+        if self.graph is not None:
+            self.graph.reset()
+
+
+class CapturedPolyshard:
+    """polyshard's own captured step: as many eager steps as ``GraphStep`` takes, then replays."""
+
+    def __init__(self, model: nn.Module, step: EagerStep) -> None:
+        import polyshard
+
+        self.captured = polyshard.CapturedStep(model, step.optimizer, step.__call__, warmup=GraphStep.EAGER_STEPS)
+
+    def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.captured(tokens, targets)
+
+    def close(self) -> None:
+        """Drop the graph."""
+        self.captured.reset()
+
+
+def contender(name: str, compiled: bool = False) -> Contender:
+    """The peer called ``name``; ``+compile`` at its end, or ``compiled``, compiles its blocks.
+
+    Raises ``ValueError`` for a name that means none, naming those that there are.
+    """
+    family = name.removesuffix("+compile")
+    compiled = compiled or name != family
+    base, _, rest = family.partition(":")
+    captured = "captured" in base
+    build: Callable[[Site], Step]
+    if base in ("module", "module-captured"):
+        if not Path(rest).is_file():
+            raise ValueError(f"peer {name!r}: {rest!r} is no file. Write module:PATH of a Python file with build().")
+        build = partial(_module, path=Path(rest), captured=captured)
+        family = f"{base}:{Path(rest).stem}"
+    elif base in _POLYSHARD:
+        build = partial(_polyshard, kind=base, overrides=_overrides(name, rest))
+    elif base in _PEERS and not rest:
+        build = _PEERS[base]
+    else:
+        raise ValueError(f"no peer is called {name!r}. Peers: {', '.join(peer_names())}, module:PATH.")
+    if compiled and base == "ddp":
+        # torch.compile splits graphs at DDP's buckets by itself, which is another measurement.
+        raise ValueError(f"peer {name!r}: ddp is timed without torch.compile only.")
+    return Contender(f"{family}+compile" if compiled else family, compiled, captured, build)
+
+
+def peer_names() -> list[str]:
+    """Every peer that is not given as a file."""
+    return [*_PEERS, *_POLYSHARD]
+
+
+def _meta_model(site: Site) -> LanguageModel:
+    with torch.device("meta"):
+        model = LanguageModel(site.workload)
+    if site.compiled:
+        for block in model.blocks:
+            block.compile()
+    return model
+
+
+def _whole_model(site: Site, dtype: torch.dtype = torch.float32) -> LanguageModel:
+    """The model on the device, every parameter whole and with its first value."""
+    model = _meta_model(site).to(dtype).to_empty(device=site.device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial_value(name, parameter.shape, site.device))
+    return model
+
+
+def _initializer(model: nn.Module) -> Callable[[nn.Module], None]:
+    """A function that fills the parameters that a module of ``model`` holds directly; call it before wrapping."""
+    names = {module: f"{name}." if name else "" for name, module in model.named_modules()}
+
+    def initialize(module: nn.Module) -> None:
+        with torch.no_grad():
+            for name, parameter in module.named_parameters(recurse=False):
+                parameter.copy_(initial_value(names[module] + name, parameter.shape, parameter.device))
+
+    return initialize
+
+
+def _optimizer(parameters: Iterable[nn.Parameter], *, capturable: bool = False) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        list(parameters), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True, capturable=capturable
+    )
+
+
+def _refuse_replicas(site: Site, bytes_per_parameter: int, what: str) -> None:
+    """Refuse a model that would nearly fill the device before its activations."""
+    if site.device.type != "cuda":
+        return
+    needed = site.workload.parameter_count * bytes_per_parameter / 2**30
+    there = torch.cuda.get_device_properties(site.device).total_memory / 2**30
+    if needed > 0.7 * there:
+        raise NotServedError(
+            f"{what} take {needed:.0f} GiB on every rank, of {there:.0f} GiB, before activations and buckets"
+        )
+
+
+def _refuse_without_cuda(site: Site, what: str) -> None:
+    if site.device.type != "cuda":
+        raise NotServedError(f"{what} needs CUDA")
+
+
+def _local(site: Site) -> Step:
+    _refuse_replicas(site, 4, "bf16 parameters and gradients")
+    model = _whole_model(site, torch.bfloat16)
+    numel = -(-site.workload.parameter_count // site.world_size)
+    return LocalStep(model, nn.Parameter(torch.zeros(numel, device=site.device)))
+
+
+def _ddp(site: Site) -> Step:
+    from torch.nn.parallel import DistributedDataParallel
+
+    _refuse_replicas(site, 16, "fp32 parameters, gradients and two optimizer states")
+    ids = [site.device.index] if site.device.type == "cuda" else None
+    model = DistributedDataParallel(_whole_model(site), device_ids=ids, gradient_as_bucket_view=True)
+    autocast = torch.autocast(site.device.type, torch.bfloat16)
+    return EagerStep(model, _optimizer(model.parameters()), autocast)
+
+
+def _fsdp1(site: Site) -> Step:
+    from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    _refuse_without_cuda(site, "FSDP1 with bf16 compute and fp32 reduction")
+    model = _meta_model(site)
+    initialize = _initializer(model)
+
+    def fill(module: nn.Module) -> None:
+        module.to_empty(device=site.device, recurse=False)
+        initialize(module)
+
+    wrapped = FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        use_orig_params=True,
+        device_id=site.device,
+        param_init_fn=fill,
+        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+    )
+    return EagerStep(wrapped, _optimizer(wrapped.parameters()))
+
+
+def _fsdp2(site: Site, *, keep: bool = False, tuned: bool = False) -> Step:
+    """Blocks and root; ``keep``: nothing is released after forward; ``tuned``: more units, and prefetch by hand."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(site.device.type, (site.world_size,))
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = _meta_model(site)
+    for unit in [model.embedding, *model.blocks] if tuned else model.blocks:
+        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=not keep)
+    if tuned:
+        # Backward begins with it.
+        fully_shard(model.tail, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False if keep else None)
+    if tuned:
+        units = cast("list[FSDPModule]", model.units)
+        for position, unit in enumerate(units):
+            unit.set_modules_to_forward_prefetch(units[position + 1 : position + 3])
+            unit.set_modules_to_backward_prefetch(units[max(0, position - 2) : position][::-1])
+        for setter, value in (("set_separate_reduce_scatter_group", True), ("set_reduce_scatter_max_input_buffers", 2)):
+            # Newer than the oldest torch that is supported.
+            if hasattr(model, setter):
+                getattr(model, setter)(value)
+    model.to_empty(device=site.device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            pieces = initial_value(name, parameter.shape, site.device).chunk(site.world_size)
+            if site.rank < len(pieces):
+                cast("Any", parameter).to_local().copy_(pieces[site.rank])
+    return EagerStep(model, _optimizer(model.parameters()))
+
+
+#: What each of polyshard's peers sets beside precision, policy and device.
+_POLYSHARD: dict[str, dict[str, Any]] = {
+    "polyshard": {},
+    "polyshard-split": {},
+    "polyshard-keep": {"strategy": "shard_grad_op"},
+    "polyshard-auto": {"reshard_after_forward": "auto"},
+    "polyshard-captured": {},
+    "polyshard-captured-keep": {"strategy": "shard_grad_op"},
+    "polyshard-no-shard": {"strategy": "no_shard"},
+    "polyshard-hybrid": {"strategy": "hybrid_shard"},
+}
+
+
+def _overrides(name: str, rest: str) -> dict[str, str]:
+    """``forward_prefetch=2:collectives__registered=true`` as polyshard's environment variables would say it."""
+    overrides = {}
+    for setting in filter(None, rest.split(":")):
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ValueError(f"peer {name!r}: {setting!r} is no setting. Write polyshard:forward_prefetch=2.")
+        overrides[f"POLYSHARD_{key.upper()}"] = value
+    return overrides
+
+
+def _polyshard(site: Site, *, kind: str, overrides: dict[str, str]) -> Step:
+    import polyshard
+
+    settings = dict(_POLYSHARD[kind])
+    if "captured" in kind:
+        _refuse_without_cuda(site, "a captured step")
+    if kind == "polyshard-no-shard":
+        _refuse_replicas(site, 18, "fp32 parameters, gradients, two optimizer states and bf16 parameters")
+    if kind == "polyshard-hybrid":
+        if site.world_size < 4 or site.world_size % 2:
+            raise NotServedError(f"two groups of at least two ranks need 4, 6, 8 … ranks, not {site.world_size}")
+        settings["shard_size"] = site.world_size // 2
+    policy = {"name": "module_class", "classes": [Block], "split_root": kind == "polyshard-split"}
+    config = polyshard.ShardConfig(precision="bf16", policy=policy, device=site.device, **settings).with_environment(
+        overrides
+    )
+    model = _meta_model(site)
+    polyshard.shard(model, config, initializer=_initializer(model))
+    captured = "captured" in kind
+    step = EagerStep(model, _optimizer(polyshard.flat_parameters(model), capturable=captured))
+    return CapturedPolyshard(model, step) if captured else step
+
+
+def _module(site: Site, *, path: Path, captured: bool) -> Step:
+    """An engine in a file of its own. It defines ``build(model, units) -> (model, parameters)``.
+
+    ``model`` is a ``LanguageModel`` on the device in fp32 with its first values, ``units`` its embedding, blocks and
+    tail in order of use. ``build`` shards them over ``torch.distributed``'s default group and returns what to call with
+    (tokens, targets) for the loss, and the fp32 parameters that the optimizer updates.
+    """
+    _refuse_without_cuda(site, "an engine given as a file")
+    spec = importlib.util.spec_from_file_location(f"engine_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    engine = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(engine)
+    model = _whole_model(site)
+    wrapped, parameters = engine.build(model, model.units)
+    step = EagerStep(wrapped, _optimizer(parameters, capturable=captured))
+    return GraphStep(step, site) if captured else step
+
+
+_PEERS: dict[str, Callable[[Site], Step]] = {
+    "local": _local,
+    "ddp": _ddp,
+    "fsdp1": _fsdp1,
+    "fsdp2": _fsdp2,
+    "fsdp2-tuned": partial(_fsdp2, tuned=True),
+    "fsdp2-keep": partial(_fsdp2, keep=True),
+}

@@ -1,0 +1,180 @@
+"""Puts what ``peers.py`` measured into the page and a chart: ``benchmarks/results/peers*.json``.
+
+    python benchmarks/figures.py
+
+A file of the results is one run. The chart is of the first file that has timed rows; the page has all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from picture import FSDP2_COLOUR, OTHER_COLOUR, POLYSHARD_COLOUR, commit_of, pyplot, save
+from summary import COLUMNS, cells, train_table
+
+_ROOT = Path(__file__).parents[1]
+_RESULTS = _ROOT / "benchmarks" / "results"
+_PAGE = _ROOT / "docs" / "performance.md"
+_CHART = _ROOT / "docs" / "peers.svg"
+BEGIN, END = "<!-- begin: peers -->", "<!-- end: peers -->"
+_SHOWN = (
+    "ms a step",
+    "host ms",
+    "FSDP2 / it",
+    "no comm / it",
+    "peak GiB",
+    "reserved GiB",
+    "wrap s",
+    "first s",
+    "tokens/s/GPU",
+    "loss",
+    "off FSDP2",
+)
+
+
+class UnusablePageError(Exception):
+    """The page has no place for the tables."""
+
+
+def read_runs(folder: Path) -> dict[str, dict[str, Any]]:
+    """The runs in ``peers*.json`` of ``folder``, by file name."""
+    return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("peers*.json"))}
+
+
+def source(report: Mapping[str, Any]) -> str:
+    """Where, with what and when a run was made."""
+    found = report["environment"]
+    versions = [f"torch {found['torch']}", f"Python {found['python']}"]
+    versions += [f"{label} {found[key]}" for key, label in (("nccl", "NCCL"), ("driver", "driver")) if found.get(key)]
+    return f"{found['world_size']} x {found['device']}, {', '.join(versions)}, {commit_of(found)}, {found['date']}"
+
+
+def markdown(runs: Mapping[str, Mapping[str, Any]]) -> str:
+    """All tables of all runs."""
+    parts = [_of_run(name, report) for name, report in runs.items()]
+    return "\n\n".join(parts) if parts else "Not measured yet."
+
+
+def _of_run(name: str, report: Mapping[str, Any]) -> str:
+    parts = [
+        f"{source(report)}; [{name}](../benchmarks/results/{name}).\n\n```\n{report['environment']['command']}\n```"
+    ]
+    described = report["settings"]["work"]
+    parts += [
+        f"{described[workload]}:\n\n{_of_workload(peers)}" for workload, peers in report.get("summary", {}).items()
+    ]
+    for skipped in report["skipped"]:
+        parts.append(
+            f"Round {skipped['round'] + 1} of {skipped['workload']} is without {', '.join(skipped['peers'])}: "
+            f"{skipped['reason']}."
+        )
+    if "train" in report:
+        parts.append(f"```text\n{train_table(report['train'])}\n```")
+    return "\n\n".join(parts)
+
+
+def _of_workload(peers: Mapping[str, Mapping[str, Any]]) -> str:
+    places = [position for position, (heading, _) in enumerate(COLUMNS) if heading in _SHOWN]
+    lines = ["| |" + "".join(f" {COLUMNS[place][0]} |" for place in places), "|---" * (len(places) + 1) + "|"]
+    for peer, figures in peers.items():
+        if "error" not in figures:
+            texts = cells(figures)
+            lines.append(f"| {peer} |" + "".join(f" {texts[place]} |" for place in places))
+    unserved = [f"{peer}: {figures['error'][:300]}." for peer, figures in peers.items() if "error" in figures]
+    return "\n".join(lines) + ("\n\n" + " ".join(unserved) if unserved else "")
+
+
+def placed(page: str, tables: str) -> str:
+    """``page`` with ``tables`` between its markers. Raises ``UnusablePageError`` where it has not one of each."""
+    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
+        raise UnusablePageError(f"the page needs one line {BEGIN} and below it one line {END}")
+    head, _, rest = page.partition(BEGIN)
+    return f"{head}{BEGIN}\n\n{tables}\n\n{END}{rest.partition(END)[2]}"
+
+
+def draw(report: Mapping[str, Any], chart: Path) -> None:
+    """A panel for each workload; a bar is a peer's time over FSDP2's, its line the range over rounds."""
+    panels = {
+        workload: {peer: figures for peer, figures in peers.items() if "speed_to_fsdp2" in figures}
+        for workload, peers in report["summary"].items()
+    }
+    panels = {workload: peers for workload, peers in panels.items() if peers}
+    heights = [len(peers) for peers in panels.values()]
+    figure, grid = pyplot().subplots(
+        len(panels),
+        1,
+        figsize=(7.2, 0.2 * sum(heights) + 0.75 * len(panels) + 0.6),
+        squeeze=False,
+        gridspec_kw={"height_ratios": [height + 1.5 for height in heights]},
+    )
+    for axes, (workload, peers) in zip(grid[:, 0], panels.items(), strict=True):
+        _draw_panel(axes, peers)
+        axes.set_title(workload, loc="left", fontsize=9)
+    grid[-1][0].set_xlabel("time of a step, FSDP2 = 1")
+    settings = report["settings"]
+    told = f"Medians and range of {settings['rounds']} interleaved rounds, ms a step beside the bars.\n{source(report)}"
+    save(figure, "A training step beside FSDP2's", told, chart)
+
+
+def _draw_panel(axes: Any, peers: Mapping[str, Mapping[str, Any]]) -> None:
+    names = list(peers)[::-1]
+    speeds = [peers[name]["speed_to_fsdp2"] for name in names]
+    times = [1 / speed["median"] for speed in speeds]
+    below = [max(0.0, time - 1 / speed["max"]) for time, speed in zip(times, speeds, strict=True)]
+    above = [max(0.0, 1 / speed["min"] - time) for time, speed in zip(times, speeds, strict=True)]
+    axes.barh(names, times, xerr=[below, above], color=[_colour(name) for name in names], error_kw={"lw": 1})
+    axes.axvline(1.0, color="#555555", lw=0.8, ls=":")
+    for position, (name, time, more) in enumerate(zip(names, times, above, strict=True)):
+        axes.text(time + more + 0.01, position, f" {peers[name]['ms']['median']:.1f}", va="center", fontsize=7)
+    axes.tick_params(axis="y", labelsize=7, length=0)
+    axes.margins(x=0.08)
+
+
+def _colour(peer: str) -> str:
+    if peer.startswith("polyshard"):
+        return POLYSHARD_COLOUR
+    return FSDP2_COLOUR if peer.startswith("fsdp2") else OTHER_COLOUR
+
+
+def _first_timed(runs: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    compared = (
+        report
+        for report in runs.values()
+        if any("speed_to_fsdp2" in figures for peers in report["summary"].values() for figures in peers.values())
+    )
+    return next(compared, None)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write page and chart, and say where; returns the process's exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=_RESULTS, help="folder of what peers.py wrote")
+    parser.add_argument("--page", type=Path, default=_PAGE)
+    parser.add_argument("--chart", type=Path, default=_CHART)
+    given = parser.parse_args(arguments)
+    runs = read_runs(given.results)
+    if not runs:
+        # Not an error: all benchmarks may be run in the order of their names, and this one comes before peers.py.
+        print(f"nothing written: {given.results} has no peers*.json; see benchmarks/peers.py --help", file=sys.stderr)
+        return 0
+    try:
+        page = placed(given.page.read_text(encoding="utf-8"), markdown(runs))
+    except UnusablePageError as error:
+        print(f"nothing written: {given.page}: {error}", file=sys.stderr)
+        return 2
+    given.page.write_text(page, encoding="utf-8")
+    print(given.page)
+    timed = _first_timed(runs)
+    if timed is not None:
+        draw(timed, given.chart)
+        print(given.chart)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,371 @@
+"""polyshard beside DDP, FSDP1, FSDP2 and compute without communication: one model, one run, peers taking turns.
+
+    torchrun --standalone --nproc-per-node 4 benchmarks/peers.py --rounds 3 --out benchmarks/results/peers.json
+    torchrun --standalone --nproc-per-node 2 benchmarks/peers.py --train 1000 --every 100 --out train.json
+    torchrun --standalone --nproc-per-node 2 benchmarks/peers.py --device cpu --work tiny
+
+In every round, each peer of a workload is built from the meta device, warmed up, timed and dropped; ratios are taken
+within a round. All start from the same weights and see the same batches, so their losses agree. A step is forward,
+backward, fused AdamW and zero_grad(); its time lies between two CUDA events and is the slowest rank's; host time ends
+when the last call returns. Ranks meet between steps. All sharders compute in bf16, keep fp32 parameters and reduce in
+fp32; DDP computes under bf16 autocast.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import platform
+import re
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from contenders import Contender, NotServedError, Site, Step
+from measure import output_of, spread, undisturbed
+from memory import Memory, larger
+from options import Settings, make_parser, settings_of
+from ranks import Ranks
+from summary import summarise, table, train_table
+from workloads import Batches, Workload
+
+#: Batches that a timed peer goes round.
+_POOL = 8
+
+
+class Benchmark:
+    """One run: its rows, and the file that has them after every peer."""
+
+    def __init__(self, ranks: Ranks, settings: Settings, report: dict[str, Any]) -> None:
+        self.ranks = ranks
+        self.settings = settings
+        self.report = report
+        self.memory = Memory(ranks.device)
+        self.began = time.perf_counter()
+
+    def run(self) -> None:
+        """All rounds. Rounds come first and workloads second, so that a run cut short has rows of every workload."""
+        taken: dict[str, float] = {}
+        for number in range(self.settings.rounds):
+            for workload in self.settings.workloads:
+                if self._late(taken.get(workload.name, 0.0)):
+                    self._skip(workload, number, [peer.name for peer in self.settings.contenders])
+                    continue
+                began = time.perf_counter()
+                turn = number % len(self.settings.contenders)
+                order = [*self.settings.contenders[turn:], *self.settings.contenders[:turn]]
+                for position, peer in enumerate(order):
+                    if self._late(0.0):
+                        self._skip(workload, number, [left.name for left in order[position:]])
+                        break
+                    self._add(self._row(peer, workload, number))
+                taken[workload.name] = time.perf_counter() - began
+
+    def train(self, steps: int, every: int) -> None:
+        """Every peer trains the first workload from the same start on fresh batches."""
+        workload = self.settings.workloads[0]
+        curves: dict[str, Any] = {}
+        self.report["train"] = {"workload": workload.name, "steps": steps, "every": every, "peers": curves}
+        for peer in self.settings.contenders:
+            curves[peer.name] = self._guarded(peer, workload, lambda step: self._curve(step, workload, steps, every))
+            self._log(f"{peer.name}: {curves[peer.name].get('error', curves[peer.name].get('losses'))}")
+            self.write()
+
+    def write(self) -> None:
+        """Put what is known so far into the file."""
+        self.report["elapsed_s"] = round(time.perf_counter() - self.began, 1)
+        self.report["summary"] = summarise(self.report["rows"])
+        out = self.settings.out
+        if out is not None and self.ranks.rank == 0:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            partial = out.with_suffix(".part")
+            partial.write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
+            partial.replace(out)
+
+    def _late(self, needed_s: float) -> bool:
+        deadline = self.settings.deadline_s
+        if deadline is None:
+            return False
+        return self.ranks.decided(time.perf_counter() - self.began + needed_s > deadline)
+
+    def _skip(self, workload: Workload, number: int, names: list[str]) -> None:
+        reason = f"the deadline of {self.settings.deadline_s:g} s was near"
+        self.report["skipped"].append({"workload": workload.name, "round": number, "peers": names, "reason": reason})
+        self._log(f"round {number}, {workload.name}: {', '.join(names)} skipped, {reason}")
+        self.write()
+
+    def _add(self, row: dict[str, Any]) -> None:
+        self.report["rows"].append(row)
+        self.write()
+        told = row.get("error") or (
+            f"{row['ms']['median']:.2f} ms, host {row['host_ms']['median']:.2f} ms, "
+            f"peak {row['peak_gib'] or 0:.2f} and reserved {row['peak_reserved_gib'] or 0:.2f} GiB, "
+            f"wrap {row['wrap_s']:.2f} s, first step {row['first_step_s']:.2f} s, "
+            f"loss {row['losses'][0]:.4f} to {row['losses'][-1]:.4f}"
+        )
+        elapsed = time.perf_counter() - self.began
+        self._log(f"{elapsed:5.0f} s  round {row['round']}  {row['workload']:5} {row['peer']:24} {told[:500]}")
+
+    def _log(self, text: str) -> None:
+        if self.ranks.rank == 0:
+            print(text, file=sys.stderr, flush=True)
+
+    def _row(self, peer: Contender, workload: Workload, number: int) -> dict[str, Any]:
+        row: dict[str, Any] = {"workload": workload.name, "peer": peer.name, "round": number}
+        return row | self._guarded(peer, workload, lambda step: self._timed(step, workload))
+
+    def _guarded(self, peer: Contender, workload: Workload, use: Callable[[Step], dict[str, Any]]) -> dict[str, Any]:
+        """Build ``peer``, use it, drop it. Errors become a row: the same one on every rank."""
+        faulthandler.dump_traceback_later(self.settings.hang_timeout_s, exit=True)
+        if peer.compiled:
+            torch._dynamo.reset()
+        self.memory.settle()
+        self.memory.reset_peaks()
+        groups = _groups()
+        result: dict[str, Any] = {}
+        step: Step | None = None
+        try:
+            began = time.perf_counter()
+            ranks = self.ranks
+            site = Site(workload, ranks.device, ranks.rank, ranks.world_size, peer.compiled)
+            with self._shared():
+                step = peer.build(site)
+                ranks.synchronize()
+            wrap_s = time.perf_counter() - began
+            result = use(step)
+            result["wrap_s"] = round(wrap_s, 4)
+        except _FailedError as failure:
+            result = {"error": failure.reason}
+            if failure.trace:
+                # Every rank's own: launchers keep them apart, and ranks may have failed for different reasons.
+                print(f"{peer.name}, rank {self.ranks.rank}\n{failure.trace}", file=sys.stderr, flush=True)
+        finally:
+            if step is not None:
+                step.close()
+            step = None
+        self.memory.settle()
+        if not peer.captured:
+            # Destroying a communicator waits for graphs that captured its operations, which may outlive the peer.
+            for group in _groups():
+                if group not in groups:
+                    dist.destroy_process_group(group)
+        faulthandler.cancel_dump_traceback_later()
+        return result
+
+    @contextmanager
+    def _shared(self) -> Iterator[None]:
+        """A part that fails on all ranks or on none: they meet at its end. Raises ``_FailedError`` where one did."""
+        reason = trace = ""
+        try:
+            yield
+        except NotServedError as error:
+            reason = str(error)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"[:1500]
+            trace = traceback.format_exc()[-4000:]
+        reasons = self.ranks.meet(reason)
+        if reasons:
+            raise _FailedError(reasons, trace)
+
+    def _timed(self, step: Step, workload: Workload) -> dict[str, Any]:
+        """Warm up, then time; see the head of this file."""
+        steps, warmup = self.settings.steps_of(workload), self.settings.warmup
+        batches = Batches(workload, self.ranks.rank, self.ranks.device)
+        pool = [batches.batch(index) for index in range(_POOL)]
+        whole = self.memory.peaks()
+        # What building left behind is not part of any step.
+        self.memory.settle()
+        self.memory.reset_peaks()
+        retries = self.memory.retries()
+        reserved_after_2 = self.memory.reserved()
+        losses: list[torch.Tensor] = []
+        times: list[tuple[float, float]] = []
+        first_step_s = 0.0
+        with undisturbed():
+            for index in range(warmup + steps):
+                with self._shared():
+                    taken, loss = self._one(step, *pool[index % _POOL])
+                    losses.append(loss.clone())
+                if index == 0:
+                    first_step_s = taken[0] / 1e3
+                if index < 2:
+                    # The second step is the first that has optimizer state from its beginning.
+                    reserved_after_2 = self.memory.reserved()
+                    whole = larger(whole, self.memory.peaks())
+                    self.memory.reset_peaks()
+                if index >= warmup:
+                    times.append(taken)
+        ms = self.ranks.largest([device for device, _ in times])
+        host = self.ranks.largest([host for _, host in times])
+        steady = self.memory.peaks()
+        whole = larger(whole, steady)
+        return {
+            "ms": {**spread(ms), "steps": [round(value, 4) for value in ms]},
+            "host_ms": {**spread(host), "steps": [round(value, 4) for value in host]},
+            "tokens_per_s": round(workload.tokens / spread(ms)["median"] * 1e3, 1),
+            "first_step_s": round(first_step_s, 4),
+            "peak_gib": _rounded(steady and steady[0]),
+            "peak_reserved_gib": _rounded(steady and steady[1]),
+            "whole_peak_gib": _rounded(whole and whole[0]),
+            "whole_peak_reserved_gib": _rounded(whole and whole[1]),
+            "reserved_after_step_2_gib": _rounded(reserved_after_2),
+            "reserved_at_end_gib": _rounded(self.memory.reserved()),
+            "device_used_gib": _rounded(self.memory.used()),
+            "alloc_retries": self.memory.retries() - retries,
+            "losses": [round(value, 6) for value in self.ranks.mean([loss.item() for loss in losses])],
+        }
+
+    def _one(self, step: Step, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[tuple[float, float], torch.Tensor]:
+        """Milliseconds of one step on the device and on the host, and its loss."""
+        if self.ranks.device.type != "cuda":
+            began = time.perf_counter()
+            loss = step(tokens, targets)
+            taken = (time.perf_counter() - began) * 1e3
+            return (taken, taken), loss
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        began = time.perf_counter()
+        start.record()
+        loss = step(tokens, targets)
+        end.record()
+        host = (time.perf_counter() - began) * 1e3
+        torch.cuda.synchronize()
+        return (start.elapsed_time(end), host), loss
+
+    def _curve(self, step: Step, workload: Workload, steps: int, every: int) -> dict[str, Any]:
+        batches = Batches(workload, self.ranks.rank, self.ranks.device)
+        at: list[int] = []
+        losses: list[float] = []
+        reserved: list[float | None] = []
+        self.memory.settle()
+        began = time.perf_counter()
+        for first, last in _stretches(steps, every):
+            faulthandler.dump_traceback_later(self.settings.hang_timeout_s, exit=True)
+            with self._shared():
+                for index in range(first, last):
+                    loss = step(*batches.batch(index))
+                value = loss.item()
+            at.append(last)
+            losses.append(self.ranks.mean([value])[0])
+            reserved.append(_rounded(self.memory.reserved()))
+        return {
+            "at": at,
+            "losses": losses,
+            "reserved_gib": reserved,
+            "seconds": round(time.perf_counter() - began, 2),
+            "alloc_retries": self.memory.retries(),
+        }
+
+
+class _FailedError(Exception):
+    """Some rank failed: its reason, the same on all ranks, and this rank's own stack."""
+
+    def __init__(self, reason: str, trace: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.trace = trace
+
+
+def _stretches(steps: int, every: int) -> list[tuple[int, int]]:
+    """From and to which step to go without a stop: to 3, where memory has settled, then to multiples of ``every``."""
+    stops = sorted({min(3, steps), *range(every, steps + 1, every), steps})
+    return list(zip([0, *stops], stops, strict=False))
+
+
+def _groups() -> list[dist.ProcessGroup]:
+    """The process groups that this rank is in."""
+    from torch.distributed.distributed_c10d import _world
+
+    return list(_world.pg_map)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def environment(ranks: Ranks, commit: str | None) -> dict[str, Any]:
+    """Hardware, versions and commit."""
+    launch = f"torchrun --standalone --nproc-per-node {ranks.world_size} benchmarks/peers.py"
+    # Where files lay on that machine is of no interest to a reader.
+    asked = re.sub(r"(?<![\w.])(/[^/\s,]+)*/", "", " ".join(sys.argv[1:]))
+    found: dict[str, Any] = {
+        "command": f"{launch} {asked}",
+        "commit": commit or output_of("git", "rev-parse", "HEAD"),
+        "uncommitted_changes": bool(output_of("git", "status", "--porcelain", "--untracked-files=no")),
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "world_size": ranks.world_size,
+        "device": "CPU",
+        "polyshard_variables": {name: text for name, text in os.environ.items() if name.startswith("POLYSHARD_")},
+    }
+    if ranks.device.type == "cuda":
+        driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        found |= {
+            "device": torch.cuda.get_device_name(ranks.device),
+            "devices": torch.cuda.device_count(),
+            "driver": driver.splitlines()[0] if driver else "",
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(str(part) for part in nccl),
+            "allocator": os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")),
+        }
+    return found
+
+
+def main() -> int:
+    """Run, print the table last; returns the process's exit code."""
+    parser = make_parser(__doc__)
+    given = parser.parse_args()
+    settings = settings_of(parser, given)
+    if "RANK" not in os.environ:
+        # Not an error: all benchmarks may be run one after the other, each by itself.
+        print("nothing measured: start it with torchrun, see --help", file=sys.stderr)
+        return 0
+    if given.device == "cuda" and not torch.cuda.is_available():
+        print("nothing measured: no CUDA device is there; --device cpu --work tiny tries the program", file=sys.stderr)
+        return 2
+    # A warning that is shown costs more than what is measured here.
+    warnings.simplefilter("ignore")
+    if given.device == "cpu":
+        torch.set_num_threads(1)
+    ranks = Ranks(given.device, timedelta(seconds=2 * settings.hang_timeout_s))
+    report: dict[str, Any] = {
+        "environment": environment(ranks, given.commit),
+        "settings": {
+            "work": {work.name: work.describe() for work in settings.workloads},
+            "peers": [peer.name for peer in settings.contenders],
+            "rounds": settings.rounds,
+            "steps": {work.name: settings.steps_of(work) for work in settings.workloads},
+            "warmup": settings.warmup,
+            "deadline_s": settings.deadline_s,
+        },
+        "rows": [],
+        "skipped": [],
+    }
+    benchmark = Benchmark(ranks, settings, report)
+    if given.train:
+        benchmark.train(given.train, given.every)
+        text = train_table(report["train"])
+    else:
+        if ranks.rank == 0:
+            print(f"about {settings.expected_s():.0f} s where all peers are served", file=sys.stderr, flush=True)
+        benchmark.run()
+        text = table(report["summary"])
+    if ranks.rank == 0:
+        print(text, flush=True)
+    faulthandler.dump_traceback_later(settings.hang_timeout_s, exit=True)
+    ranks.close()
+    faulthandler.cancel_dump_traceback_later()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

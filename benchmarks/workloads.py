@@ -1,0 +1,180 @@
+"""What every peer of ``peers.py`` trains: a language model in several sizes, its first weights and its batches."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Sizes of the model and of one rank's batch, and how long a run of it is unless told otherwise."""
+
+    name: str
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    batch: int
+    seq: int
+    checkpointing: bool
+    """Whether every block's activations are recomputed in backward."""
+    steps: int
+    """Timed steps in a round."""
+    expected_step_s: float
+    """Seconds of a slow peer's step on an H200, for estimates of how long a run takes."""
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.dim // self.heads
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in one rank's batch."""
+        return self.batch * self.seq
+
+    @property
+    def parameter_count(self) -> int:
+        """Parameters of the model: embedding, blocks, final norm and head."""
+        attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * self.head_dim
+        block = attention + 3 * self.dim * self.ffn + 2 * self.dim
+        return 2 * self.vocab * self.dim + self.layers * block + self.dim
+
+    def describe(self) -> str:
+        """One line for the help and for tables."""
+        recomputed = ", full activation checkpointing" if self.checkpointing else ""
+        return (
+            f"{self.name}: {self.layers} blocks, d {self.dim}, {self.heads} heads ({self.kv_heads} for keys), ffn "
+            f"{self.ffn}, vocabulary {self.vocab}, {self.batch}x{self.seq} tokens a GPU, "
+            f"{self.parameter_count / 1e6:,.0f}M parameters{recomputed}"
+        )
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("tiny", 32, 3, 4, 2, 48, 128, 2, 16, True, 4, 0.05),
+        Workload("host", 256, 64, 4, 4, 512, 1024, 1, 64, False, 10, 0.2),
+        Workload("300m", 1024, 20, 16, 16, 2816, 32000, 8, 1024, False, 10, 0.08),
+        Workload("1b", 2048, 18, 16, 8, 8192, 32000, 4, 2048, False, 10, 0.14),
+        Workload("8b", 4096, 32, 32, 8, 14336, 32000, 2, 4096, True, 5, 0.92),
+    )
+}
+
+
+class Block(nn.Module):
+    """Attention and a gated feed-forward, both behind a norm and around a residual."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        dim, kv_dim = workload.dim, workload.kv_heads * workload.head_dim
+        self.head_dim = workload.head_dim
+        self.grouped = workload.heads != workload.kv_heads
+        self.attention_norm = nn.RMSNorm(dim)
+        self.query = nn.Linear(dim, dim, bias=False)
+        self.key = nn.Linear(dim, kv_dim, bias=False)
+        self.value = nn.Linear(dim, kv_dim, bias=False)
+        self.project = nn.Linear(dim, dim, bias=False)
+        self.ffn_norm = nn.RMSNorm(dim)
+        self.gate = nn.Linear(dim, workload.ffn, bias=False)
+        self.up = nn.Linear(dim, workload.ffn, bias=False)
+        self.down = nn.Linear(workload.ffn, dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[batch, seq, dim]`` to the same."""
+        normed = self.attention_norm(x)
+        query, key, value = (
+            layer(normed).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.grouped)
+        x = x + self.project(mixed.transpose(1, 2).flatten(2))
+        normed = self.ffn_norm(x)
+        fed: torch.Tensor = self.down(functional.silu(self.gate(normed)) * self.up(normed))
+        return x + fed
+
+
+class Tail(nn.Module):
+    """The last norm and the head."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(workload.dim)
+        self.head = nn.Linear(workload.dim, workload.vocab, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[batch, seq, dim]`` to logits, ``[batch, seq, vocab]``."""
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+class LanguageModel(nn.Module):
+    """Tokens and next tokens to the loss. Without positions: the data are of a kind that needs none."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self.checkpointing = workload.checkpointing
+        self.embedding = nn.Embedding(workload.vocab, workload.dim)
+        self.blocks = nn.ModuleList(Block(workload) for _ in range(workload.layers))
+        self.tail = Tail(workload)
+
+    @property
+    def units(self) -> list[nn.Module]:
+        """Embedding, blocks and tail, in the order of their use."""
+        return [self.embedding, *self.blocks, self.tail]
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Both ``[batch, seq]``, int64, to a 0-dim fp32 loss."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            if self.checkpointing:
+                # No dropout, so no random state to keep.
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x)
+        logits: torch.Tensor = self.tail(x)
+        return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def initial_value(name: str, shape: torch.Size | tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The first value of parameter ``name``, fp32: ones for a norm, else normal with a deviation of 0.02.
+
+    Follows from the name alone, so that peers which initialise in another order, or one unit at a time, start alike.
+    """
+    if len(shape) < 2:
+        return torch.ones(shape, device=device)
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    return torch.normal(0.0, 0.02, tuple(shape), generator=generator, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """Batches of one rank, the same for every peer.
+
+    A token is followed by the one that stands a fixed distance behind it in a part of the vocabulary, except where
+    chance replaced it: a rule that every size of model can learn, and a loss that never reaches 0.
+    """
+
+    workload: Workload
+    rank: int
+    device: torch.device
+
+    def batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and next tokens, ``[batch, seq]``, int64."""
+        size, length = self.workload.batch, self.workload.seq + 1
+        used = min(self.workload.vocab, 512)
+        generator = torch.Generator(self.device).manual_seed(1_000_003 * (self.rank + 1) + index)
+        start = torch.randint(0, used, (size, 1), generator=generator, device=self.device)
+        ruled = (start + 7 * torch.arange(length, device=self.device)) % used
+        chance = torch.randint(0, used, (size, length), generator=generator, device=self.device)
+        replaced = torch.rand((size, length), generator=generator, device=self.device) < 0.1
+        sequence = torch.where(replaced, chance, ruled)
+        return sequence[:, :-1].contiguous(), sequence[:, 1:].contiguous()
