@@ -127,7 +127,7 @@ def kernels_of_a_gather(collectives: Collectives) -> list[str]:
     own = out.narrow(0, collectives.rank * n, n)
     collectives.all_gather(out, own).wait()
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         collectives.all_gather(out, own).wait()
         torch.cuda.synchronize()
     return [event.name for event in profile.events() if event.device_type is torch.autograd.DeviceType.CUDA]

@@ -26,7 +26,7 @@ UNITS = ["(root)", "blocks.0", "blocks.1", "blocks.2"]
 #: Half a second and more, far longer than the host needs for a step.
 CYCLES_OF_DELAY = 1_000_000_000
 #: Microseconds by which two events may differ that one stream reaches at once.
-RESOLUTION = 2.0
+RESOLUTION = 10.0
 PICTURE = "none" if importlib.util.find_spec("matplotlib") is None else "png"
 
 

@@ -163,6 +163,8 @@ def _writeback_between(ranks: Ranks, change_data: bool) -> None:
     words = "FSDP does not support changing the parameters between forward and backward"
     with pytest.raises(AssertionError, match=words):
         loss.backward()
+    # As in PyTorch, a backward that failed has left what it had reduced before: on CUDA devices that is at once.
+    model.zero_grad()
     plain = Model(ranks.device)
     model_input = model.get_input(ranks.device)
     losses = [each(*model_input).square().sum() for each in (model, plain)]
