@@ -116,8 +116,9 @@ def draw(report: Mapping[str, Any], chart: Path) -> None:
         _draw_panel(axes, peers)
         axes.set_title(workload, loc="left", fontsize=9)
     grid[-1][0].set_xlabel("time of a step, FSDP2 = 1")
-    settings = report["settings"]
-    told = f"Medians and range of {settings['rounds']} interleaved rounds, ms a step beside the bars.\n{source(report)}"
+    rounds = sorted({figures["rounds"] for peers in panels.values() for figures in peers.values()})
+    counted = " to ".join(str(number) for number in dict.fromkeys((rounds[0], rounds[-1])))
+    told = f"Medians and range of {counted} interleaved rounds, ms a step beside the bars.\n{source(report)}"
     save(figure, "A training step beside FSDP2's", told, chart)
 
 

@@ -298,7 +298,9 @@ def environment(ranks: Ranks, commit: str | None) -> dict[str, Any]:
     found: dict[str, Any] = {
         "command": f"{launch} {asked}",
         "commit": commit or output_of("git", "rev-parse", "HEAD"),
-        "uncommitted_changes": bool(output_of("git", "status", "--porcelain", "--untracked-files=no")),
+        # Whoever names the commit answers for it: the machine may hold a copy without history.
+        "uncommitted_changes": commit is None
+        and bool(output_of("git", "status", "--porcelain", "--untracked-files=no")),
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
