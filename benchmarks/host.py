@@ -11,16 +11,13 @@ does not count.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +25,7 @@ from typing import Any
 import polyshard
 import torch
 import torch.distributed as dist
+from measure import output_of, spread, undisturbed
 from polyshard.interfaces import PluginContext, ReduceOp
 from polyshard_backends.fake import FakeCollectives
 from torch import nn
@@ -126,17 +124,6 @@ def chains(count: int, precision: Precision, mesh: DeviceMesh, settings: Setting
     polyshard.shard(ours, config(precision.polyshard, [Chain], settings.world_size))
     wrap_fsdp2(fsdp2, mesh, precision.fsdp2)
     return {"plain": plain, "polyshard": ours, "fsdp2": fsdp2}
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """No garbage collection inside."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def step(model: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> tuple[float, float, torch.Tensor]:
@@ -255,18 +242,6 @@ def wrap_from_meta(mesh: DeviceMesh, settings: Settings) -> dict[str, list[float
     return times
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, quartiles and extremes."""
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return {
-        "median": round(statistics.median(values), 4),
-        "q1": round(low, 4),
-        "q3": round(high, 4),
-        "min": round(min(values), 4),
-        "max": round(max(values), 4),
-    }
-
-
 def least_squares_slope(counts: Sequence[int], costs: Sequence[float]) -> float:
     """Microseconds per further parameter over all counts."""
     return statistics.linear_regression(counts, costs).slope
@@ -320,8 +295,8 @@ def environment() -> dict[str, Any]:
     )
     return {
         "command": " ".join(["python", "benchmarks/host.py", *sys.argv[1:]]),
-        "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "commit": output_of("git", "rev-parse", "HEAD"),
+        "uncommitted_changes": bool(output_of("git", "status", "--porcelain", "--untracked-files=no")),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "cpu": cpu,
@@ -332,11 +307,6 @@ def environment() -> dict[str, Any]:
 
 def _lines(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
 
 
 def table(report: dict[str, Any]) -> str:

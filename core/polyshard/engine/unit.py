@@ -341,9 +341,8 @@ class Unit:
 
     def unshard(self) -> None:
         """Issue the gather, unless the parameters are there or on their way."""
-        if self.permanent or (self.state is not UnitState.SHARDED and not self._expired):
-            return
-        unshard_together((self,))
+        if self.due:
+            unshard_together((self,))
 
     def wait(self) -> None:
         """Order compute after the gather."""
