@@ -44,14 +44,15 @@ def pairs(blocks: int = 2) -> int:
 def test_batches_are_the_longest_runs_that_fit(sizes: list[int], limit: int) -> None:
     ends = batch_ends(sizes, limit)
     assert len(ends) == len(sizes)
-    start = 0
+    start, most = 0, 1
     while start < len(sizes):
         end = ends[start]
         assert ends[start:end] == [end] * (end - start)
         assert end == start + 1 or sum(sizes[start:end]) <= limit
+        assert end - start <= most
         if end < len(sizes):
-            assert sum(sizes[start : end + 1]) > limit
-        start = end
+            assert end - start == most or sum(sizes[start : end + 1]) > limit
+        start, most = end, 2 * most
 
 
 def fake() -> FakeCollectives:
@@ -73,17 +74,17 @@ def batches_of_a_step(blocks: int, **settings: Any) -> tuple[list[int], list[int
     return forward, list(collectives.batches), gathers
 
 
-def test_twenty_four_small_blocks_are_gathered_by_six_communications() -> None:
-    # 24 blocks in forward and in backward, the root once. The root's own gather is not prefetched.
-    assert batches_of_a_step(24, batch_nbytes=pairs(4)) == ([4] * 6, [4] * 6, 49)
+def test_twenty_four_small_blocks_are_gathered_by_eight_communications() -> None:
+    # 24 blocks in forward and in backward, the root once. The root's own gather is not prefetched. The first block and
+    # the one that is left over travel by themselves, which is no batch.
+    assert batches_of_a_step(24, batch_nbytes=pairs(4)) == ([2, *[4] * 5], [2, *[4] * 5], 49)
 
 
 @pytest.mark.parametrize(
     ("batch_nbytes", "batches"),
-    [(0, []), (BLOCK_NBYTES, []), (pairs(2), [2, 2, 2]), (pairs(4), [4, 3]), ("16 MiB", [7])],
+    [(0, []), (BLOCK_NBYTES, []), (pairs(2), [2, 2, 2]), (pairs(3), [2, 3]), (pairs(4), [2, 4]), ("16 MiB", [2, 4])],
 )
 def test_a_batch_holds_as_many_units_as_fit(batch_nbytes: int | str, batches: list[int]) -> None:
-    # A seventh block that is left over travels by itself, which is no batch.
     assert batches_of_a_step(7, batch_nbytes=batch_nbytes) == (batches, batches, 15)
 
 
@@ -96,8 +97,8 @@ def test_by_default_small_units_travel_together_and_large_ones_do_not() -> None:
     class Sizes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            # 4 MiB each but for the third, 36 MiB.
-            widths = [1024, 1024, 3072, 1024, 1024, 1024]
+            # 4 MiB each but for the fifth, 36 MiB.
+            widths = [1024, 1024, 1024, 1024, 3072, 1024, 1024, 1024]
             self.scale = nn.Parameter(torch.ones(1))
             self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for width in widths)
 
@@ -112,6 +113,7 @@ def test_by_default_small_units_travel_together_and_large_ones_do_not() -> None:
         model(torch.ones(2))
         assert not collectives.batches
         model(torch.ones(2))
+    # The first and the one before the large one by themselves.
     assert list(collectives.batches) == [2, 3]
 
 
@@ -174,16 +176,17 @@ def watched(rank: int, world: ThreadedWorld, blocks: int, **settings: Any) -> tu
 
 
 FORWARD = """
-    unshard root, unsharded root, forward root, unshard 0, unshard 1,
-    unsharded 0, unsharded 1, forward 0, reshard 0, forward 1, unshard 2, unshard 3, reshard 1,
-    unsharded 2, unsharded 3, forward 2, reshard 2, forward 3, unshard 4, reshard 3,
-    unsharded 4, forward 4, reshard 4
+    unshard root, unsharded root, forward root, unshard 0,
+    unsharded 0, forward 0, unshard 1, unshard 2, reshard 0,
+    unsharded 1, unsharded 2, forward 1, reshard 1, forward 2, unshard 3, unshard 4, reshard 2,
+    unsharded 3, unsharded 4, forward 3, reshard 3, forward 4, reshard 4
 """
 BACKWARD = """
-    backward root, unshard 4, unshard 3,
-    unsharded 4, unsharded 3, backward 4, reshard 4, reduce 4, backward 3, unshard 2, unshard 1, reshard 3, reduce 3,
-    unsharded 2, unsharded 1, backward 2, reshard 2, reduce 2, backward 1, unshard 0, reshard 1, reduce 1,
-    unsharded 0, backward 0, reshard 0, reduce 0, reshard root, reduce root
+    backward root, unshard 4,
+    unsharded 4, backward 4, unshard 3, unshard 2, reshard 4, reduce 4,
+    unsharded 3, unsharded 2, backward 3, reshard 3, reduce 3, backward 2, unshard 1, unshard 0, reshard 2, reduce 2,
+    unsharded 1, unsharded 0, backward 1, reshard 1, reduce 1, backward 0, reshard 0, reduce 0,
+    reshard root, reduce root
 """
 
 
@@ -210,13 +213,14 @@ def test_a_batch_is_issued_with_its_first_unit_and_arrives_as_one() -> None:
 def test_no_more_is_gathered_at_once_than_the_report_says(ahead: int, together: int) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> None:
         settings = {"forward_prefetch": ahead, "backward_prefetch": ahead, "batch_nbytes": pairs(together)}
-        model, log = watched(rank, world, 8, **settings)
+        model, log = watched(rank, world, 15, **settings)
         for turn in range(3):
             square_step(model, turn, rank)
-        assert log.peak <= polyshard.report(model).gathered_nbytes
+        estimate = polyshard.report(model).gathered_nbytes
+        assert log.peak <= estimate
         assert log.gathered == set()
-        # The estimate is not idle: with all blocks in one batch, all are there at once.
-        assert together < 8 or log.peak == polyshard.report(model).gathered_nbytes == sum(log.nbytes.values())
+        # The estimate is not idle: with eight blocks in one batch, it says at most two blocks too many.
+        assert together < 8 or estimate - log.peak <= 2 * log.nbytes["blocks.0"]
 
     on_ranks(2, on_rank)
 

@@ -231,8 +231,9 @@ class ShardConfig:
     backward_prefetch: int = 1
     """How many units ahead of the computing one are gathered in backward; 0 for none."""
     batch_nbytes: _Normalised[int, str] = _Normalised(_batch_nbytes, 16 * 2**20)
-    """Bytes of whole parameters up to which units that follow each other are prefetched as one communication: a number,
-    or text such as ``"16 MiB"``; 0 for each unit by itself. Read as an int."""
+    """Bytes up to which units that follow each other share a communication: of whole parameters where they are
+    prefetched, and of gradients where units of at most a quarter of it are reduced. A number, or text such as
+    ``"16 MiB"``; 0 for each unit by itself. Read as an int."""
     device: _Normalised[torch.device | None, str] = _Normalised(_device, None)
     """Where the model computes; None: where its parameters are. Read as a ``torch.device`` or None."""
     timeout_s: float = 600.0

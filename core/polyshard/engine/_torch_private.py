@@ -140,6 +140,15 @@ def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> N
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
+def current_stream_key(device_index: int) -> tuple[int, int, int]:
+    """The current CUDA stream of a device as (stream id, device index, device type), equal for equal streams.
+
+    ``torch.cuda.current_stream`` makes an object for the same three numbers, which takes several times as long.
+    """
+    key: tuple[int, int, int] = torch._C._cuda_getCurrentStream(device_index)
+    return key
+
+
 def abandon_capture_pool(device: int, pool: tuple[int, int]) -> None:
     """Let the allocator forget the memory pool of a capture that failed.
 

@@ -149,7 +149,6 @@ class StreamLanes(Lanes):
     """For CUDA and stream-ordered collectives."""
 
     def __init__(self, device: torch.device) -> None:
-        # Asked by number: torch resolves a torch.device anew at each call, at four times the cost.
         self._device = torch.cuda.current_device() if device.index is None else device.index
         # High priority: a collective that waits behind compute kernels delays the compute that waits for it.
         self._gather_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
@@ -162,6 +161,7 @@ class StreamLanes(Lanes):
         self._released: dict[int, torch.cuda.Event] = {}
         self._filled = _event()
         self._spare: list[torch.cuda.Event] = []
+        self._seen: dict[tuple[int, int, int], torch.cuda.Stream] = {}
         # Which of the two streams has anything that compute was not ordered after. Inside the capture of a CUDA graph a
         # stream takes part from its first use on, and one that does not may not be waited for.
         self._gathers = self._reduces = False
@@ -262,7 +262,12 @@ class StreamLanes(Lanes):
         self._gathers = self._reduces = False
 
     def _current(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device)
+        # Asked some six times a unit and step: making an object for each answer takes most of what asking takes.
+        key = _torch_private.current_stream_key(self._device)
+        stream = self._seen.get(key)
+        if stream is None:
+            stream = self._seen[key] = torch.cuda.current_stream(self._device)
+        return stream
 
     def _retire_oldest(self) -> None:
         event, retire = self._reductions.popleft()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..interfaces import Collectives
+import torch
+
+from ..interfaces import COMPLETED, BufferRole, Collectives, ReduceOp, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +48,31 @@ class RankGrid:
     def alone(self) -> bool:
         """Whether there is no other rank."""
         return self.shard is None and self.replicate is None
+
+    def reduce(self, result: torch.Tensor, wire: torch.Tensor) -> Work:
+        """Start taking the mean of ``wire`` (``[shard_size * n]``) over all ranks; ``result`` (``[n]``) gets the shard.
+
+        ``wire`` is overwritten. Without shards the mean replaces it.
+        """
+        if self.shard is None:
+            return COMPLETED if self.replicate is None else self.replicate.all_reduce(wire, op=ReduceOp.MEAN)
+        nbytes = self.shard.scratch_nbytes(BufferRole.REDUCE, wire.numel(), wire.dtype, result.dtype)
+        scratch = torch.empty(nbytes, dtype=torch.uint8, device=wire.device) if nbytes else None
+        work = self.shard.reduce_scatter(result, wire, op=ReduceOp.MEAN, scratch=scratch)
+        return work if self.replicate is None else _ThenAllReduce(work, self.replicate, result)
+
+
+class _ThenAllReduce:
+    """A reduction over shards, then over the replicas of each shard."""
+
+    def __init__(self, first: Work, replicate: Collectives, result: torch.Tensor) -> None:
+        self._first = first
+        self._replicate = replicate
+        self._result = result
+        self._done = False
+
+    def wait(self) -> None:
+        if not self._done:
+            self._first.wait()
+            self._replicate.all_reduce(self._result, op=ReduceOp.MEAN).wait()
+            self._done = True

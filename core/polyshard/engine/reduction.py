@@ -9,19 +9,11 @@ from functools import partial
 import torch
 
 from ..errors import StateError
-from ..interfaces import (
-    COMPLETED,
-    BufferRole,
-    Collectives,
-    Observer,
-    OffloadManager,
-    ReduceOp,
-    UnitDtypes,
-    UnitSpec,
-    Work,
-)
+from ..interfaces import Observer, OffloadManager, UnitDtypes, UnitSpec, Work
 from . import _torch_private
+from .bucket import Copies
 from .buffer import FlatBuffer, view_of
+from .lanes import Lanes
 from .layout import FlatLayout
 from .originals import Recipient
 from .ranks import RankGrid
@@ -58,6 +50,8 @@ class Gradients:
         self._wire: FlatBuffer | None = None
         self._unreduced: FlatBuffer | None = None
         self._has_unreduced = False
+        #: Waiting in a bucket.
+        self._arrived: list[torch.Tensor | None] | None = None
         self._claimed: set[int] = set()
         # Of reductions in flight, the oldest first.
         self._results: deque[torch.Tensor] = deque()
@@ -92,7 +86,8 @@ class Gradients:
     @property
     def unreduced(self) -> bool:
         """Whether gradients of earlier microbatches wait for a synchronising backward."""
-        return self._has_unreduced
+        # Those that wait in a bucket have found theirs.
+        return self._has_unreduced and self._arrived is None
 
     def keep(self, gradients: list[torch.Tensor | None]) -> None:
         """Add ``gradients`` to those that wait for a synchronising backward."""
@@ -104,21 +99,35 @@ class Gradients:
                 _torch_private.foreach_add_(views, present)
         else:
             self._unreduced.attach()
-            self._copy_in(self._unreduced, gradients)
+            self._copies(self._unreduced, gradients).run()
             self._has_unreduced = True
 
     def reduce(self, gradients: list[torch.Tensor | None], step: Step) -> None:
-        """Reduce ``gradients``, and those that waited, over ranks; ``.grad`` has the result after ``Lanes.drain``."""
-        layout, device = self._layout, self.spec.device
+        """Reduce ``gradients``, and those that waited, over ranks.
+
+        ``.grad`` has the result after ``Bucket.flush`` and ``Lanes.drain``.
+        """
+        if self._arrived is not None:
+            # A unit used twice in one backward.
+            step.bucket.flush(step.lanes)
+        self._arrived = gradients
+        if step.audit is not None:
+            step.audit.agree(self.grid.world, self.spec.name or "(root)", "reduce", self._take_wire().flat)
+        step.bucket.reduce(self, step.lanes)
+
+    def collect(self, lanes: Lanes) -> Copies:
+        """Give the reduction's input memory; returns what is still to be written there. Called by buckets."""
+        gradients, self._arrived = self._arrived, None
+        assert gradients is not None
         if self.grid.shard is None:
             # Reduced in place, and then what ``.grad`` views: not memory that comes and goes.
-            whole = torch.empty(layout.padded_numel, dtype=self._dtypes.reduce, device=device)
-            wire = FlatBuffer(whole, layout, resizable=False)
+            whole = torch.empty(self._layout.padded_numel, dtype=self._dtypes.reduce, device=self.spec.device)
+            wire = self._wire = FlatBuffer(whole, self._layout, resizable=False)
         else:
             wire = self._take_wire()
             if not self._claimed:
-                # Attached: its last reduction is still reading it. A unit used twice in one backward.
-                self._make_room(step, drains=wire.attached)
+                # Attached: its last reduction is still reading it.
+                self._make_room(lanes, drains=wire.attached)
                 wire.attach()
         if self._has_unreduced:
             self.keep(gradients)
@@ -126,15 +135,59 @@ class Gradients:
             wire.flat.copy_(self._unreduced.flat)
             self._unreduced.release()
             self._has_unreduced = False
-        else:
-            self._copy_in(wire, gradients)
+            return Copies([], [], [])
+        copies = self._copies(wire, gradients)
         self._claimed.clear()
-        if step.audit is not None:
-            step.audit.agree(self.grid.world, self.spec.name or "(root)", "reduce", wire.flat)
-        # From the memory of the stream that computes: what one step uses for gradients, the next has for activations.
-        result = wire.flat if self.grid.shard is None else self._new_shard()
+        return copies
+
+    def send(self, lanes: Lanes) -> None:
+        """Reduce the filled input by itself. Called by buckets."""
+        wire = self.filled
+        if self.grid.shard is None:
+            result, self._wire = wire.flat, None
+        else:
+            result = self.new_result(self.shard_numel)
         self._results.append(result)
-        step.lanes.reduce(partial(self._start, wire.flat), self._finish, partial(_retire, wire, result))
+        lanes.reduce(partial(self._start, wire.flat), self.finish, partial(_retire, wire, result))
+
+    @property
+    def merges_with(self) -> object:
+        """What the gradients of two units must agree in to be reduced together; None where they never are."""
+        grid = self.grid
+        return None if grid.shard is None else (grid.shard, grid.replicate, self._wire_dtype, self._dtypes.reduce)
+
+    @property
+    def filled(self) -> FlatBuffer:
+        """The reduction's input. To be asked for after ``collect``."""
+        assert self._wire is not None
+        return self._wire
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of this rank's gradient shard."""
+        return self._layout.shard_numel
+
+    def new_result(self, numel: int) -> torch.Tensor:
+        """Memory for ``numel`` reduced elements.
+
+        From the pool of the stream that computes: what one step uses for gradients, the next has for activations.
+        """
+        return torch.empty(numel, dtype=self._dtypes.reduce, device=self.spec.device)
+
+    def expect(self, result: torch.Tensor) -> None:
+        """``result`` (``[shard_numel]``) will hold the reduced shard by ``finish``. Called by buckets."""
+        self._results.append(result)
+
+    def starting(self) -> None:
+        """The reduction starts at the present point of the current stream. Called by buckets."""
+        for observer in self.observers:
+            observer.reduce(self.spec)
+
+    def finish(self) -> None:
+        """Hand the result to the optimizer; the reduction ends at the present point of the current stream."""
+        self._deliver()
+        for observer in self.observers:
+            observer.reduced(self.spec)
 
     @property
     def widens(self) -> bool:
@@ -146,19 +199,20 @@ class Gradients:
 
         None where it has to come as a tensor of its own: it is not the first of this backward, or adds to others.
         """
-        if self._has_unreduced or index in self._claimed:
+        if self._has_unreduced or self._arrived is not None or index in self._claimed:
             return None
         wire = self._take_wire()
         if not self._claimed:
             if wire.attached:
                 return None
-            self._make_room(step)
+            self._make_room(step.lanes)
             wire.attach()
         self._claimed.add(index)
         return wire.views[index].detach()
 
     def discard(self) -> None:
         """Release what a backward that failed left behind."""
+        self._arrived = None
         self._claimed.clear()
         if self._wire is not None:
             self._wire.release()
@@ -181,12 +235,12 @@ class Gradients:
             for hook in _torch_private.post_accumulate_grad_hooks(owner):
                 hook(owner)
 
-    def _make_room(self, step: Step, *, drains: bool = False) -> None:
+    def _make_room(self, lanes: Lanes, *, drains: bool = False) -> None:
         for observer in self.observers:
             observer.wait(self.spec)
         if drains:
-            step.lanes.drain()
-        step.lanes.make_room()
+            lanes.drain()
+        lanes.make_room()
         for observer in self.observers:
             observer.waited(self.spec)
 
@@ -195,12 +249,8 @@ class Gradients:
             self._wire = FlatBuffer.allocate(self._layout, self._wire_dtype, self.spec.device)
         return self._wire
 
-    def _new_shard(self) -> torch.Tensor:
-        return torch.empty(self._layout.shard_numel, dtype=self._dtypes.reduce, device=self.spec.device)
-
-    def _copy_in(self, buffer: FlatBuffer, gradients: list[torch.Tensor | None]) -> None:
-        if buffer.gaps:
-            _torch_private.foreach_zero_(buffer.gaps)
+    def _copies(self, buffer: FlatBuffer, gradients: list[torch.Tensor | None]) -> Copies:
+        zeroed = list(buffer.gaps)
         if self._claimed:
             # Most are there already.
             apart = [
@@ -215,30 +265,15 @@ class Gradients:
         views, present = _present(all_views, gradients)
         if len(present) < len(gradients):
             # A parameter that took no part: its range is zero, on this rank or on all.
-            missing = [view for view, gradient in zip(all_views, gradients, strict=True) if gradient is None]
-            _torch_private.foreach_zero_(missing)
-        if present:
-            _torch_private.foreach_copy_(views, present)
+            zeroed += [view for view, gradient in zip(all_views, gradients, strict=True) if gradient is None]
+        return Copies(zeroed, views, present)
 
     def _start(self, wire: torch.Tensor) -> Work:
-        for observer in self.observers:
-            observer.reduce(self.spec)
+        self.starting()
         return self._issue(wire)
 
-    def _finish(self) -> None:
-        self._deliver()
-        for observer in self.observers:
-            observer.reduced(self.spec)
-
     def _issue(self, wire: torch.Tensor) -> Work:
-        grid = self.grid
-        if grid.shard is None:
-            return COMPLETED if grid.replicate is None else grid.replicate.all_reduce(wire, op=ReduceOp.MEAN)
-        result = self._results[-1]
-        nbytes = grid.shard.scratch_nbytes(BufferRole.REDUCE, wire.numel(), wire.dtype, result.dtype)
-        scratch = torch.empty(nbytes, dtype=torch.uint8, device=wire.device) if nbytes else None
-        work = grid.shard.reduce_scatter(result, wire, op=ReduceOp.MEAN, scratch=scratch)
-        return work if grid.replicate is None else _ThenAllReduce(work, grid.replicate, result)
+        return self.grid.reduce(self._results[-1], wire)
 
     def _deliver(self) -> None:
         if not self._results:
@@ -300,22 +335,6 @@ class Gradients:
             return [view_of(flat, each.shape, each.stride, each.offset) for each in self._recipients]
         parts = torch.split_with_sizes(flat, self._sizes)
         return [parts[index] for index in self._picks]
-
-
-class _ThenAllReduce:
-    """A reduction over shards, then over the replicas of each shard."""
-
-    def __init__(self, first: Work, replicate: Collectives, result: torch.Tensor) -> None:
-        self._first = first
-        self._replicate = replicate
-        self._result = result
-        self._done = False
-
-    def wait(self) -> None:
-        if not self._done:
-            self._first.wait()
-            self._replicate.all_reduce(self._result, op=ReduceOp.MEAN).wait()
-            self._done = True
 
 
 def _retire(wire: FlatBuffer, result: torch.Tensor) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .bucket import Bucket
 from .lanes import REDUCTIONS_ALIVE
+from .reduction import Gradients
 from .root import Root
 
 
@@ -25,7 +27,7 @@ class MemoryReport:
     gathered_nbytes: int
     """Gather buffers alive at once at most: what is kept, the computing unit, and those prefetched, in batches."""
     reduction_nbytes: int
-    """Inputs of the reductions in flight."""
+    """Inputs of the reductions in flight, and those of small units once more where they travel together."""
     kept: tuple[str, ...]
     """Names of the units that stay gathered between forward and backward, ``(root)`` for the outermost. Under
     ``reshard_after_forward="auto"`` more may come in the first steps."""
@@ -53,7 +55,6 @@ def memory_report(root: Root) -> MemoryReport:
     units = list(root.units)
     kept = [u for u in units if not u.permanent and not u.releases(u.spec.is_root)]
     released = sorted((u.gathered_nbytes for u in units if not u.permanent and u not in kept), reverse=True)
-    wires = sorted((u.gradients.wire_nbytes for u in units if u.trainable and not u.resident), reverse=True)
     return MemoryReport(
         world_size=root.collectives.world_size,
         rank=root.rank,
@@ -62,7 +63,7 @@ def memory_report(root: Root) -> MemoryReport:
         master_nbytes=sum(u.master.numel() * u.master.element_size() for u in units),
         gradient_nbytes=sum(u.layout.shard_numel * u.dtypes.grad.itemsize for u in units if u.trainable),
         gathered_nbytes=sum(u.gathered_nbytes for u in kept) + _prefetched_nbytes(released, root),
-        reduction_nbytes=sum(wires[:REDUCTIONS_ALIVE]),
+        reduction_nbytes=_reduced_nbytes([u.gradients for u in units if u.trainable and not u.resident], root.bucket),
         kept=tuple(u.name for u in kept),
     )
 
@@ -75,3 +76,12 @@ def _prefetched_nbytes(released: Sequence[int], root: Root) -> int:
         return single
     # The last stage ahead may be the first of a batch.
     return min(sum(released), max(single, sum(released[:ahead]) + root.schedule.batch_nbytes))
+
+
+def _reduced_nbytes(gradients: Sequence[Gradients], bucket: Bucket) -> int:
+    """Of the two largest inputs, whether they are one unit's or a bucket's."""
+    merged = sum(each.wire_nbytes for each in gradients if bucket.holds(each))
+    inputs = [each.wire_nbytes for each in gradients if not bucket.holds(each)]
+    inputs += [min(merged, bucket.limit), min(max(0, merged - bucket.limit), bucket.limit)]
+    # The copy in which a bucket's inputs lie next to each other is gone before the next one is made.
+    return sum(sorted(inputs, reverse=True)[:REDUCTIONS_ALIVE]) + min(merged, bucket.limit)

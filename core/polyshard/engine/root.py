@@ -10,6 +10,7 @@ from ..errors import UnshardedUseError
 from ..events import Events
 from ..interfaces import Collectives, OffloadManager, PrecisionCaster
 from . import _torch_private
+from .bucket import Bucket
 from .budget import Budget
 from .lanes import Lanes
 from .outputs import refuse_escape
@@ -33,7 +34,7 @@ class Root(Step):
         *,
         check_ranks: bool,
     ) -> None:
-        super().__init__(collectives, lanes, check_ranks=check_ranks)
+        super().__init__(collectives, lanes, Bucket(schedule.batch_nbytes), check_ranks=check_ranks)
         self.stages = tuple(stages)
         self.schedule = schedule
         self.events = events
@@ -129,6 +130,7 @@ class Root(Step):
         for stage in reversed(self.stages):
             if stage.late():
                 stage.catch_up()
+        self.bucket.flush(self.lanes)
         self.lanes.drain()
         for offload in self._parking:
             offload.sync_for_step()
@@ -159,6 +161,7 @@ class Root(Step):
         self.schedule.end_backward()
         for unit in self.units:
             unit.gradients.forget()
+        self.bucket.discard()
         self.lanes.drain()
         for stage in self.stages:
             stage.reset()

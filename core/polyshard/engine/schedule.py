@@ -8,6 +8,9 @@ Small stages that follow each other are gathered together, since a gather of few
 times as many. The recorded order is divided into batches once, by the stages' sizes alone, and whoever asks for a stage
 gets the rest of its batch with it. So a batch is issued when the first of its stages is, all ranks divide alike, and
 nothing is asked for between one batch and the next.
+
+Compute waits for the whole of a batch before it enters its first stage. At the start there is little compute beside
+which a large one could travel, so batches begin with one stage, and each may have twice as many as the one before.
 """
 
 from __future__ import annotations
@@ -30,14 +33,17 @@ S = TypeVar("S", bound=Gathered)
 def batch_ends(sizes: Sequence[int], limit: int) -> list[int]:
     """For each of ``sizes``, the index behind the last one of its batch.
 
-    Batches are neighbours whose sum is at most ``limit``, as many as fit, and single ones that are larger.
+    Batches are neighbours whose sum is at most ``limit``, and single ones that are larger. The first has one, and each
+    as many as fit, up to twice as many as the batch before was allowed.
     """
     ends: list[int] = []
     start = total = 0
+    most = 1
     for index, nbytes in enumerate(sizes):
-        if index > start and total + nbytes > limit:
+        if index > start and (total + nbytes > limit or index - start == most):
             ends += [index] * (index - start)
             start, total = index, 0
+            most *= 2
         total += nbytes
     return ends + [len(sizes)] * (len(sizes) - start)
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..interfaces import Collectives
 from .audit import Audit
+from .bucket import Bucket
 from .lanes import Lanes
 from .phase import Phase
 
@@ -16,9 +17,11 @@ from .phase import Phase
 class Step(ABC):
     """The state of a model's step, and its turning points, as stages and units see them."""
 
-    def __init__(self, collectives: Collectives, lanes: Lanes, *, check_ranks: bool) -> None:
+    def __init__(self, collectives: Collectives, lanes: Lanes, bucket: Bucket, *, check_ranks: bool) -> None:
         self.collectives = collectives
         self.lanes = lanes
+        #: Reductions of small units that are sent together.
+        self.bucket = bucket
         self.phase = Phase.IDLE
         #: The outermost stage, while its forward runs.
         self.active: object | None = None

@@ -1,0 +1,198 @@
+"""Reductions of small units that follow each other, sent as one.
+
+[Note: buckets]
+A reduction of few bytes takes as long as one of several times as many, and so does the copy that brings few gradients
+together, on the device and on the host. So the gradients of small units wait, in the order in which backward brings
+them, until the bucket is full, until a large unit is reduced, or until backward ends. Then one copy brings all of them
+into their units' inputs, the inputs are written next to each other, rank by rank, on the stream that reduces, and one
+communication reduces them. Its result is cut into the units' gradient shards. What waits for what follows from sizes
+and order alone, so that all ranks fill their buckets alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ..interfaces import Work
+from . import _torch_private
+from .buffer import FlatBuffer
+from .lanes import Lanes
+from .layout import round_up
+from .ranks import RankGrid
+
+#: A unit joins a bucket if its input takes at most this part of the bucket's bytes. Larger ones gain less than they
+#: lose by waiting for each other.
+SHARE = 4
+#: In elements. What optimizers and NCCL read in wide accesses begins at multiples of it.
+_ALIGNMENT = 128
+
+
+class Copies(NamedTuple):
+    """What brings gradients together."""
+
+    zeroed: list[torch.Tensor]
+    """Ranges without a gradient."""
+    places: list[torch.Tensor]
+    sources: list[torch.Tensor]
+    """One gradient for each of ``places``."""
+
+    def run(self) -> None:
+        """Write all of it, by two launches at most."""
+        if self.zeroed:
+            _torch_private.foreach_zero_(self.zeroed)
+        if self.sources:
+            _torch_private.foreach_copy_(self.places, self.sources)
+
+
+class Mergeable(Protocol):
+    """What a bucket needs of a unit's gradients."""
+
+    grid: RankGrid
+
+    @property
+    def merges_with(self) -> object:
+        """What two units must agree in to be reduced together; None for a unit that never is."""
+
+    @property
+    def wire_nbytes(self) -> int:
+        """Bytes of its reduction's input."""
+
+    @property
+    def filled(self) -> FlatBuffer:
+        """Its reduction's input, once it was collected and the copies have run."""
+
+    def collect(self, lanes: Lanes) -> Copies:
+        """Give the input memory; returns what is to be written there."""
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of its gradient shard."""
+
+    def new_result(self, numel: int) -> torch.Tensor:
+        """Memory for ``numel`` reduced elements, from the current stream's pool."""
+
+    def send(self, lanes: Lanes) -> None:
+        """Reduce the filled input by itself."""
+
+    def expect(self, result: torch.Tensor) -> None:
+        """``result`` will hold the gradient shard."""
+
+    def starting(self) -> None:
+        """The reduction starts at the present point of the current stream."""
+
+    def finish(self) -> None:
+        """Hand the result on; the reduction ends at the present point of the current stream."""
+
+
+class Bucket:
+    """The reductions that wait for each other.
+
+    Args:
+        limit: bytes of a full bucket; 0 to send each reduction by itself.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._waiting: list[Mergeable] = []
+        self._nbytes = 0
+        # By the first of its members: backward brings units in the same order in each step.
+        self._merged: dict[Mergeable, _Merged] = {}
+
+    def holds(self, unit: Mergeable) -> bool:
+        """Whether the gradients of ``unit`` may wait for others."""
+        return unit.wire_nbytes * SHARE <= self.limit and unit.merges_with is not None
+
+    def reduce(self, unit: Mergeable, lanes: Lanes) -> None:
+        """Reduce the gradients that ``unit`` has, now or with those that follow."""
+        if not self.holds(unit):
+            self.flush(lanes)
+            unit.collect(lanes).run()
+            unit.send(lanes)
+            return
+        nbytes = unit.wire_nbytes
+        if self._waiting and (self._nbytes + nbytes > self.limit or self._waiting[0].merges_with != unit.merges_with):
+            self.flush(lanes)
+        self._waiting.append(unit)
+        self._nbytes += nbytes
+        if self._nbytes + nbytes > self.limit:
+            # The next one is likely of the same size: do not wait for it.
+            self.flush(lanes)
+
+    def flush(self, lanes: Lanes) -> None:
+        """Reduce what waits."""
+        members = tuple(self._waiting)
+        self.discard()
+        if not members:
+            return
+        if len(members) == 1:
+            members[0].collect(lanes).run()
+            members[0].send(lanes)
+            return
+        copies = [member.collect(lanes) for member in members]
+        Copies(*(list(chain.from_iterable(kind)) for kind in zip(*copies, strict=True))).run()
+        del copies
+        merged = self._merged.get(members[0])
+        if merged is None or merged.members != members:
+            merged = self._merged[members[0]] = _Merged(members)
+        merged.send(lanes)
+
+    def discard(self) -> None:
+        """Forget what waits."""
+        self._waiting.clear()
+        self._nbytes = 0
+
+
+class _Merged:
+    """The inputs of several units as one, and where each has its place; made once for units that go together."""
+
+    def __init__(self, members: tuple[Mergeable, ...]) -> None:
+        self.members = members
+        first = members[0]
+        shard = first.grid.shard
+        assert shard is not None
+        self._columns = [round_up(member.shard_numel, _ALIGNMENT) for member in members]
+        self._numel = sum(self._columns)
+        self._numels = [member.shard_numel for member in members]
+        inputs = [member.filled.flat for member in members]
+        with torch.inference_mode(False):
+            self._flat = torch.empty(shard.world_size * self._numel, dtype=inputs[0].dtype, device=inputs[0].device)
+            rows = self._flat.view(shard.world_size, self._numel)
+            places = [
+                place.narrow(1, 0, numel)
+                for place, numel in zip(torch.split(rows, self._columns, dim=1), self._numels, strict=True)
+            ]
+            self._copies = [(p, i.view(shard.world_size, -1)) for p, i in zip(places, inputs, strict=True)]
+        self._storage = self._flat.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+        self._storage.resize_(0)
+
+    def send(self, lanes: Lanes) -> None:
+        result = self.members[0].new_result(self._numel)
+        for member, part, numel in zip(self.members, torch.split(result, self._columns), self._numels, strict=True):
+            member.expect(part[:numel])
+        lanes.reduce(partial(self._start, result), self._finish, partial(_retire, self.members, result))
+
+    def _start(self, result: torch.Tensor) -> Work:
+        for member in self.members:
+            member.starting()
+        # From the pool of the stream that reduces, and back to it as soon as everything is issued there.
+        self._storage.resize_(self._nbytes)
+        for place, filled in self._copies:
+            place.copy_(filled)
+        return self.members[0].grid.reduce(result, self._flat)
+
+    def _finish(self) -> None:
+        self._storage.resize_(0)
+        for member in self.members:
+            member.finish()
+
+
+def _retire(members: Sequence[Mergeable], result: torch.Tensor) -> None:
+    """Let go of both. ``result`` too was in use until now: as the source of a cast, or of a copy to the host."""
+    for member in members:
+        member.filled.release()
