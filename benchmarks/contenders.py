@@ -325,6 +325,7 @@ _POLYSHARD: dict[str, dict[str, Any]] = {
     "polyshard-keep": {"strategy": "shard_grad_op"},
     "polyshard-auto": {"reshard_after_forward": "auto"},
     "polyshard-captured": {},
+    "polyshard-captured-split": {},
     "polyshard-captured-keep": {"strategy": "shard_grad_op"},
     "polyshard-no-shard": {"strategy": "no_shard"},
     "polyshard-hybrid": {"strategy": "hybrid_shard"},
@@ -354,7 +355,7 @@ def _polyshard(site: Site, *, kind: str, overrides: dict[str, str]) -> Step:
         if site.world_size < 4 or site.world_size % 2:
             raise NotServedError(f"two groups of at least two ranks need 4, 6, 8 … ranks, not {site.world_size}")
         settings["shard_size"] = site.world_size // 2
-    policy = {"name": "module_class", "classes": [Block], "split_root": kind == "polyshard-split"}
+    policy = {"name": "module_class", "classes": [Block], "split_root": kind.endswith("-split")}
     config = polyshard.ShardConfig(precision="bf16", policy=policy, device=site.device, **settings).with_environment(
         overrides
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import polyshard
 import pytest
 import torch
@@ -153,6 +156,32 @@ def test_other_forwards_of_a_linear_layer_are_left_alone() -> None:
     doubled.load_state_dict(model.get_submodule("block.up").state_dict())
     model.get_submodule("block")._modules["up"] = doubled
     torch.testing.assert_close(trained(model, 2), reference(model, 2), rtol=1e-5, atol=1e-6)
+
+
+def graphs_of(blocks: int) -> int:
+    """Graphs that the compiler makes of as many equal blocks, each compiled by itself, in two steps."""
+    torch.compiler.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def note(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    model = nn.Sequential(*(Large() for _ in range(blocks)))
+    for block in model:
+        block.compile(backend=note)
+    config = polyshard.ShardConfig(collectives={"name": "fake", "world_size": 4}, policy=units_of(Large))
+    polyshard.shard(model, config)
+    for _ in range(2):
+        model(torch.ones(2, WIDE)).sum().backward()
+    return len(graphs)
+
+
+# The compiler looks at .grad of the tensors that a frame takes in, and does not silence this in every version.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_blocks_share_their_graphs() -> None:
+    # More blocks than the compiler makes versions of one function before it gives up on it.
+    assert graphs_of(12) == graphs_of(2)
 
 
 class BrokenError(RuntimeError):

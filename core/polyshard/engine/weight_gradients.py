@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 #: Weights of fewer elements are copied: the copy costs less than Python in their forward and backward.
 DIRECT_NUMEL = 1 << 22
+
+#: Attribute of a module under which ``_Direct`` stands.
+_DIRECT = "_polyshard_direct"
 
 #: Answers with the memory that a weight's gradient belongs in, or None where it needs memory of its own.
 Claim = Callable[[], torch.Tensor | None]
@@ -70,40 +74,47 @@ def write_directly(unit: Unit) -> None:
             continue
         module, attribute = parameter.sites[0]
         if type(module) is nn.Linear and attribute == "weight" and "forward" not in module.__dict__:
-            module.__dict__["forward"] = DirectForward(module, partial(unit.claim_gradient, index))
+            module.__dict__[_DIRECT] = _Direct(partial(unit.claim_gradient, index))
+            # One function for all: torch.compile compiles anew wherever it meets another object.
+            module.__dict__["forward"] = MethodType(_forward, module)
 
 
-class DirectForward:
-    """The forward of one linear layer: direct where autograd records it and nothing else looks inside."""
+class _Direct:
+    """What the direct forward of one linear layer needs to know."""
 
-    def __init__(self, module: nn.Linear, claim: Claim) -> None:
-        self._module = module
-        self._claim = claim
+    __slots__ = ("claim", "ends_recomputation")
+
+    def __init__(self, claim: Claim) -> None:
+        self.claim = claim
         # A checkpoint ends its recomputation at the last tensor that was saved, by an exception. torch's own product
         # saves its inputs before it computes, ours after: what ends here would be computed in vain.
-        self._ends_recomputation = False
+        self.ends_recomputation = False
 
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        weight, bias = self._module.weight, self._module.bias
-        if (
-            torch.compiler.is_compiling()
-            or not (torch.is_grad_enabled() and weight.requires_grad)
-            or type(input) is not torch.Tensor
-            or torch.is_autocast_enabled(input.device.type)
-            or _torch_private.in_transform()
-        ):
-            return functional.linear(input, weight, bias)
-        recomputes = _torch_private.in_backward()
-        unfilled = recomputes and self._ends_recomputation
-        try:
-            output: torch.Tensor = DirectLinear.apply(  # type: ignore[no-untyped-call]
-                input, weight, bias, self._claim, unfilled
-            )
-        except BaseException:
-            self._ends_recomputation |= recomputes
-            raise
-        if unfilled:
-            self._ends_recomputation = False
-            with torch.no_grad():
-                output.copy_(functional.linear(input, weight, bias))
-        return output
+
+def _forward(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    """The forward of a linear layer: direct where autograd records it and nothing else looks inside."""
+    if torch.compiler.is_compiling():
+        return functional.linear(input, module.weight, module.bias)
+    weight, bias = module.weight, module.bias
+    if (
+        not (torch.is_grad_enabled() and weight.requires_grad)
+        or type(input) is not torch.Tensor
+        or torch.is_autocast_enabled(input.device.type)
+        or _torch_private.in_transform()
+    ):
+        return functional.linear(input, weight, bias)
+    direct: _Direct = module.__dict__[_DIRECT]
+    recomputes = _torch_private.in_backward()
+    unfilled = recomputes and direct.ends_recomputation
+    try:
+        output: torch.Tensor = DirectLinear.apply(  # type: ignore[no-untyped-call]
+            input, weight, bias, direct.claim, unfilled
+        )
+    except BaseException:
+        direct.ends_recomputation |= recomputes
+        raise
+    if unfilled:
+        direct.ends_recomputation = False
+        with torch.no_grad():
+            output.copy_(functional.linear(input, weight, bias))
+    return output
