@@ -1,8 +1,9 @@
-"""Puts what ``peers.py`` measured into the page and a chart: ``benchmarks/results/peers*.json``.
+"""Puts what ``peers.py`` and ``gathers.py`` measured into the page, and a chart beside it.
 
     python benchmarks/figures.py
 
-A file of the results is one run. The chart is of the first file that has timed rows; the page has all.
+Reads ``peers*.json`` and ``gathers.json`` in ``benchmarks/results/``. A file is one run. The chart is of the first of
+``peers*.json`` that has timed rows; the page has all.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _RESULTS = _ROOT / "benchmarks" / "results"
 _PAGE = _ROOT / "docs" / "performance.md"
 _CHART = _ROOT / "docs" / "peers.svg"
 BEGIN, END = "<!-- begin: peers -->", "<!-- end: peers -->"
+_GATHERS = "<!-- begin: gathers -->", "<!-- end: gathers -->"
 _SHOWN = (
     "ms a step",
     "host ms",
@@ -89,12 +91,33 @@ def _of_workload(peers: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines) + ("\n\n" + " ".join(unserved) if unserved else "")
 
 
-def placed(page: str, tables: str) -> str:
+def bandwidths(report: Mapping[str, Any]) -> str:
+    """The table of a run of ``gathers.py``: a line for each operation and size, columns for each number of ranks."""
+    found = report["environment"]
+    worlds = sorted({row["world_size"] for row in report["rows"]})
+    lines: dict[tuple[str, ...], dict[int, str]] = {}
+    for row in report["rows"]:
+        cut = "aligned" if row["aligned"] else "not aligned"
+        line = lines.setdefault((row["operation"], row["backend"], f"{row['nbytes'] / 2**20:.0f}", cut), {})
+        line[row["world_size"]] = f"{row['gb_s']:.0f} | {row['gemm_cost']['median']:.2f}"
+    heads = "".join(f" {world} ranks, GB/s | GEMM cost |" for world in worlds)
+    table = [f"| | | MiB | shards |{heads}", "|---" * (4 + 2 * len(worlds)) + "|"]
+    table += [
+        f"| {' | '.join(what)} |" + "".join(f" {line.get(world, '- | -')} |" for world in worlds)
+        for what, line in sorted(lines.items(), key=lambda item: (*item[0][:2], int(item[0][2]), item[0][3]))
+    ]
+    versions = f"torch {found['torch']}, NCCL {found['nccl']}"
+    made = f"{found['world_size']} x {found['device']}, {versions}, commit {found['commit'][:7]}, {found['date']}"
+    return f"{made}; [gathers.json](../benchmarks/results/gathers.json).\n\n" + "\n".join(table)
+
+
+def placed(page: str, tables: str, markers: tuple[str, str] = (BEGIN, END)) -> str:
     """``page`` with ``tables`` between its markers. Raises ``UnusablePageError`` where it has not one of each."""
-    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
-        raise UnusablePageError(f"the page needs one line {BEGIN} and below it one line {END}")
-    head, _, rest = page.partition(BEGIN)
-    return f"{head}{BEGIN}\n\n{tables}\n\n{END}{rest.partition(END)[2]}"
+    begin, end = markers
+    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
+        raise UnusablePageError(f"the page needs one line {begin} and below it one line {end}")
+    head, _, rest = page.partition(begin)
+    return f"{head}{begin}\n\n{tables}\n\n{end}{rest.partition(end)[2]}"
 
 
 def draw(report: Mapping[str, Any], chart: Path) -> None:
@@ -165,6 +188,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         page = placed(given.page.read_text(encoding="utf-8"), markdown(runs))
+        gathers = given.results / "gathers.json"
+        if gathers.is_file():
+            page = placed(page, bandwidths(json.loads(gathers.read_text(encoding="utf-8"))), _GATHERS)
     except UnusablePageError as error:
         print(f"nothing written: {given.page}: {error}", file=sys.stderr)
         return 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import polyshard
@@ -23,9 +24,10 @@ from parity import (
     train_reference,
     units_of,
 )
+from polyshard.errors import CollectiveError
 from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
-from polyshard_backends.threaded import ThreadedWorld
+from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from torch import nn
 
 BLOCKS = {"policy": units_of(Block)}
@@ -183,6 +185,20 @@ def test_accumulated_gradients_are_reduced_in_buckets() -> None:
     assert_parity(seeded(lambda: Net(9)), accumulating_step, world_size=2, settings=config)
 
 
+def assert_mean_gradients(shards: list[dict[str, torch.Tensor]], make: Callable[[], nn.Module], turn: int) -> None:
+    """The ranks' gradient shards, one after the other, are the mean of what an unsharded model has on each rank."""
+    wanted: dict[str, torch.Tensor] = {}
+    for rank in range(len(shards)):
+        twin = make()
+        square_step(twin, turn, rank)
+        for name, parameter in twin.named_parameters():
+            assert parameter.grad is not None
+            wanted[name] = wanted.get(name, torch.zeros(())) + parameter.grad / len(shards)
+    for name, gradient in wanted.items():
+        got = torch.cat([shard[name].flatten() for shard in shards if name in shard])
+        torch.testing.assert_close(got, gradient.flatten(), rtol=1e-12, atol=1e-12)
+
+
 class Fails(Net):
     """Raises in the backward of its third block when told to; by then later blocks wait in the bucket."""
 
@@ -214,17 +230,41 @@ def test_what_waited_when_a_backward_failed_is_in_no_later_gradient() -> None:
         square_step(mine, 2, rank)
         return {name: p.grad.clone() for name, p in mine.named_parameters() if p.grad is not None}
 
-    reference: dict[str, torch.Tensor] = {}
-    for rank in range(2):
-        twin = seeded(lambda: Fails(6))
-        square_step(twin, 2, rank)
-        for name, parameter in twin.named_parameters():
-            assert parameter.grad is not None
-            reference[name] = reference.get(name, torch.zeros(())) + parameter.grad / 2
-    first, second = on_ranks(2, on_rank)
-    for name, gradient in reference.items():
-        got = torch.cat([part[name].flatten() for part in (first, second) if name in part])
-        torch.testing.assert_close(got, gradient.flatten(), rtol=1e-12, atol=1e-12)
+    assert_mean_gradients(on_ranks(2, on_rank), lambda: seeded(lambda: Fails(6)), turn=2)
+
+
+@pytest.mark.parametrize("issued", [False, True], ids=["at once", "at its end"])
+def test_after_a_reduction_that_failed_training_goes_on(issued: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = seeded(lambda: Net(6))
+    whole = ThreadedCollectives.reduce_scatter
+
+    class Broken:
+        def wait(self) -> None:
+            raise CollectiveError("told to")
+
+    def broken(self: ThreadedCollectives, *args: Any, **kwargs: Any) -> Any:
+        if self.rank not in fails:
+            return whole(self, *args, **kwargs)
+        fails.discard(self.rank)
+        if not issued:
+            raise CollectiveError("told to")
+        return Broken()
+
+    fails: set[int] = set()
+    monkeypatch.setattr(ThreadedCollectives, "reduce_scatter", broken)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        mine = sharded_copy(model, rank, world, **BLOCKS, batch_nbytes="16 MiB")
+        square_step(mine, 0, rank)
+        mine.zero_grad()
+        fails.add(rank)
+        with pytest.raises(CollectiveError, match="told to"):
+            square_step(mine, 1, rank)
+        mine.zero_grad()
+        square_step(mine, 2, rank)
+        return {name: p.grad.clone() for name, p in mine.named_parameters() if p.grad is not None}
+
+    assert_mean_gradients(on_ranks(2, on_rank), lambda: seeded(lambda: Net(6)), turn=2)
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,23 @@ def test_the_page_gets_the_tables_and_keeps_the_rest(tmp_path: Path) -> None:
     assert chart.read_bytes() == picture
 
 
+def test_the_page_gets_bandwidths_by_number_of_ranks(tmp_path: Path) -> None:
+    from figures import BEGIN, END, main
+
+    (tmp_path / "peers.json").write_text(json.dumps(report()))
+    row = {"operation": "gather", "backend": "nccl", "aligned": True, "nbytes": 2**22}
+    rows = [row | {"world_size": world, "gb_s": 80.0 + world, "gemm_cost": {"median": 0.25}} for world in (2, 3)]
+    rows.append(row | {"aligned": False, "world_size": 3, "gb_s": 40.0, "gemm_cost": {"median": 0.5}})
+    environment = {"world_size": 3, "device": "Some GPU", "torch": "2", "nccl": "3", "commit": "0" * 40, "date": "now"}
+    (tmp_path / "gathers.json").write_text(json.dumps({"environment": environment, "rows": rows}))
+    page = tmp_path / "page.md"
+    page.write_text(f"{BEGIN}\n{END}\n<!-- begin: gathers -->\n<!-- end: gathers -->\n")
+    assert main(["--results", str(tmp_path), "--page", str(page), "--chart", str(tmp_path / "chart.svg")]) == 0
+    text = page.read_text()
+    assert "| gather | nccl | 4 | aligned | 82 | 0.25 | 83 | 0.25 |" in text
+    assert "| gather | nccl | 4 | not aligned | - | - | 40 | 0.50 |" in text
+
+
 def test_a_page_without_a_place_for_tables_is_left_alone(tmp_path: Path) -> None:
     from figures import main
 

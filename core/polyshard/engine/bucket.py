@@ -126,7 +126,8 @@ class Bucket:
     def flush(self, lanes: Lanes) -> None:
         """Reduce what waits."""
         members = tuple(self._waiting)
-        self.discard()
+        self._waiting.clear()
+        self._nbytes = 0
         if not members:
             return
         if len(members) == 1:
@@ -142,9 +143,11 @@ class Bucket:
         merged.send(lanes)
 
     def discard(self) -> None:
-        """Forget what waits."""
+        """Forget what waits, and what a reduction that failed left behind. To be called after ``Lanes.drain``."""
         self._waiting.clear()
         self._nbytes = 0
+        for merged in self._merged.values():
+            merged.release()
 
 
 class _Merged:
@@ -169,6 +172,10 @@ class _Merged:
             self._copies = [(p, i.view(shard.world_size, -1)) for p, i in zip(places, inputs, strict=True)]
         self._storage = self._flat.untyped_storage()
         self._nbytes = self._storage.nbytes()
+        self.release()
+
+    def release(self) -> None:
+        """Take the memory away, wherever it came from."""
         self._storage.resize_(0)
 
     def send(self, lanes: Lanes) -> None:
@@ -187,7 +194,7 @@ class _Merged:
         return self.members[0].grid.reduce(result, self._flat)
 
     def _finish(self) -> None:
-        self._storage.resize_(0)
+        self.release()
         for member in self.members:
             member.finish()
 

@@ -161,8 +161,8 @@ class Root(Step):
         self.schedule.end_backward()
         for unit in self.units:
             unit.gradients.forget()
-        self.bucket.discard()
         self.lanes.drain()
+        self.bucket.discard()
         for stage in self.stages:
             stage.reset()
             for unit in stage.units:
