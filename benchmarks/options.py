@@ -61,6 +61,11 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--hang-timeout", type=float, default=150.0, help="seconds for one peer in one round")
     parser.add_argument("--train", type=int, help="compare losses over so many steps instead of timing")
     parser.add_argument("--every", type=int, default=100, help="steps between two losses of --train")
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="no operation whose result differs between two runs, where there is another; slower",
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--commit", help="recorded instead of what git says")
     parser.add_argument("--out", type=Path, help="write everything as JSON, after every peer")
