@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import polyshard
@@ -101,3 +102,57 @@ def test_units_are_fetched_as_far_ahead_as_asked(ahead: int) -> None:
     assert gathered["forward"] == forward
     for handle in handles:
         handle.remove()
+
+
+def gathers_a_step(model: nn.Module, x: torch.Tensor, **settings: Any) -> list[int]:
+    """How many units are gathered in each of three steps, over four pretended ranks."""
+    collectives = fake()
+    polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, policy=units_of(nn.Linear), **settings))
+    counts = []
+    for _ in range(3):
+        collectives.calls.clear()
+        model(x).sum().backward()
+        counts.append(sum(call.operation == "all_gather" for call in collectives.calls))
+        assert root_of(model).gathered == ()
+    return counts
+
+
+def linears() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+
+
+class Scaled(nn.Module):
+    """Parameters of the outermost module's own around those of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.layers = linears()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.layers(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "counts"),
+    [
+        # The backward of the last layer follows its forward at once, which the first step finds out.
+        (linears, {}, [10, 9, 9]),
+        (linears, {"reshard_after_forward": True}, [10, 10, 10]),
+        # Here that of the outermost module does.
+        (Scaled, {}, [11, 11, 11]),
+    ],
+    ids=["last", "released", "outermost"],
+)
+def test_what_is_needed_again_at_once_is_gathered_once(
+    make: Callable[[], nn.Module], settings: dict[str, Any], counts: list[int]
+) -> None:
+    assert gathers_a_step(make(), torch.ones(2, 8), **settings) == counts
+
+
+def test_the_last_unit_is_released_where_no_backward_follows() -> None:
+    model = polyshard.shard(linears(), polyshard.ShardConfig(collectives=fake(), policy=units_of(nn.Linear)))
+    for _ in range(3):
+        with torch.no_grad():
+            model(torch.ones(2, 8))
+        assert root_of(model).gathered == ()

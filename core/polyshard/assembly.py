@@ -403,7 +403,7 @@ def _reshards(config: ShardConfig, strategy: Strategy, plan: PlannedStage) -> Re
     if isinstance(override, bool):
         return Reshard.ALWAYS if override else Reshard.NEVER
     # "auto", too, begins as the strategy says.
-    return Reshard.UNLESS_OUTERMOST if strategy.reshards_after_forward else Reshard.NEVER
+    return Reshard.UNLESS_TURNING if strategy.reshards_after_forward else Reshard.NEVER
 
 
 def _subgroup(world: Collectives, rank_lists: list[list[int]]) -> Collectives | None:

@@ -201,7 +201,7 @@ class FSDPInstance:
             caster.dtypes(spec),
             caster,
             CpuOffload(context) if offloads else NoOffload(context),
-            reshard=Reshard.UNLESS_OUTERMOST if self.sharding_strategy in _RESHARDS_AFTER_FORWARD else Reshard.NEVER,
+            reshard=Reshard.UNLESS_TURNING if self.sharding_strategy in _RESHARDS_AFTER_FORWARD else Reshard.NEVER,
             checks_writeback=os.environ.get(_FSDP_SKIP_WRITEBACK_CHECK, "") != "1",
         )
         if not self._use_orig_params:

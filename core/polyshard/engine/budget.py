@@ -142,7 +142,7 @@ class Budget:
         choice = [
             unit
             for unit in (units[position] for position in everyone[0][2])
-            if unit.reshard_policy is Reshard.UNLESS_OUTERMOST and not unit.permanent
+            if unit.reshard_policy is Reshard.UNLESS_TURNING and not unit.permanent
         ]
         room = min(room for _, room, _ in everyone)
         count = fitting([self._meter.footprint(unit.gathered_nbytes) for unit in choice], room)

@@ -130,6 +130,18 @@ class Schedule(Generic[S]):
             return []
         return self._forward_order.behind(position, self._forward_ahead)
 
+    def turns_at(self, stage: S) -> bool:
+        """Whether the backward of ``stage`` is expected to follow its forward at once.
+
+        It was entered last, and the outermost stage, whose backward comes first, has nothing gathered.
+        """
+        return (
+            self._follows
+            and len(self._entered) == len(self._expected)
+            and self._expected[-1] is stage
+            and not self._expected[0].gathered_nbytes
+        )
+
     def leave(self, stage: S) -> None:
         """``stage`` ended a forward that a backward will come back to."""
         self._left.append(stage)

@@ -160,13 +160,14 @@ class Stage:
         self._entered -= 1
         outermost = root.active is self and self._entered == 0
         if self._entered == 0:
+            turns = outermost or self._order.turns_at(self)
             for unit in self.units:
                 for observer in unit.observers:
                     observer.computed(unit.spec, False)
                 unit.hide()
                 if unit.permanent:
                     continue
-                if unit.releases(outermost):
+                if unit.releases(turns):
                     self._refuse_escape(unit, output, outermost)
                     unit.reshard()
         self.awaits_backward |= watched

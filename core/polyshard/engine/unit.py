@@ -65,8 +65,9 @@ class Reshard(enum.Enum):
 
     ALWAYS = "always"
     """Released, and gathered again for backward."""
-    UNLESS_OUTERMOST = "unless_outermost"
-    """Released, but for the outermost module: its backward follows its forward at once."""
+    UNLESS_TURNING = "unless_turning"
+    """Released, but for the module whose backward follows its forward at once: the outermost one, or, where that has no
+    parameters of its own, the one that ran last."""
     NEVER = "never"
     """Kept until the end of its backward."""
 
@@ -381,11 +382,9 @@ class Unit:
         self._expired = self.state is not UnitState.SHARDED
         self.gradients.let_go()
 
-    def releases(self, outermost: bool) -> bool:
-        """Whether the unit is released after a forward."""
-        return self.reshard_policy is Reshard.ALWAYS or (
-            self.reshard_policy is Reshard.UNLESS_OUTERMOST and not outermost
-        )
+    def releases(self, turns: bool) -> bool:
+        """Whether the unit is released after a forward; ``turns``: its backward is expected to follow at once."""
+        return self.reshard_policy is Reshard.ALWAYS or (self.reshard_policy is Reshard.UNLESS_TURNING and not turns)
 
     def take_up_changes(self) -> None:
         """Honour what the user did to the originals since the last forward.
