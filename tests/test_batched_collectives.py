@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from parity import (
     Block,
     Net,
+    accumulating_step,
     adam,
     assert_parity,
     draw,
@@ -330,19 +331,6 @@ def frozen() -> nn.Module:
 def test_frozen_units_beside_trained_ones(step: Any) -> None:
     settings = {**BLOCKS, "batch_nbytes": pairs(3)}
     assert_parity(seeded(frozen), step, world_size=3, turns=4, optimizer=adam, settings=settings)
-
-
-def accumulating_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-    losses = []
-    for part in range(3):
-        loss = model(draw(4, 3, turn=3 * turn + part, rank=rank)).square().mean()
-        if part < 2 and hasattr(model, "_polyshard_stage"):
-            with polyshard.no_sync(model):
-                loss.backward()
-        else:
-            loss.backward()
-        losses.append(loss.detach())
-    return losses
 
 
 def test_accumulation_without_reductions() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from parity import (
     Block,
     Net,
+    accumulating_step,
     adam,
     assert_parity,
     draw,
@@ -165,19 +166,6 @@ def test_gradients_of_a_bucket_add_up_over_backwards_and_go_one_by_one() -> None
     for name, gradient in wanted.items():
         got = torch.cat([part[name].flatten() for part in (first, second) if name in part])
         torch.testing.assert_close(got, gradient.flatten(), rtol=1e-12, atol=1e-12)
-
-
-def accumulating_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-    losses = []
-    for part in range(3):
-        loss = model(draw(4, 3, turn=3 * turn + part, rank=rank)).square().mean()
-        if part < 2 and hasattr(model, "_polyshard_stage"):
-            with polyshard.no_sync(model):
-                loss.backward()
-        else:
-            loss.backward()
-        losses.append(loss.detach())
-    return losses
 
 
 def test_accumulated_gradients_are_reduced_in_buckets() -> None:

@@ -109,6 +109,20 @@ def square_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
     return [loss.detach(), x.grad]
 
 
+def accumulating_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+    """Three microbatches, of which a sharded model reduces with the last alone."""
+    losses = []
+    for part in range(3):
+        loss = model(draw(4, 3, turn=3 * turn + part, rank=rank)).square().mean()
+        if part < 2 and hasattr(model, "_polyshard_stage"):
+            with polyshard.no_sync(model):
+                loss.backward()
+        else:
+            loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     """Plain SGD: a gradient of zeros and none at all are the same to it."""
     return torch.optim.SGD(model.parameters(), lr=0.1)
