@@ -25,8 +25,8 @@ from .lanes import Lanes
 from .layout import round_up
 from .ranks import RankGrid
 
-#: A unit joins a bucket if its input takes at most this part of the bucket's bytes. Larger ones gain less than they
-#: lose by waiting for each other.
+#: A unit joins a bucket if at least so many inputs of its size fit. Larger ones gain less than they lose by waiting for
+#: each other.
 SHARE = 4
 #: In elements. What optimizers and NCCL read in wide accesses begins at multiples of it.
 _ALIGNMENT = 128
