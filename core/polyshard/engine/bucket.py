@@ -100,6 +100,8 @@ class Bucket:
         self.limit = limit
         self._waiting: list[Mergeable] = []
         self._nbytes = 0
+        # A model may compute on several streams: where the gradients that wait were computed.
+        self._places: list[object] = []
         # By the first of its members: backward brings units in the same order in each step.
         self._merged: dict[Mergeable, _Merged] = {}
 
@@ -117,6 +119,9 @@ class Bucket:
         nbytes = unit.wire_nbytes
         if self._waiting and (self._nbytes + nbytes > self.limit or self._waiting[0].merges_with != unit.merges_with):
             self.flush(lanes)
+        here = lanes.here()
+        if here not in self._places:
+            self._places.append(here)
         self._waiting.append(unit)
         self._nbytes += nbytes
         if self._nbytes + nbytes > self.limit:
@@ -125,11 +130,13 @@ class Bucket:
 
     def flush(self, lanes: Lanes) -> None:
         """Reduce what waits."""
-        members = tuple(self._waiting)
-        self._waiting.clear()
-        self._nbytes = 0
-        if not members:
-            return
+        members, places = tuple(self._waiting), tuple(self._places)
+        self._forget()
+        if members:
+            with lanes.between(places):
+                self._send(members, lanes)
+
+    def _send(self, members: tuple[Mergeable, ...], lanes: Lanes) -> None:
         if len(members) == 1:
             members[0].collect(lanes).run()
             members[0].send(lanes)
@@ -144,10 +151,14 @@ class Bucket:
 
     def discard(self) -> None:
         """Forget what waits, and what a reduction that failed left behind. To be called after ``Lanes.drain``."""
-        self._waiting.clear()
-        self._nbytes = 0
+        self._forget()
         for merged in self._merged.values():
             merged.release()
+
+    def _forget(self) -> None:
+        self._waiting.clear()
+        self._places.clear()
+        self._nbytes = 0
 
 
 class _Merged:

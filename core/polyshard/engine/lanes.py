@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, Protocol
@@ -30,6 +30,8 @@ import torch
 from ..interfaces import Collectives, Work
 from . import _torch_private
 from .buffer import FlatBuffer
+
+_HERE: AbstractContextManager[Any] = nullcontext()
 
 #: Reductions whose input buffers may be alive at once: one travels while another is filled.
 REDUCTIONS_ALIVE = 2
@@ -92,6 +94,14 @@ class Lanes(ABC):
     @abstractmethod
     def drain(self) -> None:
         """Order compute after every reduction, and retire them (rule 5)."""
+
+    def here(self) -> object:
+        """Where operations that are issued now are ordered: equal for equal streams, None without streams."""
+        return None
+
+    def between(self, places: Sequence[object]) -> AbstractContextManager[Any]:
+        """What is issued inside comes after all that was issued at ``places``, and before what will be."""
+        return _HERE
 
 
 class HostLanes(Lanes):
@@ -261,6 +271,14 @@ class StreamLanes(Lanes):
             current.wait_stream(self._gather_stream)
         self._gathers = self._reduces = False
 
+    def here(self) -> object:
+        return self._current()
+
+    def between(self, places: Sequence[object]) -> AbstractContextManager[Any]:
+        current = self._current()
+        others = [place for place in places if isinstance(place, torch.cuda.Stream) and place != current]
+        return _joined(current, others) if others else _HERE
+
     def _current(self) -> torch.cuda.Stream:
         # Asked some six times a unit and step: making an object for each answer takes most of what asking takes.
         key = _torch_private.current_stream_key(self._device)
@@ -274,6 +292,16 @@ class StreamLanes(Lanes):
         event.wait(self._current())
         self._spare.append(event)
         retire()
+
+
+@contextmanager
+def _joined(current: torch.cuda.Stream, others: Sequence[torch.cuda.Stream]) -> Iterator[None]:
+    for stream in others:
+        current.wait_stream(stream)
+    yield
+    for stream in others:
+        # What was read here goes back to their memory pools.
+        stream.wait_stream(current)
 
 
 def lanes_for(collectives: Collectives) -> Lanes:
