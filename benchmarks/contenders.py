@@ -321,11 +321,9 @@ def _fsdp2(site: Site, *, keep: bool = False, tuned: bool = False) -> Step:
 #: What each of polyshard's peers sets beside precision, policy and device.
 _POLYSHARD: dict[str, dict[str, Any]] = {
     "polyshard": {},
-    "polyshard-split": {},
     "polyshard-keep": {"strategy": "shard_grad_op"},
     "polyshard-auto": {"reshard_after_forward": "auto"},
     "polyshard-captured": {},
-    "polyshard-captured-split": {},
     "polyshard-captured-keep": {"strategy": "shard_grad_op"},
     "polyshard-no-shard": {"strategy": "no_shard"},
     "polyshard-hybrid": {"strategy": "hybrid_shard"},
@@ -355,7 +353,7 @@ def _polyshard(site: Site, *, kind: str, overrides: dict[str, str]) -> Step:
         if site.world_size < 4 or site.world_size % 2:
             raise NotServedError(f"two groups of at least two ranks need 4, 6, 8 … ranks, not {site.world_size}")
         settings["shard_size"] = site.world_size // 2
-    policy = {"name": "module_class", "classes": [Block], "split_root": kind.endswith("-split")}
+    policy = {"name": "module_class", "classes": [Block]}
     config = polyshard.ShardConfig(precision="bf16", policy=policy, device=site.device, **settings).with_environment(
         overrides
     )

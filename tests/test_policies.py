@@ -110,55 +110,6 @@ def test_a_shared_module_is_chosen_once_and_the_root_never() -> None:
     assert names(ModuleClass(CONTEXT, nn.Sequential), root) == ["1"]
 
 
-class Words(nn.Module):
-    """Embeddings in front of a list of layers; norm and head behind, in one module."""
-
-    def __init__(self, tied: bool = False) -> None:
-        super().__init__()
-        self.embeddings = nn.ModuleDict({"word": nn.Embedding(7, 4), "place": nn.Embedding(5, 4)})
-        self.scale = nn.Parameter(torch.ones(4))
-        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), nn.ReLU()])
-        self.tail = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 7, bias=False))
-        if tied:
-            self.tail[1].weight = self.embeddings["word"].weight
-
-
-def test_a_split_root_leaves_what_is_shared_or_its_own() -> None:
-    layers = ["layers.0", "layers.1.0"]
-    split = partial(ModuleClass, CONTEXT, split_root=True)
-    # The linear of the tail holds a chosen class; the norm beside it, and that of the second layer, are outermost.
-    assert names(split(nn.Linear), Words()) == [
-        *layers,
-        "tail.1",
-        "embeddings.word",
-        "embeddings.place",
-        "layers.1.1",
-        "tail.0",
-    ]
-    assert names(split(nn.LayerNorm), Words()) == [
-        "layers.1.1",
-        "tail.0",
-        "embeddings.word",
-        "embeddings.place",
-        "layers.0",
-        "layers.1.0",
-        "tail.1",
-    ]
-    assert names(Transformer(CONTEXT, nn.ReLU, split_root=True), Words(tied=True)) == [
-        "layers.2",
-        "embeddings.place",
-        "layers.0",
-        "layers.1",
-    ]
-
-
-def test_a_split_root_passes_over_what_is_ignored() -> None:
-    root = Words()
-    ignored = PolicyContext(ignored_modules=[root.tail], ignored_parameters=[root.embeddings["word"].weight])
-    policy = Transformer(CONTEXT, nn.Linear, split_root=True)
-    assert names(policy, root, ignored) == ["layers.0", "layers.1.0", "embeddings.place", "layers.1.1"]
-
-
 @pytest.mark.parametrize(
     "policy",
     [
@@ -461,7 +412,6 @@ def test_a_class_inside_a_class_can_be_named(tmp_path: Path, monkeypatch: pytest
     ("make", "message"),
     [
         (lambda: ModuleClass(CONTEXT, "torch:relu"), "not a class, in classes of policy 'under test'"),
-        (lambda: ModuleClass(CONTEXT, nn.Linear, split_root=1), "split_root of policy 'under test' is 1. Give true"),
         (lambda: ModuleClass(CONTEXT, []), "no class is given in classes"),
         (lambda: Transformer(CONTEXT, ()), "no class is given in layers"),
         (lambda: Lambda(CONTEXT, "torch:float32"), "a dtype and cannot be called, in fn"),

@@ -92,9 +92,11 @@ def shard_module(request: Request) -> Root:
         collectives_plugin = catalog.resolve(Group.COLLECTIVES, choice, entry_points)
         collectives = collectives_plugin.construct(_named(context, choice))
         plugins = _resolve(request, context, collectives, collectives_plugin, entry_points)
-        planned, casters, offloads = _plan(request, plugins)
         strategy = _strategy(config, collectives.world_size)
         shard_lists, replicate_lists = _rank_lists(config, strategy, collectives.world_size)
+        # Where nothing is gathered, one unit around the others costs nothing.
+        divides = config.split_root and len(shard_lists[0]) > 1
+        planned, casters, offloads = _plan(request, plugins, divides)
         _refuse_unmeasured(config, strategy, context.device, collectives.rank)
         report = [
             *plugins.fingerprint,
@@ -146,7 +148,7 @@ def _build(
         for unit in stage.units:
             whole_shapes.update({p.original: s.shape for p, s in zip(unit.parameters, unit.layout.slots, strict=True)})
     drafts = [
-        draft_stage(plan, own, grid, device, casters[plan.name], is_root=plan.module is module)
+        draft_stage(plan, own, grid, device, casters[plan.name], is_root=plan.governing is module)
         for plan, own in zip(planned, _own_modules(planned, request), strict=True)
     ]
     masters = materialize(drafts, grid, device, request.initializer, whole_shapes)
@@ -169,10 +171,12 @@ def _build(
             plan.name,
             plan.module,
             units,
-            input_cast=caster.input_cast(spec),
-            output_cast=caster.output_cast(spec),
+            # What a part takes and returns stays inside its host.
+            input_cast=caster.input_cast(spec) if plan.host is None else None,
+            output_cast=caster.output_cast(spec) if plan.host is None else None,
             full_precision_in_eval=caster.full_precision_in_eval(spec),
             signature=signature,
+            host=None if plan.host is None else made[plan.host],
         )
     names = {inner: name for name, inner in module.named_modules()}
     stages = []
@@ -241,7 +245,7 @@ def _resolve(
 
 
 def _plan(
-    request: Request, plugins: _Plugins
+    request: Request, plugins: _Plugins, divides: bool
 ) -> tuple[list[PlannedStage], dict[str, PrecisionCaster], dict[str, OffloadManager]]:
     module, rank = request.module, plugins.collectives.rank
     if request.composes:
@@ -269,6 +273,7 @@ def _plan(
         ignored_modules=request.ignored_modules,
         ignored_parameters=request.ignored_parameters,
         rank=rank,
+        divides=divides,
     )
     own = {inner for modules in _own_modules(planned, request) for inner in modules}
     named = {inner: name for name, inner in module.named_modules() if inner in own}

@@ -68,6 +68,9 @@ def fully_shard(
 ) -> M:
     """Make one unit of what in ``module`` is not sharded yet, in place; returns ``module``.
 
+    Where some of it is, a large module before that and one behind it are units of their own, unless
+    ``config.split_root`` is False.
+
     Called from the inside out: ``for block in model.blocks: fully_shard(block)``, then ``fully_shard(model)``.
     Arguments and errors as in ``shard``.
 

@@ -234,6 +234,9 @@ class ShardConfig:
     """Bytes up to which units that follow each other share a communication: of whole parameters where they are
     prefetched, and of gradients where units of at most a quarter of it are reduced. A number, or text such as
     ``"16 MiB"``; 0 for each unit by itself. Read as an int."""
+    split_root: bool = True
+    """Whether a large module before all units and one behind them, of a language model embedding and head, are gathered
+    and reduced apart from the rest of the root. To be turned off where only some ranks run such a module in a step."""
     device: _Normalised[torch.device | None, str] = _Normalised(_device, None)
     """Where the model computes; None: where its parameters are. Read as a ``torch.device`` or None."""
     timeout_s: float = 600.0
@@ -251,8 +254,9 @@ class ShardConfig:
             if not _is_int(ahead) or ahead < 0:
                 raise ConfigError(f"{name} must be a number of units, 0 or more, not {ahead!r}.")
         self._check_reshard()
-        if not isinstance(self.check_ranks, bool):
-            raise ConfigError(f"check_ranks must be True or False, not {self.check_ranks!r}.")
+        for name in ("split_root", "check_ranks"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}.")
         if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int | float):
             raise ConfigError(f"timeout_s must be a number of seconds, not {self.timeout_s!r}.")
         if not (self.timeout_s > 0 and math.isfinite(self.timeout_s)):

@@ -118,6 +118,10 @@ class FSDPStage(Stage):
             self._mark(HandleTrainingState.BACKWARD_PRE)
         super().pre_backward()
 
+    def _needs_parameters_in_backward(self) -> bool:
+        # As in FSDP, whose users see whole parameters in every module's backward.
+        return True
+
     def _prefetch(self, batches: Sequence[Sequence[Stage]]) -> None:
         self._ahead = [stage for batch in batches for stage in batch]
         if self.instance.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from polyshard.interfaces import PolicyContext
 from torch import nn
@@ -30,31 +30,3 @@ def counted_parameters(module: nn.Module, context: PolicyContext) -> dict[nn.Par
     for ignored in context.ignored_modules:
         left_out.update(ignored.parameters())
     return {parameter: parameter.numel() for parameter in module.parameters() if parameter not in left_out}
-
-
-def separable(root: nn.Module, chosen: Collection[nn.Module], context: PolicyContext) -> list[nn.Module]:
-    """The outermost modules below ``root`` that could be units beside the ``chosen`` ones.
-
-    Each is called as a whole, holds parameters that are not ignored, holds and is held by none of ``chosen``, and
-    shares no parameter with anything outside of it.
-    """
-    holders: dict[nn.Parameter, set[nn.Module]] = {}
-    for module in root.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                holders.setdefault(parameter, set()).add(module)
-    ignored, taken = all_ignored(context), set(chosen)
-    found: list[nn.Module] = []
-    waiting = list(root.children())[::-1]
-    while waiting:
-        module = waiting.pop()
-        if module in ignored or module in taken or module in found:
-            continue
-        inside = set(module.modules())
-        if isinstance(module, UNCALLED) or inside & taken:
-            waiting += list(module.children())[::-1]
-            continue
-        parameters = counted_parameters(module, context)
-        if parameters and all(holders[parameter] <= inside for parameter in parameters):
-            found.append(module)
-    return found

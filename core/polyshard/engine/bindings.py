@@ -12,6 +12,7 @@ from torch import nn
 
 from . import _torch_private
 from .guard import ShardedParameter
+from .lent import Lend, LentParameter
 
 if TYPE_CHECKING:
     from .originals import ManagedParameter
@@ -25,7 +26,7 @@ class Shown(enum.Enum):
     VIEWS = "views"
     """Whole parameters in compute dtype, during the unit's own compute."""
     GUARDS = "guards"
-    """Stand-ins that refuse to compute, while another unit's forward runs."""
+    """While another unit's forward runs: stand-ins that refuse to compute or, of a part, bring the parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,19 @@ class Bindings:
     """
 
     def __init__(
-        self, parameters: Sequence[ManagedParameter], leaves: Sequence[torch.Tensor], *, guarded: bool
+        self,
+        parameters: Sequence[ManagedParameter],
+        leaves: Sequence[torch.Tensor],
+        *,
+        guarded: bool,
+        lends: Sequence[Lend] | None = None,
     ) -> None:
+        """``guarded``: views have no memory outside of the unit's compute. ``lends``: of a part, one a parameter."""
         self.shown = Shown.ORIGINALS
-        self._elsewhere = Shown.GUARDS if guarded else Shown.ORIGINALS
+        # Where nothing is ever released, whoever computes gets the leaf whose gradient is reduced.
+        self._elsewhere = Shown.GUARDS if guarded else Shown.VIEWS
+        self._lends = lends
+        self._lent: list[LentParameter] = []
         self._parameters = tuple(parameters)
         self._swaps = self._collect(leaves)
         self._updates: dict[Shown, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
@@ -64,7 +74,7 @@ class Bindings:
         return swaps
 
     def hide(self, computing: bool) -> None:
-        """Let modules see the originals, or, while a forward is ``computing``, the guards."""
+        """Let modules see the originals, or, while a forward is ``computing``, what it may see of other units."""
         self.show(self._elsewhere if computing else Shown.ORIGINALS)
 
     def show(self, shown: Shown) -> None:
@@ -76,12 +86,25 @@ class Bindings:
                 target.update(update)
             self.shown = shown
 
+    def follow_requires_grad(self) -> None:
+        """Take up a ``requires_grad`` that changed on a view."""
+        for lent in self._lent:
+            lent.follow_requires_grad()
+
     def _add_guards(self) -> None:
         if self._elsewhere is Shown.GUARDS:
-            for parameter in self._parameters:
-                guard = ShardedParameter.of(parameter.original, parameter.names[0])
+            for index, parameter in enumerate(self._parameters):
+                guard = self._guard(index, parameter)
                 for module, attribute in parameter.sites:
                     self._swaps[module].of[Shown.GUARDS][attribute] = guard
+
+    def _guard(self, index: int, parameter: ManagedParameter) -> torch.Tensor:
+        if self._lends is None:
+            return ShardedParameter.of(parameter.original, parameter.names[0])
+        module, attribute = parameter.sites[0]
+        lent = LentParameter.of(self._swaps[module].of[Shown.VIEWS][attribute], self._lends[index])
+        self._lent.append(lent)
+        return lent
 
     def _prepare(self) -> None:
         # At first use, which is in the first forward: sharding a model is then as fast as it can be.

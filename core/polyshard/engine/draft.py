@@ -11,6 +11,7 @@ from torch import nn
 from ..interfaces import OffloadManager, PrecisionCaster, UnitDtypes, UnitSpec
 from . import _torch_private
 from .layout import FlatLayout, plan_layout
+from .lent import LendingParameters
 from .originals import ManagedParameter
 from .plan import PlannedStage
 from .ranks import RankGrid
@@ -63,7 +64,7 @@ def draft_stage(
         specs.append(spec)
         layouts.append(layout)
         dtypes.append(chosen)
-    empty = UnitSpec(stage.name, type(stage.module), (), 0, 0, torch.get_default_dtype(), device, is_root)
+    empty = UnitSpec(stage.name, type(stage.governing), (), 0, 0, stage.dtype, device, is_root)
     return Draft(
         stage, tuple(modules), caster, specs[0] if specs else empty, tuple(specs), tuple(layouts), tuple(dtypes)
     )
@@ -81,6 +82,9 @@ def build_units(
     copied to ``device``, and the rest is let go of.
     """
     groups = draft.stage.groups
+    if draft.stage.host is not None:
+        for module in draft.modules:
+            module.__dict__["_parameters"] = LendingParameters(module._parameters)
     if masters is None:
         masters = [_cut(group, layout, grid, device) for group, layout in zip(groups, draft.layouts, strict=True)]
     recurrent = [module for module in draft.modules if isinstance(module, nn.RNNBase)]
@@ -133,7 +137,7 @@ def _spec(
 ) -> UnitSpec:
     return UnitSpec(
         name=stage.name,
-        module_class=type(stage.module),
+        module_class=type(stage.governing),
         parameter_names=tuple(parameter.names[0] for parameter in group),
         numel=layout.padded_numel,
         shard_numel=layout.shard_numel,

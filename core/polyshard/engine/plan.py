@@ -15,6 +15,7 @@ from ..errors import AlreadyShardedError, ConfigError, DeviceError, EmptyUnitErr
 from ..interfaces import UNIT_OVERRIDES, UnitPlan
 from . import _torch_private
 from .originals import ManagedParameter
+from .parts import find_parts
 
 #: Attribute under which a sharded module holds its stage.
 STAGE_ATTRIBUTE = "_polyshard_stage"
@@ -31,6 +32,15 @@ class PlannedStage:
     """One group for each unit: parameters of one dtype, all trained or all frozen."""
     overrides: Mapping[str, Any]
     """Settings that differ from the model's."""
+    dtype: torch.dtype
+    """Of its own parameters or, without any, of its parts'; torch's default where there are neither."""
+    host: nn.Module | None = None
+    """The module of the stage that this one is a part of; None where it was chosen."""
+
+    @property
+    def governing(self) -> nn.Module:
+        """The module that decides dtypes and the like: a part's are its host's."""
+        return self.module if self.host is None else self.host
 
 
 def plan_stages(
@@ -40,11 +50,13 @@ def plan_stages(
     ignored_modules: Collection[nn.Module] = (),
     ignored_parameters: Collection[nn.Parameter] = (),
     rank: int = 0,
+    divides: bool = False,
 ) -> list[PlannedStage]:
     """Assign every parameter of ``root`` to the innermost chosen module that contains all of its uses.
 
     ``root`` is always a stage, the first of the result, with or without parameters of its own; the others follow in
-    module order, less those that have none left.
+    module order, less those that have none left. ``divides``: where there are others, what ``root`` owns may be in
+    several stages (``parts.py``).
 
     Raises:
         EmptyUnitError: ``root`` has no parameter at all, sharded ones included.
@@ -89,6 +101,15 @@ def plan_stages(
             "Pass a module that has some, or leave it as it is."
         )
     _check_device(aliases, rank)
+    inner = {module for module in names if module is not root and STAGE_ATTRIBUTE in module.__dict__}
+    inner |= {owning[-1] for owning in owners.values() if owning[-1] is not root}
+    owned = {parameter: sites[parameter] for parameter, owning in owners.items() if owning[-1] is root}
+    parts = find_parts(root, inner, owned) if divides and inner else []
+    for part in parts:
+        for user in part.modules():
+            for parameter in user._parameters.values():
+                if parameter in owned:
+                    owners[parameter].append(part)
     groups: dict[nn.Module, dict[tuple[torch.dtype, bool], list[ManagedParameter]]] = {}
     for parameter, owning in owners.items():
         managed = ManagedParameter(parameter, tuple(aliases[parameter]), tuple(sites[parameter]))
@@ -99,8 +120,17 @@ def plan_stages(
         if module is root or module in groups:
             kinds = groups.get(module, {})
             ordered = sorted(kinds.items(), key=lambda item: not item[0][1])
+            host = root if module in parts else None
+            dtypes = [dtype for dtype, _ in kinds] or [each.dtype for each in owned]
             stages.append(
-                PlannedStage(name, module, tuple(tuple(group) for _, group in ordered), overrides.get(module, {}))
+                PlannedStage(
+                    name,
+                    module,
+                    tuple(tuple(group) for _, group in ordered),
+                    overrides.get(host or module, {}),
+                    dtypes[0] if dtypes else torch.get_default_dtype(),
+                    host,
+                )
             )
     return stages
 

@@ -29,8 +29,8 @@ class MemoryReport:
     reduction_nbytes: int
     """Inputs of the reductions in flight, and those of small units once more where they travel together."""
     kept: tuple[str, ...]
-    """Names of the units that stay gathered between forward and backward, ``(root)`` for the outermost. Under
-    ``reshard_after_forward="auto"`` more may come in the first steps."""
+    """Names of the units that stay gathered between forward and backward, ``(root)`` for the outermost. After the first
+    forward the one that ran last may join them, and under ``reshard_after_forward="auto"`` more."""
 
     def optimizer_nbytes(self, states: int) -> int:
         """Bytes of an optimizer with ``states`` tensors of a master's size (AdamW: 2)."""
@@ -53,7 +53,9 @@ def memory_report(root: Root) -> MemoryReport:
     Read off the layouts: nothing is measured.
     """
     units = list(root.units)
-    kept = [u for u in units if not u.permanent and not u.releases(u.spec.is_root)]
+    stages = (root.stages[0], root.schedule.turning)
+    turning = {unit for stage in stages if stage is not None for unit in stage.units}
+    kept = [u for u in units if not u.permanent and not u.releases(u in turning)]
     released = sorted((u.gathered_nbytes for u in units if not u.permanent and u not in kept), reverse=True)
     return MemoryReport(
         world_size=root.collectives.world_size,

@@ -18,7 +18,7 @@ from .phase import Phase
 from .schedule import Schedule
 from .stage import Stage
 from .step import Step
-from .unit import Unit, UnitState
+from .unit import UnitState
 
 
 class Root(Step):
@@ -36,6 +36,8 @@ class Root(Step):
     ) -> None:
         super().__init__(collectives, lanes, Bucket(schedule.batch_nbytes), check_ranks=check_ranks)
         self.stages = tuple(stages)
+        #: Every unit, in module order, whichever stage it goes to later.
+        self.units = tuple(unit for stage in self.stages for unit in stage.units)
         self.schedule = schedule
         self.events = events
         #: Decides which units are kept after forward; None where nothing is left to decide.
@@ -53,12 +55,6 @@ class Root(Step):
         self._encoding: tuple[PrecisionCaster, ...] = tuple(
             {id(u.caster): u.caster for u in self.units if u.caster.capabilities.encodes}.values()
         )
-
-    @property
-    def units(self) -> Iterator[Unit]:
-        """Every unit, in module order."""
-        for stage in self.stages:
-            yield from stage.units
 
     def modules(self) -> Iterator[nn.Module]:
         """The modules of all stages."""
@@ -109,7 +105,7 @@ class Root(Step):
         Raises:
             UnshardedUseError: naming the parameter.
         """
-        refuse_escape(tuple(self.units), output, "", self.rank)
+        refuse_escape(self.units, output, "", self.rank)
 
     def enter_backward(self) -> None:
         """A gradient reached one of the outputs."""
@@ -146,7 +142,7 @@ class Root(Step):
             stages = self.schedule.order
             # The outermost module's units are kept whatever the budget.
             order = [unit for stage in stages if stage is not stages[0] for unit in stage.units]
-            if self.budget.decide(tuple(self.units), order, self.collectives):
+            if self.budget.decide(self.units, order, self.collectives):
                 self.budget = None
         # A forward that differentiates inside itself goes on.
         self.phase = Phase.IDLE if self.active is None else Phase.FORWARD

@@ -26,6 +26,10 @@ class Gathered(Protocol):
     def gathered_nbytes(self) -> int:
         """Bytes of its gather buffers."""
 
+    @property
+    def is_part(self) -> bool:
+        """Whether it was split off the stage around it."""
+
 
 S = TypeVar("S", bound=Gathered)
 
@@ -130,17 +134,21 @@ class Schedule(Generic[S]):
             return []
         return self._forward_order.behind(position, self._forward_ahead)
 
-    def turns_at(self, stage: S) -> bool:
-        """Whether the backward of ``stage`` is expected to follow its forward at once.
+    @property
+    def turning(self) -> S | None:
+        """The inner stage whose backward is expected to follow its forward at once; None before the first forward.
 
-        It was entered last, and the outermost stage, whose backward comes first, has nothing gathered.
+        It is entered last, and either is a part of what surrounds the others, or the outermost stage, whose backward
+        comes first, has nothing gathered.
         """
-        return (
-            self._follows
-            and len(self._entered) == len(self._expected)
-            and self._expected[-1] is stage
-            and not self._expected[0].gathered_nbytes
-        )
+        if not self._expected:
+            return None
+        first, last = self._expected[0], self._expected[-1]
+        return last if last.is_part or not first.gathered_nbytes else None
+
+    def turns_at(self, stage: S) -> bool:
+        """Whether ``stage``, whose forward ends, is the one that ``turning`` names."""
+        return self._follows and len(self._entered) == len(self._expected) and self.turning is stage
 
     def leave(self, stage: S) -> None:
         """``stage`` ended a forward that a backward will come back to."""

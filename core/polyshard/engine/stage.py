@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -53,10 +53,16 @@ class Stage:
         output_cast: OutputCast | None = None,
         full_precision_in_eval: bool = False,
         signature: object = None,
+        host: Stage | None = None,
     ) -> None:
+        """``host``: the stage that this one is a part of, for as long as nobody else uses its parameters."""
         self.name = name
         self.module = module
-        self.units = tuple(units)
+        self.host = host
+        # A part computes in the dtypes of its host, whose inputs and outputs are the ones that are cast.
+        self._ruled_by = module if host is None else host.module
+        self._gave_back = False
+        self._reads_in_backward = self._needs_parameters_in_backward()
         self.root: Step | None = None
         self.schedule: Schedule[Stage] | None = None
         self.input_cast = input_cast
@@ -64,9 +70,7 @@ class Stage:
         self._full_precision_in_eval = full_precision_in_eval
         #: Stages of equal signature can share collectives.
         self.signature = signature
-        # A single rank without casts: autograd works on the originals, and backward needs no help.
-        self._unmanaged = bool(self.units) and all(unit.resident for unit in self.units)
-        self._managed = bool(self.units) and not self._unmanaged
+        self._own(units)
         self._entered = 0
         # Forwards whose backward is still to come. Weak: a graph that the user dropped takes its call along.
         self._outstanding: WeakSet[_Call] = WeakSet()
@@ -78,6 +82,15 @@ class Stage:
         self.in_backward = False
         #: Entered with gradients on: other ranks may have gradients for it, so that this one must reduce with them.
         self.owes = False
+        if host is not None:
+            for unit in self.units:
+                unit.lender = self._lend
+
+    def _own(self, units: Sequence[Unit]) -> None:
+        self.units = tuple(units)
+        # A single rank without casts: autograd works on the originals, and backward needs no help.
+        self._unmanaged = bool(self.units) and all(unit.resident for unit in self.units)
+        self._managed = bool(self.units) and not self._unmanaged
 
     def attach(self) -> None:
         """Put the hooks on the module."""
@@ -118,17 +131,10 @@ class Stage:
                 root.begin_forward(self, self.module)
             self._outer_error = sys.exception()
             self._entered += 1
-            ahead = self._order.enter(self)
+            ahead = [] if self._gave_back else self._order.enter(self)
         else:
             ahead = []
-        for unit in self.units:
-            unit.choose_buffer(module.training)
-            unit.unshard()
-        for unit in self.units:
-            unit.wait()
-            unit.show()
-            for observer in unit.observers:
-                observer.compute(unit.spec, recomputes)
+        _show_whole(self.units, self._ruled_by.training, recomputes=recomputes)
         _unshard_ahead(ahead)
         if self.input_cast is not None and not self._in_full_precision:
             args, kwargs = self.input_cast(args, kwargs)
@@ -171,7 +177,7 @@ class Stage:
                     self._refuse_escape(unit, output, outermost)
                     unit.reshard()
         self.awaits_backward |= watched
-        if watched or self.owes:
+        if (watched or self.owes) and self._reads_in_backward and not self._gave_back:
             self._order.leave(self)
         if outermost:
             root.end_forward(output)
@@ -199,11 +205,13 @@ class Stage:
         self.owes = True
         for unit in self.units:
             unit.refuse_changes()
-            unit.unshard()
+            if self._reads_in_backward:
+                unit.unshard()
         for unit in self.units:
-            unit.wait()
-            # A checkpoint inside the module's own forward recomputes from its parameters.
-            unit.show()
+            if self._reads_in_backward:
+                unit.wait()
+                # A checkpoint inside the module's own forward recomputes from its parameters.
+                unit.show()
             for observer in unit.observers:
                 observer.compute(unit.spec, True)
         self._prefetch(self._order.enter_backward(self))
@@ -258,8 +266,9 @@ class Stage:
         if not self.in_backward:
             if not self._reached and any(unit.pending for unit in self.units):
                 self._refuse_back_door()
-            # The other ranks may have gathered for a gradient that only they have.
-            self.unshard()
+            if self._reads_in_backward:
+                # The other ranks may have gathered for a gradient that only they have.
+                self.unshard()
         self.finish()
 
     @property
@@ -282,6 +291,40 @@ class Stage:
             return True
         return any(unit.trainable and unit.pending for unit in self.units)
 
+    @property
+    def is_part(self) -> bool:
+        """Whether its units are a part of what belongs to the stage around it."""
+        return self.host is not None and not self._gave_back
+
+    def _lend(self, unit: Unit, parameter: str) -> None:
+        """Somebody else computes with ``parameter`` of ``unit``: from now on the host owns all units of this part."""
+        host = self.host
+        assert host is not None
+        if not (host.entered or host.in_backward):
+            raise UnshardedUseError(
+                f"The parameter '{parameter}' was used while it is sharded, outside of the forward of "
+                f"'{host.name or '(root)'}' (rank {self._rank}). Compute with it inside that forward, or name the "
+                "method that does with polyshard.register_forward_method."
+            )
+        moved, self.units, self._gave_back = self.units, (), True
+        if moved:
+            host._own((*host.units, *moved))
+            host.owes |= torch.is_grad_enabled()
+            _show_whole(moved, host.module.training, recomputes=False)
+        else:
+            # In backward, where autograd kept a stand-in.
+            unit.unshard()
+            unit.wait()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise StateError(
+            f"A sharded module cannot be deep-copied ({self._described}). Copy the model before sharding it, or "
+            "exchange values through a state dict."
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise StateError(f"A sharded module cannot be pickled ({self._described}). Save a state dict instead.")
+
     def left_forward(self) -> None:
         """The outermost forward ended: release what no backward will come back to."""
         self._entered = 0
@@ -302,12 +345,19 @@ class Stage:
 
     @property
     def _in_full_precision(self) -> bool:
-        return self._full_precision_in_eval and not self.module.training
+        return self._full_precision_in_eval and not self._ruled_by.training
+
+    def _needs_parameters_in_backward(self) -> bool:
+        """Whether there is anything to gather for: torch's embedding makes its gradient from indices alone."""
+        module = self.module
+        return type(module) is not nn.Embedding or module.max_norm is not None or "forward" in module.__dict__
 
     def _gradient_hook(self) -> Callable[..., None]:
+        if self.host is not None and self._gave_back:
+            return self.host._gradient_hook()
         if not self._full_precision_in_eval:
             return self.pre_backward
-        return partial(self._pre_backward_as, self.module.training)
+        return partial(self._pre_backward_as, self._ruled_by.training)
 
     def _pre_backward_as(self, training: bool, *_: Any) -> None:
         # Autograd saved views of the buffer that this forward computed with; the mode may have changed since.
@@ -330,6 +380,12 @@ class Stage:
     def _rank(self) -> int:
         assert self.root is not None
         return self.root.rank
+
+    @property
+    def _described(self) -> str:
+        # Without a root only before the first use of a model that is composed.
+        rank = self.units[0].grid.world.rank if self.root is None else self.root.rank
+        return f"unit '{self.name or '(root)'}', rank {rank}"
 
     def _give_up(self, recomputes: bool) -> None:
         if recomputes:
@@ -401,6 +457,17 @@ class Stage:
             "that its forward returned, so its parameters were not gathered and its gradients are not right. Return "
             "every tensor that leaves the forward, in a tuple, list, dict, dataclass or plain object."
         )
+
+
+def _show_whole(units: Sequence[Unit], training: bool, *, recomputes: bool) -> None:
+    for unit in units:
+        unit.choose_buffer(training)
+        unit.unshard()
+    for unit in units:
+        unit.wait()
+        unit.show()
+        for observer in unit.observers:
+            observer.compute(unit.spec, recomputes)
 
 
 def _unshard_ahead(batches: Sequence[Sequence[Stage]]) -> None:

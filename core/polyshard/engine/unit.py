@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from ..errors import StateError
 from ..interfaces import (
     COMPLETED,
     BufferRole,
@@ -66,8 +66,8 @@ class Reshard(enum.Enum):
     ALWAYS = "always"
     """Released, and gathered again for backward."""
     UNLESS_TURNING = "unless_turning"
-    """Released, but for the module whose backward follows its forward at once: the outermost one, or, where that has no
-    parameters of its own, the one that ran last."""
+    """Released, but for the modules whose backward follows their forward at once: the outermost one, and the one that
+    ran last, if it is a part of the outermost one or that has no parameters of its own."""
     NEVER = "never"
     """Kept until the end of its backward."""
 
@@ -122,6 +122,8 @@ class Unit:
         self.bindings: Bindings
         #: Reduced in the backward that runs.
         self.reduced = False
+        #: Of a part: lets the stage around it take the unit over.
+        self.lender: Callable[[Unit, str], None] | None = None
         self._settle(master)
 
     def _settle(self, master: torch.Tensor) -> None:
@@ -162,7 +164,8 @@ class Unit:
         )
 
     def _make_bindings(self) -> Bindings:
-        return Bindings(self.parameters, self.leaves, guarded=not self.permanent)
+        lends = None if self.lender is None else [partial(self._lend, index) for index in range(len(self.leaves))]
+        return Bindings(self.parameters, self.leaves, guarded=not self.permanent, lends=lends)
 
     def _make_gradients(self) -> Gradients:
         return Gradients(self.spec, self.layout, self.grid, self.dtypes, self.originals.recipients, self.offload)
@@ -287,6 +290,7 @@ class Unit:
             self.flat.follow_requires_grad()
         for trained, leaf in zip(self.originals.trained, self.leaves, strict=True):
             leaf.requires_grad_(trained)
+        self.bindings.follow_requires_grad()
         self.trainable = any(leaf.requires_grad for leaf in self.leaves)
 
     def choose_buffer(self, training: bool) -> None:
@@ -365,6 +369,11 @@ class Unit:
         if self.prepared:
             self.bindings.hide(self.step is not None and self.step.phase is Phase.FORWARD)
 
+    def _lend(self, index: int) -> torch.Tensor:
+        assert self.lender is not None
+        self.lender(self, self.parameters[index].names[0])
+        return self.leaves[index]
+
     def reshard(self) -> None:
         """Release the gather buffer."""
         self.hide()
@@ -411,18 +420,6 @@ class Unit:
     def _issued(self) -> None:
         self.state = UnitState.GATHERING
         self._expired = False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise StateError(
-            f"A sharded module cannot be deep-copied (unit '{self.name}', rank {self.grid.world.rank}). "
-            "Copy the model before sharding it, or exchange values through a state dict."
-        )
-
-    def __reduce__(self) -> NoReturn:
-        raise StateError(
-            f"A sharded module cannot be pickled (unit '{self.name}', rank {self.grid.world.rank}). "
-            "Save a state dict instead."
-        )
 
 
 def unshard_together(units: Sequence[Unit]) -> None:

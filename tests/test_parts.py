@@ -1,0 +1,508 @@
+"""Embedding and head apart from the root, by themselves: what becomes a part, and that no forward notices."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from parity import (
+    Block,
+    adam,
+    assert_parity,
+    assert_same,
+    on_ranks,
+    root_of,
+    seeded,
+    sharded_copy,
+    threaded,
+    train_reference,
+    train_sharded,
+    units_of,
+)
+from polyshard.engine import parts
+from polyshard.errors import RankMismatchError, StateError, UnshardedUseError
+from polyshard_backends.threaded import ThreadedWorld
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+WIDTH, WORDS = 8, 32
+
+
+class Product(torch.autograd.Function):
+    """``x @ weight.t()``, as fused losses have it: a function that is given the weight itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+def _by_name(head: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return Product.apply(x, dict(head.named_parameters())["weight"])
+
+
+#: What a forward may do with the head beside calling it.
+USES: dict[str, Callable[[nn.Linear, torch.Tensor], torch.Tensor]] = {
+    "called": lambda head, x: head(x),
+    "its weight": lambda head, x: functional.linear(x, head.weight),
+    "its weight in a function": lambda head, x: Product.apply(x, head.weight),
+    "its weight by name": lambda head, x: functional.linear(x, next(head.parameters())),
+    "its weight by name in a function": _by_name,
+    "both ways": lambda head, x: head(x) + functional.linear(x, head.weight),
+    "both ways, called last": lambda head, x: functional.linear(x, head.weight) + head(x),
+    "its weight by name, called last": lambda head, x: _by_name(head, x) + head(x),
+    "its rows": lambda head, x: head(x) + torch.stack([head.weight[0], head.weight[1]]).sum(),
+    "its values": lambda head, x: head(x) * head.weight.detach().square().mean(),
+    "its values by name": lambda head, x: head(x) * sum(p.detach().square().mean() for p in head.parameters()),
+    "in a checkpoint": lambda head, x: checkpoint(lambda y: functional.linear(y, head.weight), x, use_reentrant=False),
+    "in an old checkpoint": lambda head, x: checkpoint(lambda y: y @ head.weight.t(), x, use_reentrant=True),
+}
+
+
+class Model(nn.Module):
+    """An embedding and a head around blocks."""
+
+    use = "called"
+
+    def __init__(self, use: str = "called", scaled: bool = False) -> None:
+        super().__init__()
+        self.use = use
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH)) if scaled else None
+        self.blocks = nn.ModuleList([Block(WIDTH, 6), Block(WIDTH, 6)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        if self.scale is not None:
+            x = x * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return USES[self.use](self.head, self.norm(x))
+
+
+def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 * turn + rank)
+    loss = model(torch.randint(WORDS, (2, 3), generator=generator)).square().mean()
+    loss.backward()
+    return [loss.detach()]
+
+
+def names_of(model: nn.Module) -> list[str]:
+    return [unit.name for unit in root_of(model).units]
+
+
+@pytest.fixture
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Embedding and head of these models, and not their norm.
+    monkeypatch.setattr(parts, "SMALLEST_PART", WIDTH * WORDS)
+
+
+small = pytest.mark.usefixtures("_small")
+
+
+@small
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("use", USES)
+def test_training_equals_the_unsharded_model_however_the_head_is_used(use: str, strategy: str) -> None:
+    settings = {"policy": units_of(Block), "strategy": strategy}
+    assert_parity(seeded(lambda: Model(use)), step, 2, settings=settings)
+
+
+@small
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("reshard", [True, False, None])
+@pytest.mark.parametrize("use", ["called", "both ways, called last"])
+def test_training_is_the_same_whatever_is_released_after_forward(use: str, reshard: bool | None, scaled: bool) -> None:
+    settings = {"policy": units_of(Block), "reshard_after_forward": reshard}
+    assert_parity(seeded(lambda: Model(use, scaled)), step, 3, settings=settings, optimizer=adam)
+
+
+def sharded(world: ThreadedWorld, rank: int, model: nn.Module, **settings: Any) -> nn.Module:
+    return sharded_copy(model, rank, world, policy=units_of(Block), **settings)
+
+
+def units_for(model: nn.Module, **settings: Any) -> list[str]:
+    """The units that two ranks make of ``model``."""
+    return on_ranks(2, lambda rank, world: names_of(sharded(world, rank, model, **settings)))[0]
+
+
+BLOCKS = ["blocks.0", "blocks.1"]
+
+
+@small
+def test_an_embedding_in_front_and_a_head_behind_are_units_of_their_own() -> None:
+    assert units_for(Model()) == ["(root)", "embedding", *BLOCKS, "head"]
+    assert units_for(Model(), split_root=False) == ["(root)", *BLOCKS]
+    assert units_for(Model(), strategy="shard_grad_op") == ["(root)", "embedding", *BLOCKS, "head"]
+    # Nothing is gathered there, so nothing is waited for.
+    assert units_for(Model(), strategy="no_shard") == ["(root)", *BLOCKS]
+    assert units_for(Model(), strategy="hybrid_shard", shard_size=1) == ["(root)", *BLOCKS]
+
+
+def test_a_part_is_at_least_four_mebibytes_in_sixteen_bits() -> None:
+    def large(rows: int) -> nn.Module:
+        return nn.Sequential(nn.Embedding(rows, 1024), Block(1024, 2))
+
+    assert units_for(large(2048)) == ["0", "1"]
+    assert units_for(large(2047)) == ["(root)", "1"]
+
+
+@small
+def test_what_several_modules_use_stays_with_the_root() -> None:
+    tied = Model()
+    tied.head.weight = tied.embedding.weight
+    assert units_for(tied) == ["(root)", *BLOCKS]
+
+    borrowed = Model()
+    borrowed.norm.register_parameter("borrowed", borrowed.head.weight)
+    assert units_for(borrowed) == ["(root)", "embedding", *BLOCKS]
+
+
+@small
+def test_of_several_modules_on_one_side_none_is_a_part() -> None:
+    heads = Model()
+    heads.other_head = nn.Linear(WIDTH, WORDS)
+    assert units_for(heads) == ["(root)", "embedding", *BLOCKS]
+
+    # A side is where the module was registered.
+    early = nn.Module()
+    early.embedding, early.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+    early.blocks = nn.Sequential(Block(WIDTH))
+    assert units_for(early) == ["(root)", "blocks.0"]
+
+
+@small
+def test_parts_may_lie_deeper_and_hold_several_modules() -> None:
+    model = nn.Module()
+    model.body = nn.Module()
+    model.body.words = nn.ModuleDict({"embedding": nn.Embedding(WORDS, WIDTH)})
+    model.body.layers = nn.ModuleList([Block(WIDTH)])
+    model.tail = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS))
+    assert units_for(model) == ["body.words.embedding", "body.layers.0", "tail"]
+
+
+@small
+def test_one_unit_that_was_asked_for_stays_one() -> None:
+    assert on_ranks(2, lambda rank, world: names_of(sharded_copy(Model(), rank, world)))[0] == ["(root)"]
+
+
+@small
+def test_what_is_ignored_does_not_count() -> None:
+    model = Model()
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[str]:
+        with world.lock:
+            mine = copy.deepcopy(model)
+        config = threaded(world, rank, policy=units_of(Block))
+        polyshard.shard(mine, config, ignored_parameters=[mine.head.weight], ignored_modules=[mine.embedding])
+        return names_of(mine)
+
+    assert on_ranks(2, on_rank)[0] == ["(root)", *BLOCKS]
+
+
+@small
+def test_composing_from_the_inside_out_splits_what_is_left() -> None:
+    def composed(model: nn.Module, config: polyshard.ShardConfig) -> nn.Module:
+        for block in model.blocks:
+            polyshard.fully_shard(block, config)
+        polyshard.fully_shard(model, config)
+        assert names_of(model) == ["(root)", "embedding", *BLOCKS, "head"]
+        return model
+
+    for use in ("called", "its weight"):
+        assert_parity(seeded(lambda: Model(use)), step, 2, wrap=composed)  # noqa: B023
+
+
+@small
+def test_a_part_inside_a_larger_model_goes_back_to_the_module_around_it() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Model("its weight")
+            self.last = nn.Linear(WORDS, 3)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.last(self.inner(tokens))
+
+    def composed(model: nn.Module, config: polyshard.ShardConfig) -> nn.Module:
+        for block in model.inner.blocks:
+            polyshard.fully_shard(block, config)
+        polyshard.fully_shard(model.inner, config)
+        polyshard.fully_shard(model, config)
+        return model
+
+    assert_parity(seeded(Outer), step, 2, wrap=composed)
+
+
+def gathers_a_step(use: str, turns: int) -> list[list[str]]:
+    """The units whose gathers compute waited for, by step, on one of two ranks."""
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[list[str]]:
+        mine = sharded(world, rank, seeded(lambda: Model(use)))
+        waited: list[list[str]] = []
+        for unit in root_of(mine).units:
+            unit.watch((Waits(waited, unit.name),))
+        for turn in range(turns):
+            waited.append([])
+            step(mine, turn, rank)
+            # The backward ends by waiting for a reduction of each.
+            reductions = len(root_of(mine).units)
+            assert sorted(waited[-1][-reductions:]) == sorted(names_of(mine))
+            del waited[-1][-reductions:]
+        return waited
+
+    return on_ranks(2, on_rank)[0]
+
+
+class Waits:
+    """Notes when compute waits for a unit."""
+
+    def __init__(self, waited: list[list[str]], name: str) -> None:
+        self._waited, self._name = waited, name
+
+    def wait(self, spec: object) -> None:
+        self._waited[-1].append(self._name)
+
+    def _nothing(self, *_: object) -> None:
+        pass
+
+    unshard = unsharded = waited = compute = computed = reshard = reduce = reduced = _nothing
+
+
+@small
+def test_the_head_is_waited_for_when_it_computes_and_not_again_in_backward() -> None:
+    first, second = gathers_a_step("called", 2)
+    assert first == ["(root)", "embedding", *BLOCKS, "head", "head", *BLOCKS[::-1]]
+    # Its backward follows its forward at once: known from the second step on. The embedding's backward reads no weight.
+    assert second == ["(root)", "embedding", *BLOCKS, "head", *BLOCKS[::-1]]
+
+
+@small
+def test_a_head_whose_weight_somebody_else_uses_comes_with_the_root_from_then_on() -> None:
+    first, second, third = gathers_a_step("its weight", 3)
+    assert first == ["(root)", "embedding", *BLOCKS, "head", *BLOCKS[::-1]]
+    assert second == third == ["(root)", "head", "embedding", *BLOCKS, *BLOCKS[::-1]]
+
+
+@small
+def test_looking_at_a_head_brings_nothing() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        mine = sharded(world, rank, Model().bfloat16(), precision={"name": "mixed", "param": "fp32"})
+        seen: list[Any] = []
+
+        def look(*_: Any) -> None:
+            (weight,) = mine.head.parameters()
+            seen.append((weight.shape, weight.stride(), weight.dtype, weight.device.type, weight.requires_grad))
+
+        mine.blocks[0].register_forward_hook(look)
+        mine(torch.zeros(1, 2, dtype=torch.int64))
+        assert seen == [((WORDS, WIDTH), (WIDTH, 1), torch.float32, "cpu", True)]
+        assert root_of(mine).stages[-1].is_part
+
+    on_ranks(2, on_rank)
+
+
+@small
+def test_a_part_casts_neither_what_it_takes_nor_what_it_returns() -> None:
+    class Typed(Model):
+        dtypes: tuple[torch.dtype, ...] = ()
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens)
+            y = self.head(x)
+            self.dtypes = (x.dtype, y.dtype)
+            return y
+
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[torch.dtype, ...]:
+        precision = {"name": "mixed", "param": "bf16", "output": "fp64"}
+        mine = sharded(world, rank, Typed(), precision=precision)
+        output = mine(torch.zeros(1, 2, dtype=torch.int64))
+        return (*mine.dtypes, output.dtype)
+
+    assert on_ranks(2, on_rank)[0] == (torch.bfloat16, torch.bfloat16, torch.float64)
+
+
+@small
+@pytest.mark.parametrize("use", ["called", "its weight", "both ways"])
+def test_in_eval_mode_the_root_decides_in_which_dtype_a_part_computes(use: str) -> None:
+    model = seeded(lambda: Model(use))
+    tokens = torch.arange(6).view(2, 3)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        precision = {"name": "mixed", "param": "fp32", "full_precision_in_eval": True}
+        mine = sharded(world, rank, model, precision=precision).eval()
+        # A part's own mode counts for nothing: the inputs that it gets are the root's.
+        mine.head.train()
+        with torch.no_grad():
+            exact = mine(tokens)
+        mine.train()
+        mine.head.eval()
+        return exact, step(mine, 0, rank)
+
+    expected = train_reference(model, step, 2, turns=1).observed[0]
+    with torch.no_grad():
+        exact = model(tokens)
+    for rank, (evaluated, trained) in enumerate(on_ranks(2, on_rank)):
+        torch.testing.assert_close(evaluated, exact, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(trained, expected[rank], rtol=1e-4, atol=1e-6, check_dtype=False)
+
+
+@small
+@pytest.mark.parametrize("use", ["its weight by name in a function", "its weight"])
+def test_a_head_that_is_trained_from_the_second_step_on(use: str) -> None:
+    def thawing(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        model.use = "called" if turn == 0 else use
+        model.head.requires_grad_(turn > 0)
+        return step(model, turn, rank)
+
+    assert_parity(seeded(Model), thawing, 2, settings={"policy": units_of(Block)})
+
+
+@small
+def test_optimizers_see_the_same_parameters_before_and_after_a_part_goes_back() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        mine = sharded(world, rank, seeded(lambda: Model("its weight")))
+        before = polyshard.flat_parameters(mine)
+        optimizer = torch.optim.AdamW(before, lr=1e-2)
+        for turn in range(3):
+            step(mine, turn, rank)
+            optimizer.step()
+            optimizer.zero_grad()
+        after = polyshard.flat_parameters(mine)
+        assert all(one is other for one, other in zip(before, after, strict=True))
+        with polyshard.unsharded(mine):
+            return {name: parameter.detach().clone() for name, parameter in mine.named_parameters()}
+
+    expected = train_reference(seeded(lambda: Model("its weight")), step, 2, optimizer=adam).parameters
+    for whole in on_ranks(2, on_rank):
+        torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)
+
+
+@small
+def test_using_a_part_outside_of_its_host_s_forward_is_refused_by_name() -> None:
+    model = seeded(Model)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        mine = sharded(world, rank, model)
+        handle = mine.blocks[0].register_forward_pre_hook(lambda *_: mine.head.weight.sum() and None)
+        with pytest.raises(UnshardedUseError, match=rf"'head\.weight' was used .* of '\(root\)' \(rank {rank}\)"):
+            mine.blocks[0](torch.zeros(2, WIDTH, dtype=torch.float64))
+        handle.remove()
+        assert root_of(mine).gathered == ()
+        return step(mine, 0, rank)
+
+    expected = train_reference(model, step, 2, turns=1).observed[0]
+    for values, reference in zip(on_ranks(2, on_rank), expected, strict=True):
+        torch.testing.assert_close(values, reference, rtol=1e-12, atol=1e-12)
+
+
+@small
+def test_a_stand_in_kept_from_one_forward_serves_the_next_and_nothing_between() -> None:
+    class Keeps(Model):
+        kept: Any = None
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            if self.kept is None:
+                self.__dict__["kept"] = next(self.head.parameters())
+                return super().forward(tokens)
+            x = self.norm(self.embedding(tokens))
+            return functional.linear(x, self.kept)
+
+    def unsharded_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        values = step(model, turn, rank)
+        if "_polyshard_stage" in model.__dict__ and turn == 0:
+            with pytest.raises(UnshardedUseError, match=r"'head\.weight' was used"):
+                model.kept.sum()
+        return values
+
+    assert_parity(seeded(Keeps), unsharded_step, 2, settings={"policy": units_of(Block)})
+
+
+@small
+def test_a_module_that_some_ranks_run_is_refused_and_may_stay_with_the_root() -> None:
+    class Extra(Model):
+        extra = False
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x) if self.extra else x
+
+    def on_some(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        model.extra = rank == 1
+        return step(model, turn, rank)
+
+    model = seeded(Extra)
+    with pytest.raises(RankMismatchError, match=r"unit 'head'.*\n.*same modules in the same order"):
+        train_sharded(model, on_some, 2, settings={"policy": units_of(Block)})
+    whole = {"policy": units_of(Block), "split_root": False}
+    assert_same(train_sharded(model, on_some, 2, settings=whole), train_reference(model, on_some, 2))
+
+
+@small
+def test_a_root_without_parameters_is_not_copied_either() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        mine = sharded(world, rank, nn.Sequential(nn.Embedding(WORDS, WIDTH), Block(WIDTH)))
+        assert names_of(mine) == ["0", "1"]
+        with pytest.raises(StateError, match=rf"deep-copied \(unit '\(root\)', rank {rank}\)"):
+            copy.deepcopy(mine)
+
+    on_ranks(2, on_rank)
+
+
+def test_a_block_that_computes_with_another_s_weight_where_nothing_is_sharded() -> None:
+    class Borrows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block(3, 4), Block(3, 4)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return functional.linear(self.blocks[1](self.blocks[0](x)), self.blocks[0].up.weight)
+
+    def borrowing(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(10 * turn + rank)
+        loss = model(torch.randn(4, 3, generator=generator, dtype=torch.float64)).square().mean()
+        loss.backward()
+        return [loss.detach()]
+
+    settings = {"policy": units_of(Block), "strategy": "no_shard"}
+    assert_parity(seeded(Borrows), borrowing, 2, settings=settings)
+
+
+@small
+@pytest.mark.parametrize(
+    "kind", ["plain", "checkpointed", "checkpointed as of old", "bounded", "kept", "backward of a part"]
+)
+def test_an_embedding_trains_although_its_weight_is_not_gathered_for_backward(kind: str) -> None:
+    class Words(Model):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            if kind.startswith("checkpointed"):
+                # An input that needs a gradient, without which an old checkpoint computes none.
+                shift = torch.zeros(WIDTH, dtype=torch.float64, requires_grad=True)
+                body = lambda x: self.blocks[0](self.embedding(tokens) + x)  # noqa: E731
+                x = checkpoint(body, shift, use_reentrant=kind.endswith("old"))
+            else:
+                x = self.blocks[0](self.embedding(tokens))
+            return self.head(self.blocks[1](x))
+
+    model = seeded(Words)
+    if kind == "bounded":
+        # Its forward writes to the weight, where a row is longer than this.
+        model.embedding.max_norm = 1e9
+    settings = {"policy": units_of(Block), "strategy": "shard_grad_op" if kind == "kept" else "full_shard"}
+    if kind == "not ahead":
+        settings["forward_prefetch"] = settings["backward_prefetch"] = 0
+    assert_parity(model, step, 2, settings=settings)
