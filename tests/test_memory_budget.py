@@ -126,6 +126,15 @@ def test_a_kept_unit_is_gathered_once_a_step_instead_of_twice(
     assert root_of(model).gathered == names
 
 
+def test_the_unit_where_forward_turns_is_kept_beside_those_that_fit() -> None:
+    model, collectives = nn.Sequential(*(seeded(lambda: Block(3, 4)) for _ in range(4))), fake()
+    config = polyshard.ShardConfig(collectives=collectives, **BLOCKS)
+    with_room(lambda model: sizes(model)[1] + sizes(model)[2])(model, config)
+    # Its backward follows its forward at once, as the second forward knows; the two before it fit.
+    assert gathers_by_step(model, collectives, 4, adam(model)) == [8, 7, 5, 5]
+    assert kept(model) == ("1", "2", "3")
+
+
 @pytest.mark.parametrize("blocks", [0, 1, 2, 3])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_training_is_the_same_before_and_after_the_decision(world_size: int, blocks: int) -> None:

@@ -80,8 +80,9 @@ def test_the_peak_stays_within_the_budget_and_gathers_fall() -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         gathers, peak, names = train(6, reshard_after_forward="auto", memory_budget=released + room)
-        assert names == kept
-        assert gathers == [2 * BLOCKS] * 2 + [2 * BLOCKS - kept] * 4
+        # Where forward turns, a block is kept in any case, once it is known where that is.
+        assert names == min(1 + kept, BLOCKS)
+        assert gathers == [2 * BLOCKS, 2 * BLOCKS - 1] + [2 * BLOCKS - names] * 4
         assert peak <= released + room
 
 
@@ -91,7 +92,7 @@ def test_without_a_budget_what_the_device_has_free_is_used() -> None:
         pytest.skip("needs a device that is mostly free")
     before = torch.cuda.memory_stats()["num_alloc_retries"]
     gathers, _, _ = train(4, reshard_after_forward="auto")
-    assert gathers == [2 * BLOCKS] * 2 + [BLOCKS] * 2
+    assert gathers == [2 * BLOCKS, 2 * BLOCKS - 1] + [BLOCKS] * 2
     assert torch.cuda.memory_stats()["num_alloc_retries"] == before
 
 
@@ -147,7 +148,7 @@ def agree(rank: int, budgets: list[int | str]) -> tuple[int, float]:
 def test_ranks_take_the_least_room_and_train_as_the_unsharded_model() -> None:
     pool = RankPool(2, backend="nccl")
     try:
-        for budgets, expected in ((["1 TiB", 1], 0), ([1, "1 TiB"], 0), (["1 TiB", "2 TiB"], 4)):
+        for budgets, expected in ((["1 TiB", 1], 1), ([1, "1 TiB"], 1), (["1 TiB", "2 TiB"], 4)):
             for kept, apart in pool.run(agree, budgets, timeout=90.0):
                 assert kept == expected
                 assert apart < 1e-10

@@ -140,8 +140,9 @@ class Root(Step):
         self.schedule.end_backward()
         if self.budget is not None and self.active is None and self.synchronises and self.accumulates:
             stages = self.schedule.order
-            # The outermost module's units are kept whatever the budget.
-            order = [unit for stage in stages if stage is not stages[0] for unit in stage.units]
+            # The outermost module's units are kept whatever the budget, and so are those where forward turns.
+            kept = (stages[0], self.schedule.turning)
+            order = [unit for stage in stages if stage not in kept for unit in stage.units]
             if self.budget.decide(self.units, order, self.collectives):
                 self.budget = None
         # A forward that differentiates inside itself goes on.
