@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import polyshard
@@ -19,7 +18,6 @@ from parity import (
     assert_parity,
     draw,
     on_ranks,
-    root_of,
     seeded,
     sgd,
     sharded_copy,
@@ -27,7 +25,6 @@ from parity import (
     train_reference,
     units_of,
 )
-from polyshard.engine.lanes import HostLanes
 from polyshard.errors import CollectiveError
 from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
@@ -89,34 +86,6 @@ def test_twenty_four_small_units_take_as_few_reductions_as_fit(limit: int | str,
 def test_a_large_unit_waits_for_none_and_lets_none_wait() -> None:
     # In backward: two small ones, the large one, three small ones. 64 * 64 * 4 bytes are more than a quarter.
     assert reductions([16, 16, 16, 64, 16, 16], batch_nbytes=32 * 1024) == [2 * 128, 64 * 64 // 4, 3 * 128]
-
-
-class Alternating(HostLanes):
-    """Says of every other operation that it runs on another stream, and notes what has to be ordered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked = 0
-        self.ordered: list[tuple[object, ...]] = []
-
-    def here(self) -> object:
-        self.asked += 1
-        return "even" if self.asked % 2 == 0 else "odd"
-
-    def between(self, places: Sequence[object]) -> AbstractContextManager[None]:
-        self.ordered.append(tuple(places))
-        return nullcontext()
-
-
-def test_gradients_from_several_streams_share_a_bucket_that_is_ordered_behind_all_of_them() -> None:
-    collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
-    config = polyshard.ShardConfig(collectives=collectives, batch_nbytes=4 * 1024, **LINEARS)
-    model = polyshard.shard(layers(small(9)), config)
-    lanes = root_of(model).lanes = Alternating()
-    model(torch.ones(())).backward()
-    # Where gradients were computed decides nothing about when they are sent: that would differ between ranks.
-    assert lanes.ordered == [("odd", "even"), ("odd", "even"), ("odd",)]
-    assert sum(call.operation == "reduce_scatter" for call in collectives.calls) == 3
 
 
 def test_by_default_units_of_4_mib_share_a_bucket_and_larger_ones_do_not() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from polyshard.engine.buffer import FlatBuffer, view_of
+from polyshard.engine.lanes import Lanes
 from polyshard.engine.reduction import Gradients
 from polyshard.engine.step import Step
 from polyshard.interfaces import COMPLETED, UnitDtypes, Work
@@ -51,10 +52,10 @@ class FlatGradients(Gradients):
         self._dtypes = dtypes
         self._wire_dtype = dtypes.reduce
 
-    def keep(self, gradients: list[torch.Tensor | None]) -> None:
+    def keep(self, gradients: list[torch.Tensor | None], lanes: Lanes) -> None:
         if self._unreduced is None:
             self._unreduced = FlatBuffer.allocate(self._layout, self._dtypes.compute, self.spec.device)
-        super().keep(gradients)
+        super().keep(gradients, lanes)
 
     def reduce(self, gradients: list[torch.Tensor | None], step: Step) -> None:
         self._restore_reduced()

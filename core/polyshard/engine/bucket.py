@@ -53,6 +53,8 @@ class Mergeable(Protocol):
     """What a bucket needs of a unit's gradients."""
 
     grid: RankGrid
+    #: Where its reduction's input was given memory, as ``Lanes.here`` says.
+    taken_at: object
 
     @property
     def merges_with(self) -> object:
@@ -100,7 +102,7 @@ class Bucket:
         self.limit = limit
         self._waiting: list[Mergeable] = []
         self._nbytes = 0
-        # A model may compute on several streams: where the gradients that wait were computed.
+        # Where the gradients that wait were computed.
         self._places: list[object] = []
         # By the first of its members: backward brings units in the same order in each step.
         self._merged: dict[Mergeable, _Merged] = {}
@@ -109,19 +111,17 @@ class Bucket:
         """Whether the gradients of ``unit`` may wait for others."""
         return unit.wire_nbytes * SHARE <= self.limit and unit.merges_with is not None
 
-    def reduce(self, unit: Mergeable, lanes: Lanes) -> None:
-        """Reduce the gradients that ``unit`` has, now or with those that follow."""
+    def reduce(self, unit: Mergeable, places: Sequence[object], lanes: Lanes) -> None:
+        """Reduce the gradients that ``unit`` has, computed at ``places``, now or with those that follow."""
         if not self.holds(unit):
             self.flush(lanes)
-            unit.collect(lanes).run()
-            unit.send(lanes)
+            with lanes.between(places):
+                self._send((unit,), lanes)
             return
         nbytes = unit.wire_nbytes
         if self._waiting and (self._nbytes + nbytes > self.limit or self._waiting[0].merges_with != unit.merges_with):
             self.flush(lanes)
-        here = lanes.here()
-        if here not in self._places:
-            self._places.append(here)
+        self._places += [place for place in places if place not in self._places]
         self._waiting.append(unit)
         self._nbytes += nbytes
         if self._nbytes + nbytes > self.limit:
@@ -193,7 +193,8 @@ class _Merged:
         result = self.members[0].new_result(self._numel)
         for member, part, numel in zip(self.members, torch.split(result, self._columns), self._numels, strict=True):
             member.expect(part[:numel])
-        lanes.reduce(partial(self._start, result), self._finish, partial(_retire, self.members, result))
+        taken_at = [member.taken_at for member in self.members]
+        lanes.reduce(partial(self._start, result), self._finish, partial(_retire, self.members, result), taken_at)
 
     def _start(self, result: torch.Tensor) -> Work:
         for member in self.members:

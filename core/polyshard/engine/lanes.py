@@ -12,6 +12,15 @@ events only:
 4. At the start of a forward the gather stream waits for compute: the optimizer has then written the masters.
 5. At the end of a backward compute waits for the reductions: the optimizer may then read the gradients.
 
+Compute may take several streams: that of a module's forward is whichever is current when it is called, and autograd
+runs a backward on the stream of its forward. Each rule then holds for all of them. What waits is the stream whose
+memory it is, since only that one may be given the memory again: the one that takes a reduction's input, the one that
+gathers. Units and gradients carry the places, a stream each, at which they were used or computed.
+
+What a module does on further streams before it returns is out of sight. Its forward lets them wait for the stream that
+calls it, and that one for them. Of its backward, only what leads to the gradients of its inputs is sure to be waited
+for before the backward ends. So what computes on a stream of its own is best a unit of its own.
+
 On the host's own device operations run in the order in which they are issued, and only ``Work.wait`` blocks.
 """
 
@@ -42,6 +51,8 @@ class Gatherable(Protocol):
 
     buffer: FlatBuffer
     master: torch.Tensor
+    #: Where it was used since its gather, as ``Lanes.here`` says.
+    places: list[object]
 
     @property
     def gather_group(self) -> Collectives | None:
@@ -76,19 +87,30 @@ class Lanes(ABC):
     def arrive(self, unit: Gatherable) -> None:
         """Order compute after the gather of ``unit`` (rule 2)."""
 
+    def follow(self) -> None:
+        """Order compute here after all gathers so far, whether or not they have arrived elsewhere."""
+        return None
+
     @abstractmethod
     def release(self, unit: Gatherable) -> None:
         """Give the gather buffer's memory back (rule 1)."""
 
     @abstractmethod
-    def make_room(self) -> None:
-        """Retire reductions until one more input may be filled (rule 3)."""
+    def make_room(self, alive: int = REDUCTIONS_ALIVE - 1) -> None:
+        """Retire reductions until at most ``alive`` are left, so that one more input may be filled (rule 3)."""
 
     @abstractmethod
-    def reduce(self, issue: Callable[[], Work], deliver: Callable[[], None], retire: Callable[[], None]) -> None:
+    def reduce(
+        self,
+        issue: Callable[[], Work],
+        deliver: Callable[[], None],
+        retire: Callable[[], None],
+        taken_at: Sequence[object],
+    ) -> None:
         """Run a reduction.
 
-        ``issue`` starts it, ``deliver`` uses its result, ``retire`` lets go of its input; in that order.
+        ``issue`` starts it, ``deliver`` uses its result, ``retire`` lets go of its input; in that order. ``taken_at``
+        are the places at which its input was given memory, apart from the present one.
         """
 
     @abstractmethod
@@ -137,11 +159,17 @@ class HostLanes(Lanes):
         self.arrive(unit)
         unit.buffer.release()
 
-    def make_room(self) -> None:
-        while len(self._reductions) >= REDUCTIONS_ALIVE:
+    def make_room(self, alive: int = REDUCTIONS_ALIVE - 1) -> None:
+        while len(self._reductions) > alive:
             self._finish_oldest()
 
-    def reduce(self, issue: Callable[[], Work], deliver: Callable[[], None], retire: Callable[[], None]) -> None:
+    def reduce(
+        self,
+        issue: Callable[[], Work],
+        deliver: Callable[[], None],
+        retire: Callable[[], None],
+        taken_at: Sequence[object],
+    ) -> None:
         self._reductions.append((issue(), deliver, retire))
 
     def drain(self) -> None:
@@ -168,26 +196,31 @@ class StreamLanes(Lanes):
         self._used: dict[Gatherable, torch.cuda.Event] = {}
         self._arriving: dict[Gatherable, _Arrival] = {}
         # One event a stream that used gathered memory: the latest covers the earlier ones of the same stream.
-        self._released: dict[int, torch.cuda.Event] = {}
+        self._released: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
         self._filled = _event()
         self._spare: list[torch.cuda.Event] = []
         self._seen: dict[tuple[int, int, int], torch.cuda.Stream] = {}
         # Which of the two streams has anything that compute was not ordered after. Inside the capture of a CUDA graph a
         # stream takes part from its first use on, and one that does not may not be waited for.
         self._gathers = self._reduces = False
-        self._reductions: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()
+        self._reductions: deque[tuple[torch.cuda.Event, Sequence[torch.cuda.Stream], Callable[[], None]]] = deque()
 
     def begin_forward(self) -> None:
-        self._gather_stream.wait_stream(self._current())
+        current = self._current()
+        self._gather_stream.wait_stream(current)
         self._gathers = True
-        # Releases are behind this stream by now (drain). Waiting for their events again would also forbid capturing the
-        # step in a CUDA graph, inside which no earlier event may be waited for.
+        # Releases of a training step are behind this stream by now (drain). Waiting for their events again would also
+        # forbid capturing the step in a CUDA graph, inside which no earlier event may be waited for.
+        for stream, _ in self._released.values():
+            # Another forward ran there, which nothing here had to wait for. A capture begins with an idle device.
+            if stream is not current and not torch.cuda.is_current_stream_capturing():
+                self._gather_stream.wait_stream(stream)
         self._released.clear()
 
     def gather(self, units: Sequence[Gatherable]) -> None:
         stream = self._gather_stream
         self._gathers = True
-        for event in self._released.values():
+        for _, event in self._released.values():
             event.wait(stream)
         self._released.clear()
         before = self._current()
@@ -220,6 +253,11 @@ class StreamLanes(Lanes):
             arrival.on = current.cuda_stream
         self._expect_no_more(unit)
 
+    def follow(self) -> None:
+        # No event is left to wait for: that of a gather is recorded anew once all of its units have arrived.
+        if self._gathers:
+            self._current().wait_stream(self._gather_stream)
+
     def _expect_no_more(self, unit: Gatherable) -> None:
         arrival = self._arriving.pop(unit, None)
         if arrival is not None:
@@ -235,14 +273,22 @@ class StreamLanes(Lanes):
         if event is None:
             event = self._used[unit] = _event()
         event.record(current)
-        self._released[current.cuda_stream] = event
+        self._released[current.cuda_stream] = current, event
+        for stream in _others(unit.places, current):
+            self._released[stream.cuda_stream] = stream, stream.record_event()
         unit.buffer.release()
 
-    def make_room(self) -> None:
-        while len(self._reductions) >= REDUCTIONS_ALIVE:
+    def make_room(self, alive: int = REDUCTIONS_ALIVE - 1) -> None:
+        while len(self._reductions) > alive:
             self._retire_oldest()
 
-    def reduce(self, issue: Callable[[], Work], deliver: Callable[[], None], retire: Callable[[], None]) -> None:
+    def reduce(
+        self,
+        issue: Callable[[], Work],
+        deliver: Callable[[], None],
+        retire: Callable[[], None],
+        taken_at: Sequence[object],
+    ) -> None:
         before, stream = self._current(), self._reduce_stream
         self._reduces = True
         self._filled.record(before)
@@ -255,13 +301,13 @@ class StreamLanes(Lanes):
             event.record(stream)
         finally:
             torch.cuda.set_stream(before)
-            self._reductions.append((event, retire))
+            self._reductions.append((event, (before, *_others(taken_at, before)), retire))
 
     def drain(self) -> None:
         while self._reductions:
             self._retire_oldest()
         current = self._current()
-        for event in self._released.values():
+        for _, event in self._released.values():
             event.wait(current)
         self._released.clear()
         if self._reduces:
@@ -276,7 +322,7 @@ class StreamLanes(Lanes):
 
     def between(self, places: Sequence[object]) -> AbstractContextManager[Any]:
         current = self._current()
-        others = [place for place in places if isinstance(place, torch.cuda.Stream) and place != current]
+        others = _others(places, current)
         return _joined(current, others) if others else _HERE
 
     def _current(self) -> torch.cuda.Stream:
@@ -288,10 +334,16 @@ class StreamLanes(Lanes):
         return stream
 
     def _retire_oldest(self) -> None:
-        event, retire = self._reductions.popleft()
-        event.wait(self._current())
+        event, takers, retire = self._reductions.popleft()
+        for stream in takers:
+            # Not the current one: what is let go of goes back to the pools of these.
+            event.wait(stream)
         self._spare.append(event)
         retire()
+
+
+def _others(places: Iterable[object], current: torch.cuda.Stream) -> list[torch.cuda.Stream]:
+    return [place for place in places if place is not current and isinstance(place, torch.cuda.Stream)]
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -13,7 +13,7 @@ from ..interfaces import Observer, OffloadManager, UnitDtypes, UnitSpec, Work
 from . import _torch_private
 from .bucket import Copies
 from .buffer import FlatBuffer, view_of
-from .lanes import Lanes
+from .lanes import REDUCTIONS_ALIVE, Lanes
 from .layout import FlatLayout
 from .originals import Recipient
 from .ranks import RankGrid
@@ -53,6 +53,10 @@ class Gradients:
         #: Waiting in a bucket.
         self._arrived: list[torch.Tensor | None] | None = None
         self._claimed: set[int] = set()
+        # Where the gradients that are reduced next were computed, and those that wait for them kept.
+        self._places: list[object] = []
+        #: Where the reduction's input was given memory.
+        self.taken_at: object = None
         # Of reductions in flight, the oldest first.
         self._results: deque[torch.Tensor] = deque()
         self._flat: torch.Tensor | None = None
@@ -89,17 +93,28 @@ class Gradients:
         # Those that wait in a bucket have found theirs.
         return self._has_unreduced and self._arrived is None
 
-    def keep(self, gradients: list[torch.Tensor | None]) -> None:
+    def computed_at(self, places: Iterable[object]) -> None:
+        """``places``, as ``Lanes.here`` says, are where the gradients that come next were computed."""
+        for place in places:
+            if place not in self._places:
+                self._places.append(place)
+
+    def keep(self, gradients: list[torch.Tensor | None], lanes: Lanes) -> None:
         """Add ``gradients`` to those that wait for a synchronising backward."""
         if self._unreduced is None:
             self._unreduced = FlatBuffer.allocate(self._layout, self._dtypes.reduce, self.spec.device)
+        self.computed_at((lanes.here(),))
+        with lanes.between(self._places):
+            self._add_unreduced(self._unreduced, gradients)
+
+    def _add_unreduced(self, buffer: FlatBuffer, gradients: list[torch.Tensor | None]) -> None:
         if self._has_unreduced:
-            views, present = _present(self._unreduced.views, gradients)
+            views, present = _present(buffer.views, gradients)
             if present:
                 _torch_private.foreach_add_(views, present)
         else:
-            self._unreduced.attach()
-            self._copies(self._unreduced, gradients).run()
+            buffer.attach()
+            self._copies(buffer, gradients).run()
             self._has_unreduced = True
 
     def reduce(self, gradients: list[torch.Tensor | None], step: Step) -> None:
@@ -113,7 +128,10 @@ class Gradients:
         self._arrived = gradients
         if step.audit is not None:
             step.audit.agree(self.grid.world, self.spec.name or "(root)", "reduce", self._take_wire().flat)
-        step.bucket.reduce(self, step.lanes)
+        self.computed_at((step.lanes.here(),))
+        places = tuple(self._places)
+        self._places.clear()
+        step.bucket.reduce(self, places, step.lanes)
 
     def collect(self, lanes: Lanes) -> Copies:
         """Give the reduction's input memory; returns what is still to be written there. Called by buckets."""
@@ -127,11 +145,10 @@ class Gradients:
             wire = self._take_wire()
             if not self._claimed:
                 # Attached: its last reduction is still reading it.
-                self._make_room(lanes, drains=wire.attached)
-                wire.attach()
+                self._attach(wire, lanes, 0 if wire.attached else REDUCTIONS_ALIVE - 1)
         if self._has_unreduced:
-            self.keep(gradients)
             assert self._unreduced is not None
+            self._add_unreduced(self._unreduced, gradients)
             wire.flat.copy_(self._unreduced.flat)
             self._unreduced.release()
             self._has_unreduced = False
@@ -148,7 +165,7 @@ class Gradients:
         else:
             result = self.new_result(self.shard_numel)
         self._results.append(result)
-        lanes.reduce(partial(self._start, wire.flat), self.finish, partial(_retire, wire, result))
+        lanes.reduce(partial(self._start, wire.flat), self.finish, partial(_retire, wire, result), (self.taken_at,))
 
     @property
     def merges_with(self) -> object:
@@ -197,7 +214,8 @@ class Gradients:
     def claim(self, index: int, step: Step) -> torch.Tensor | None:
         """Where in the reduction's input the gradient of parameter ``index`` may be written, as a new tensor.
 
-        None where it has to come as a tensor of its own: it is not the first of this backward, or adds to others.
+        None where it has to come as a tensor of its own: it is not the first of this backward, adds to others, or is
+        computed on another stream than the first that claimed.
         """
         if self._has_unreduced or self._arrived is not None or index in self._claimed:
             return None
@@ -205,8 +223,10 @@ class Gradients:
         if not self._claimed:
             if wire.attached:
                 return None
-            self._make_room(step.lanes)
-            wire.attach()
+            self._attach(wire, step.lanes, REDUCTIONS_ALIVE - 1)
+            self.computed_at((self.taken_at,))
+        elif step.lanes.here() is not self.taken_at:
+            return None
         self._claimed.add(index)
         return wire.views[index].detach()
 
@@ -214,6 +234,7 @@ class Gradients:
         """Release what a backward that failed left behind."""
         self._arrived = None
         self._claimed.clear()
+        self._places.clear()
         if self._wire is not None:
             self._wire.release()
 
@@ -222,6 +243,9 @@ class Gradients:
         if self._claimed:
             # Written to, and then not part of any reduction.
             self.discard()
+        if not self._has_unreduced:
+            # Of gradients that were none: a backward that accumulates nowhere.
+            self._places.clear()
         if self._views and self._owners[0].grad is None:
             self._flat, self._views = None, []
 
@@ -235,14 +259,14 @@ class Gradients:
             for hook in _torch_private.post_accumulate_grad_hooks(owner):
                 hook(owner)
 
-    def _make_room(self, lanes: Lanes, *, drains: bool = False) -> None:
+    def _attach(self, wire: FlatBuffer, lanes: Lanes, alive: int) -> None:
         for observer in self.observers:
             observer.wait(self.spec)
-        if drains:
-            lanes.drain()
-        lanes.make_room()
+        lanes.make_room(alive)
         for observer in self.observers:
             observer.waited(self.spec)
+        wire.attach()
+        self.taken_at = lanes.here()
 
     def _take_wire(self) -> FlatBuffer:
         if self._wire is None:

@@ -191,6 +191,9 @@ class Stage:
     def pre_backward(self, *_: Any) -> None:
         """Make the parameters whole again, before the first of the module's nodes runs."""
         if self.in_backward:
+            for unit in self.units:
+                # This output may have been computed on another stream than the first.
+                unit.wait()
             return
         root = self.root
         assert root is not None
@@ -259,7 +262,7 @@ class Stage:
                 unit.gradients.reduce(gradients, root)
                 unit.reduced = True
             else:
-                unit.gradients.keep(gradients)
+                unit.gradients.keep(gradients, root.lanes)
 
     def catch_up(self) -> None:
         """Finish at the end of a backward, whether or not it came by."""

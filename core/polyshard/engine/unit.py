@@ -124,6 +124,9 @@ class Unit:
         self.reduced = False
         #: Of a part: lets the stage around it take the unit over.
         self.lender: Callable[[Unit, str], None] | None = None
+        #: Where it was used since its gather, as ``Lanes.here`` says: one place, unless the model computes on several
+        #: streams.
+        self.places: list[object] = []
         self._settle(master)
 
     def _settle(self, master: torch.Tensor) -> None:
@@ -261,6 +264,7 @@ class Unit:
 
     def take_gradients(self) -> list[torch.Tensor | None]:
         """The views' gradients, which they give up."""
+        self.gradients.computed_at(self.places)
         gradients = list(map(_gradient_of, self.leaves))
         for leaf in self.leaves:
             leaf.grad = None
@@ -350,15 +354,21 @@ class Unit:
             unshard_together((self,))
 
     def wait(self) -> None:
-        """Order compute after the gather."""
+        """Order compute after the gather. To be called wherever the unit is used."""
+        assert self.step is not None
+        lanes = self.step.lanes
         if self.state is UnitState.GATHERING:
-            assert self.step is not None
             for observer in self.observers:
                 observer.wait(self.spec)
-            self.step.lanes.arrive(self)
+            lanes.arrive(self)
             for observer in self.observers:
                 observer.waited(self.spec)
             self.state = UnitState.UNSHARDED
+        here = lanes.here()
+        if here not in self.places:
+            if self.places and not self.permanent:
+                lanes.follow()
+            self.places.append(here)
 
     def show(self) -> None:
         """Let modules see whole parameters."""
@@ -381,6 +391,7 @@ class Unit:
             return
         assert self.step is not None
         self.step.lanes.release(self)
+        self.places.clear()
         self.state = UnitState.SHARDED
         self._expired = False
         for observer in self.observers:
@@ -389,6 +400,8 @@ class Unit:
     def expire(self) -> None:
         """A new step: parameters left unsharded may be older than the master, and are gathered again before use."""
         self._expired = self.state is not UnitState.SHARDED
+        if self.permanent:
+            self.places.clear()
         self.gradients.let_go()
 
     def releases(self, turns: bool) -> bool:
@@ -419,6 +432,7 @@ class Unit:
 
     def _issued(self) -> None:
         self.state = UnitState.GATHERING
+        self.places.clear()
         self._expired = False
 
 

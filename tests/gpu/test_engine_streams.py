@@ -1,0 +1,177 @@
+"""A model of two branches on two streams, one process for each of at most two GPUs; its twin is of the same name.
+
+Delays let one stream fall far behind the others, so that whatever forgets to wait for it reads or overwrites too early.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+from unittest import mock
+
+import polyshard
+import pytest
+import torch
+from polyshard.engine import weight_gradients
+from polyshard.engine.reduction import Gradients
+from polyshard.engine.root import Root
+from processes import RankPool
+from torch import nn
+
+pytestmark = pytest.mark.gpu
+
+T = TypeVar("T")
+
+WORLD_SIZE = max(1, min(torch.cuda.device_count(), 2))
+#: A few milliseconds: longer than all else that a step does.
+CYCLES_OF_DELAY = 5_000_000
+WIDTH = 192
+
+
+POOLS: list[RankPool] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_pools() -> Iterator[None]:
+    yield
+    while POOLS:
+        POOLS.pop().close()
+
+
+def run(fn: Callable[..., T], *args: Any) -> list[T]:
+    if not POOLS or POOLS[0].closed:
+        POOLS[:] = [RankPool(WORLD_SIZE, backend="nccl")]
+    return POOLS[0].run(fn, *args, timeout=90.0)
+
+
+class Late(torch.autograd.Function):
+    """The identity, after a delay of the stream that it runs on, in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        torch.cuda._sleep(CYCLES_OF_DELAY)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        torch.cuda._sleep(CYCLES_OF_DELAY)
+        return gradient.clone()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 3 * WIDTH)
+        self.down = nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class TwoBranches(nn.Module):
+    """Branches that share their last block. With ``side``, the second one is computed there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, WIDTH)
+        self.here = nn.ModuleList(Block() for _ in range(4))
+        self.beside = nn.ModuleList(Block() for _ in range(4))
+        self.shared = Block()
+        self.last = nn.Linear(WIDTH, 1)
+        self.side: torch.cuda.Stream | None = None
+        #: The branch that is late.
+        self.late = "none"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.side is None:
+            one, other = self.branch(x, "here"), self.branch(x, "beside")
+        else:
+            current = torch.cuda.current_stream()
+            self.side.wait_stream(current)
+            one = self.branch(x, "here")
+            with torch.cuda.stream(self.side):
+                other = self.branch(x, "beside")
+            current.wait_stream(self.side)
+            # What torch asks of tensors that two streams use.
+            x.record_stream(self.side)
+            other.record_stream(current)
+        return self.last(one + other).square().mean()
+
+    def branch(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        for block in (*getattr(self, name), self.shared):
+            x = block(Late.apply(x) if self.late == name else x)
+        return x
+
+
+def train(rank: int, late: str, direct: bool, settings: dict[str, Any]) -> tuple[float, float, int]:
+    """Largest differences in loss and, after some steps, in parameters; number of units left gathered."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    torch.manual_seed(0)
+    reference = TwoBranches().to(device, torch.float64)
+    with warnings.catch_warnings():
+        # One GPU is a world of one.
+        warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
+        policy = {"name": "module_class", "classes": [Block]}
+        model = polyshard.shard(copy.deepcopy(reference), polyshard.ShardConfig(policy=policy, **settings))
+    assert isinstance(model, TwoBranches)
+    model.side, model.late = torch.cuda.Stream(), late
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    expected = torch.optim.SGD(reference.parameters(), lr=1e-3)
+    starting = Gradients.starting
+
+    def start_late(gradients: Gradients) -> None:
+        # On the stream that reduces, which has yet to read its input.
+        torch.cuda._sleep(CYCLES_OF_DELAY)
+        starting(gradients)
+
+    loss_off = 0.0
+    # A parameter that two streams use gathers its gradient on the first of them, and torch says so.
+    warnings.filterwarnings("ignore", message=".*AccumulateGrad node's stream")
+    with (
+        mock.patch.object(Gradients, "starting", start_late),
+        mock.patch.object(weight_gradients, "DIRECT_NUMEL", 1 if direct else weight_gradients.DIRECT_NUMEL),
+    ):
+        for _ in range(4):
+            x = torch.randn(8 * WORLD_SIZE, 16, device=device, dtype=torch.float64)
+            loss = model(x.chunk(WORLD_SIZE)[rank])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            whole = reference(x)
+            whole.backward()
+            expected.step()
+            expected.zero_grad()
+            mean = loss.detach().clone()
+            torch.distributed.all_reduce(mean)
+            loss_off = max(loss_off, abs((mean / WORLD_SIZE - whole).item()) / whole.item())
+    with polyshard.unsharded(model):
+        pairs = zip(model.parameters(), reference.parameters(), strict=True)
+        parameters_off = max((one - other).abs().max().item() for one, other in pairs)
+    root: Root = model.__dict__["_polyshard_stage"].root
+    return loss_off, parameters_off, len(root.gathered)
+
+
+@pytest.mark.parametrize("late", ["here", "beside"])
+@pytest.mark.parametrize("direct", [False, True], ids=["copied", "direct"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "full_shard", "batch_nbytes": 0},
+        {"strategy": "full_shard", "batch_nbytes": "8 MiB"},
+        {"strategy": "shard_grad_op", "batch_nbytes": 0},
+        {"strategy": "no_shard"},
+    ],
+    ids=["full", "buckets", "grad_op", "whole"],
+)
+def test_branches_on_two_streams_train_as_the_unsharded_model(
+    settings: dict[str, Any], direct: bool, late: str
+) -> None:
+    for loss, parameters, gathered in run(train, late, direct, settings):
+        assert loss < 1e-12
+        assert parameters < 1e-10
+        assert gathered == 0
