@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -118,6 +119,11 @@ def hidden_from_compile(function: Callable[_P, _T]) -> Callable[_P, _T]:
     when the function is first called.
     """
     return _disable_dynamo(function)
+
+
+def may_compile() -> bool:
+    """Whether torch.compile may be at work: its module takes a second to import, and nothing else needs it."""
+    return "torch._dynamo" in sys.modules
 
 
 def without_torch_function() -> AbstractContextManager[Any]:

@@ -66,7 +66,7 @@ class LentParameter(torch.Tensor):
 
     def data_ptr(self) -> int:
         """Address of the parameter itself, for kernels that are launched from Python."""
-        return self._lend().data_ptr()
+        return _whole(self).data_ptr()
 
 
 class LendingParameters(dict[str, Any]):
@@ -74,13 +74,16 @@ class LendingParameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
-        if type(value) is not LentParameter:
-            return value
-        return _lend_uncompiled(value) if torch.compiler.is_compiling() else value._lend()
+        return _whole(value) if type(value) is LentParameter else value
+
+
+def _whole(lent: LentParameter) -> torch.Tensor:
+    # The compiler may trace this call, or run it and compile what it calls: it sees collectives in neither case.
+    return _whole_uncompiled(lent) if _torch_private.may_compile() else lent._lend()
 
 
 @_torch_private.hidden_from_compile
-def _lend_uncompiled(lent: LentParameter) -> torch.Tensor:
+def _whole_uncompiled(lent: LentParameter) -> torch.Tensor:
     return lent._lend()
 
 
@@ -92,4 +95,4 @@ def _pass_on(lent: torch.Tensor) -> None:
 
 
 def _lent(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._lend() if isinstance(tensor, LentParameter) else tensor
+    return _whole(tensor) if isinstance(tensor, LentParameter) else tensor
