@@ -36,6 +36,7 @@ from polyshard.engine.layout import PARAMETER_ALIGNMENT_BYTES, FlatLayout, plan_
 from polyshard.interfaces import BufferRole, Collectives, PluginContext, ReduceOp
 from polyshard_backends.gloo import GlooCollectives
 from polyshard_backends.nccl import NcclCollectives
+from polyshard_backends.symmetric import SymmetricCollectives
 from ranks import Ranks
 
 _MIB = 2**20
@@ -247,8 +248,10 @@ def backends(names: Sequence[str], part: Collectives) -> Iterator[dict[str, Coll
             made[name] = NcclCollectives(context, communicators=1)
         elif name == "registered":
             made[name] = NcclCollectives(context, registered=True, communicators=1)
+        elif name == "symmetric":
+            made[name] = SymmetricCollectives(context, smallest_mib=0, communicators=1)
         else:
-            raise SystemExit(f"no backend {name!r}; choose from gloo, nccl, registered")
+            raise SystemExit(f"no backend {name!r}; choose from gloo, nccl, registered, symmetric")
     try:
         yield made
     finally:
@@ -477,7 +480,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--worlds", type=_numbers, help="numbers of ranks, as 2,3,4; by default all from 2 on")
     parser.add_argument("--sizes", type=_numbers, help="payloads in MiB; by default 4,16,64,256,512")
-    parser.add_argument("--backends", help="of gloo, nccl, registered; reductions use the first")
+    parser.add_argument("--backends", help="of gloo, nccl, registered, symmetric; reductions use the first")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--deadline", type=float, default=50.0, help="seconds after which no further group is begun")
     parser.add_argument("--check", action="store_true", help="compare gathered bits instead of timing")
@@ -489,7 +492,7 @@ def main() -> int:
     settings = Settings(
         worlds=tuple(world for world in given.worlds or default if 2 <= world <= ranks.world_size),
         mebibytes=given.sizes or ((4, 16, 64, 256, 512) if cuda else (1,)),
-        backends=tuple((given.backends or ("nccl,registered" if cuda else "gloo")).split(",")),
+        backends=tuple((given.backends or ("nccl,registered,symmetric" if cuda else "gloo")).split(",")),
         rounds=given.rounds,
         gemm=(4096, 4096, 14336) if cuda else (64, 64, 64),
         deadline_s=given.deadline,

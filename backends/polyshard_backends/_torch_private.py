@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol
@@ -210,3 +211,78 @@ def registered_pool(group: dist.ProcessGroup, device: torch.device) -> torch.cud
     except AttributeError as error:
         raise RuntimeError(f"torch {torch.__version__} cannot register memory with {transport}") from error
     return pool
+
+
+class SymmetricHandle(Protocol):
+    """A segment of memory that every rank of a group has, and each rank has mapped of every other."""
+
+    @property
+    def buffer_ptrs(self) -> list[int]:
+        """Where each rank's segment begins in this process's addresses, by rank of the group."""
+
+    @property
+    def buffer_size(self) -> int:
+        """Bytes of the segment."""
+
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype, storage_offset: int) -> torch.Tensor:
+        """A tensor over a rank's segment; the offset is in elements."""
+
+    def barrier(self, channel: int, timeout_ms: int) -> None:
+        """Order the current stream after every rank's own. The device fails where a rank stays away too long."""
+
+
+def symmetric_problem(device_index: int) -> str:
+    """Why this process cannot have memory that other processes of the host map; empty where nothing is known.
+
+    Symmetric memory is public in no version yet. Asked here: that torch has it in plain CUDA memory, and that
+    multicast, which no operation here needs and which some hosts cannot set up, stays off.
+    """
+    try:
+        from torch._C._autograd import DeviceType
+        from torch._C._distributed_c10d import _SymmetricMemory
+        from torch.distributed import _symmetric_memory
+
+        kind = _symmetric_memory.get_backend(torch.device("cuda", device_index))
+        multicast = _SymmetricMemory.has_multicast_support(DeviceType.CUDA, device_index)
+    except (ImportError, AttributeError, RuntimeError) as error:
+        return f"torch {torch.__version__} has no symmetric memory here: {error}"
+    if kind != "CUDA":
+        return f"symmetric memory is provided by {kind}, not by CUDA itself; unset TORCH_SYMMMEM"
+    if multicast:
+        return "symmetric memory would set up multicast; set TORCH_SYMM_MEM_DISABLE_MULTICAST=1"
+    return ""
+
+
+def symmetric_pool(device: torch.device, *, divisible: bool) -> torch.cuda.MemPool:
+    """A pool whose memory other processes can map.
+
+    ``divisible``: parts of a segment may serve different allocations.
+
+    Raises:
+        RuntimeError: this torch has none.
+    """
+    try:
+        from torch.distributed import _symmetric_memory
+
+        allocator = _symmetric_memory.get_mempool_allocator(device)
+        # Lent to others when memory runs out, ranks would no longer be served alike.
+        return torch.cuda.MemPool(allocator, use_on_oom=False, no_split=not divisible)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise RuntimeError(f"torch {torch.__version__} has no pools of symmetric memory: {error}") from error
+
+
+def symmetric_handle(tensor: torch.Tensor, group: dist.ProcessGroup) -> SymmetricHandle | None:
+    """The segment in which ``tensor`` lies; None where it is in other memory. Every rank calls it.
+
+    Meets the other ranks where the segment is new to ``group``.
+
+    Raises:
+        RuntimeError: a rank could not map another's segment.
+    """
+    from torch.distributed import _symmetric_memory
+
+    with warnings.catch_warnings():
+        # Some versions warn of a tensor in other memory, which is what is asked here.
+        warnings.simplefilter("ignore")
+        handle: SymmetricHandle | None = _symmetric_memory.rendezvous(tensor, group.group_name)
+    return handle

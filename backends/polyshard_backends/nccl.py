@@ -217,10 +217,7 @@ class NcclCollectives(ProcessGroupCollectives):
                 # the same answer.
                 received = receive_buffer(full, scratch)
                 rows = received.view(self._world_size, out.numel())
-                if full.dtype in GROUP_DTYPES:
-                    channel.all_to_all(received, full)
-                else:
-                    channel.all_to_all(received.view(torch.uint8), full.view(torch.uint8))
+                self._exchange(channel, received, full)
                 long = out.numel() >= _LONG_ROW and out.dtype is torch.float32 and full.dtype in _HALVES
                 if long and self._mean_of_rows and op is ReduceOp.MEAN and prescale == postscale == 1.0:
                     self._mean_of_rows(out, rows)
@@ -229,6 +226,13 @@ class NcclCollectives(ProcessGroupCollectives):
         except _FAILURES as error:
             check_slices("reduce_scatter", full, out, self._rank, self._world_size)
             raise self._translated(error, "reduce_scatter") from error
+
+    def _exchange(self, channel: _torch_private.Channel, received: torch.Tensor, full: torch.Tensor) -> None:
+        """Send each rank its part of ``full``; ``received`` gets this rank's part of every rank's, in their order."""
+        if full.dtype in GROUP_DTYPES:
+            channel.all_to_all(received, full)
+        else:
+            channel.all_to_all(received.view(torch.uint8), full.view(torch.uint8))
 
     def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
         return 0 if wire_dtype is out_dtype else numel * wire_dtype.itemsize

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from ..errors import StateError
-from ..interfaces import Observer, OffloadManager, UnitDtypes, UnitSpec, Work
+from ..interfaces import BufferRole, Observer, OffloadManager, UnitDtypes, UnitSpec, Work
 from . import _torch_private
 from .bucket import Copies
 from .buffer import FlatBuffer, view_of
@@ -265,7 +265,8 @@ class Gradients:
         lanes.make_room(alive)
         for observer in self.observers:
             observer.waited(self.spec)
-        wire.attach()
+        with (self.grid.shard or self.grid.world).allocation(BufferRole.REDUCE):
+            wire.attach()
         self.taken_at = lanes.here()
 
     def _take_wire(self) -> FlatBuffer:
