@@ -271,6 +271,12 @@ def symmetric_pool(device: torch.device, *, divisible: bool) -> torch.cuda.MemPo
         raise RuntimeError(f"torch {torch.__version__} has no pools of symmetric memory: {error}") from error
 
 
+def segments_of(pool: torch.cuda.MemPool) -> set[int]:
+    """Where the segments begin that the allocator holds for ``pool``."""
+    held: list[dict[str, int]] = pool.snapshot()  # type: ignore[no-untyped-call]
+    return {segment["address"] for segment in held}
+
+
 def symmetric_handle(tensor: torch.Tensor, group: dist.ProcessGroup) -> SymmetricHandle | None:
     """The segment in which ``tensor`` lies; None where it is in other memory. Every rank calls it.
 

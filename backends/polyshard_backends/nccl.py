@@ -127,7 +127,7 @@ class NcclCollectives(ProcessGroupCollectives):
     def capabilities(self) -> CollectivesCapabilities:
         return _CAPABILITIES
 
-    def allocation(self, role: BufferRole) -> AbstractContextManager[Any]:
+    def allocation(self, role: BufferRole, nbytes: int) -> AbstractContextManager[Any]:
         # A graph that is captured takes memory from a pool of its own.
         if not self._registered or role is not BufferRole.GATHER or torch.cuda.is_current_stream_capturing():
             return _USUAL_MEMORY

@@ -249,10 +249,18 @@ class PeerMemory:
         if torch.cuda.is_current_stream_capturing():
             # A graph's memory is its own; and nothing may wait here.
             return None
+        self._forget_freed()
         segment = self._map(out, use, ordered=True)
         if segment is not None:
             bisect.insort(self._segments, segment, key=lambda each: each.begin)
         return segment
+
+    def _forget_freed(self) -> None:
+        """Let go of segments that the allocator gave back (``torch.cuda.empty_cache``): while mapped, they stay taken."""
+        alive = _torch_private.segments_of(self._pool)
+        self._segments = [segment for segment in self._segments if segment.begin in alive]
+        self._pulls = {place: pull for place, pull in self._pulls.items() if self._segment_of(*place)}
+        self._parts = {place: parts for place, parts in self._parts.items() if self._segment_of(*place)}
 
     def _map(self, tensor: torch.Tensor, use: Use, *, ordered: bool) -> _Segment | None:
         """The segment that ``tensor`` lies in, once all ranks have one alike; None, and perhaps a problem, if not."""

@@ -81,12 +81,13 @@ class SymmetricCollectives(NcclCollectives):
         self._reserve_nbytes = whole._reserve_nbytes
         self._roles = whole._roles
 
-    def allocation(self, role: BufferRole) -> AbstractContextManager[Any]:
-        if role in self._roles and not self._given_up and not torch.cuda.is_current_stream_capturing():
+    def allocation(self, role: BufferRole, nbytes: int) -> AbstractContextManager[Any]:
+        wanted = role in self._roles and nbytes >= self._smallest_nbytes
+        if wanted and not self._given_up and not torch.cuda.is_current_stream_capturing():
             memory = self._memory or self._open_memory()
             if memory is not None:
                 return memory.scope
-        return super().allocation(role)
+        return super().allocation(role, nbytes)
 
     def _open_memory(self) -> PeerMemory | None:
         """Every rank's first allocation meets here."""

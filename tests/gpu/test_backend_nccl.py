@@ -20,6 +20,9 @@ from processes import RankPool
 
 pytestmark = pytest.mark.gpu
 
+#: Bytes that no backend takes for few.
+LARGE = 1 << 30
+
 T = TypeVar("T")
 
 WORLD_SIZE = max(1, min(torch.cuda.device_count(), 2))
@@ -96,7 +99,7 @@ def captured_step(collectives: Collectives) -> tuple[list[float], list[float]]:
     """A gather and a widening reduction on side streams, captured once and replayed on changed inputs."""
     world_size, rank, device = collectives.world_size, collectives.rank, collectives.device
     n = 1024
-    with collectives.allocation(BufferRole.GATHER):
+    with collectives.allocation(BufferRole.GATHER, LARGE):
         out = torch.zeros(world_size * n, device=device)
     own = out[rank * n : (rank + 1) * n]
     master = torch.zeros(n, device=device)

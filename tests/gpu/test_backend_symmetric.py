@@ -23,6 +23,9 @@ from torch import nn
 
 pytestmark = pytest.mark.gpu
 
+#: Bytes that no backend takes for few.
+LARGE = 1 << 30
+
 T = TypeVar("T")
 
 WORLD_SIZE = max(1, min(torch.cuda.device_count(), 4))
@@ -96,7 +99,7 @@ def gather_in_turns(collectives: Collectives, turns: int) -> list[int]:
     n = (1 << 20) + 3
     buffers: list[torch.Tensor] = []
     for _ in range(2):
-        with collectives.allocation(BufferRole.GATHER):
+        with collectives.allocation(BufferRole.GATHER, LARGE):
             buffers.append(torch.empty(world_size * n, dtype=torch.bfloat16, device=device))
     kept = []
     nbytes = buffers[0].untyped_storage().nbytes()
@@ -104,7 +107,7 @@ def gather_in_turns(collectives: Collectives, turns: int) -> list[int]:
         out = buffers[turn % 2]
         storage = out.untyped_storage()
         storage.resize_(0)
-        with collectives.allocation(BufferRole.GATHER):
+        with collectives.allocation(BufferRole.GATHER, LARGE):
             storage.resize_(nbytes)
         own = out.narrow(0, rank * n, n).copy_(sent(rank, turn, n, device))
         collectives.all_gather(out, own).wait()
@@ -127,7 +130,7 @@ def reduce_in_turns(collectives: Collectives, turns: int) -> list[int]:
     n = (1 << 20) + 64
     buffers: list[torch.Tensor] = []
     for _ in range(2):
-        with collectives.allocation(BufferRole.REDUCE):
+        with collectives.allocation(BufferRole.REDUCE, LARGE):
             buffers.append(torch.empty(world_size * n, dtype=torch.bfloat16, device=device))
     kept, expected = [], []
     for turn in range(turns):
@@ -158,7 +161,7 @@ def gather_in_new_memory(collectives: Collectives) -> list[int]:
             source = torch.full((n,), 1 + rank, dtype=torch.uint8, device=device)
             with torch.cuda.stream(torch.cuda.default_stream(device)):
                 torch.cuda._sleep(100_000_000)
-            with collectives.allocation(BufferRole.GATHER):
+            with collectives.allocation(BufferRole.GATHER, LARGE):
                 out = torch.empty(world_size * n, dtype=torch.uint8, device=device)
             own = out.narrow(0, rank * n, n).copy_(source)
             collectives.all_gather(out, own).wait()
@@ -172,10 +175,32 @@ def test_new_memory_is_zeroed_before_it_is_written() -> None:
     assert run(on_symmetric, gather_in_new_memory) == [[0] * 4] * WORLD_SIZE
 
 
+def free_memory_over_turns(collectives: Collectives) -> list[int]:
+    """MiB that the device has left after each of some gathers, whose memory goes back to the device."""
+    nbytes = 256 << 20
+    free = []
+    for _ in range(6):
+        with collectives.allocation(BufferRole.GATHER, nbytes):
+            out = torch.empty(nbytes, dtype=torch.uint8, device=collectives.device)
+        own = out.narrow(0, collectives.rank * (nbytes // collectives.world_size), nbytes // collectives.world_size)
+        collectives.all_gather(out, own).wait()
+        del out, own
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free.append(torch.cuda.mem_get_info(collectives.device)[0] >> 20)
+    return free
+
+
+@needs_two
+def test_memory_that_the_user_gives_back_is_given_back() -> None:
+    for free in run(on_symmetric, free_memory_over_turns):
+        assert min(free[2:]) > free[1] - 128
+
+
 def kernels_of_a_gather(collectives: Collectives) -> list[str]:
     """Names of what the device does in one gather."""
     n = 1 << 20
-    with collectives.allocation(BufferRole.GATHER):
+    with collectives.allocation(BufferRole.GATHER, LARGE):
         out = torch.ones(collectives.world_size * n, dtype=torch.bfloat16, device=collectives.device)
     own = out.narrow(0, collectives.rank * n, n)
     collectives.all_gather(out, own).wait()

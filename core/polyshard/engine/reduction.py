@@ -265,7 +265,7 @@ class Gradients:
         lanes.make_room(alive)
         for observer in self.observers:
             observer.waited(self.spec)
-        with (self.grid.shard or self.grid.world).allocation(BufferRole.REDUCE):
+        with (self.grid.shard or self.grid.world).allocation(BufferRole.REDUCE, wire.nbytes):
             wire.attach()
         self.taken_at = lanes.here()
 

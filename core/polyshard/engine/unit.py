@@ -225,7 +225,7 @@ class Unit:
     @property
     def allocation(self) -> AbstractContextManager[Any]:
         """The backend's memory for gathers."""
-        return (self.grid.shard or self.grid.world).allocation(BufferRole.GATHER)
+        return (self.grid.shard or self.grid.world).allocation(BufferRole.GATHER, self.buffer.nbytes)
 
     def _make_buffer(self, dtype: torch.dtype) -> FlatBuffer:
         if self.permanent:

@@ -140,8 +140,11 @@ class Collectives(ABC):
         """The ``torch.distributed.ProcessGroup`` behind it, or None where there is none."""
         return None
 
-    def allocation(self, role: BufferRole) -> AbstractContextManager[Any]:
-        """A context in which the engine allocates its storages for ``role`` (plain, registered or symmetric memory)."""
+    def allocation(self, role: BufferRole, nbytes: int) -> AbstractContextManager[Any]:
+        """A context in which the engine allocates a storage of ``nbytes`` for ``role``: plain, registered or symmetric.
+
+        Entered anew for every gather and reduction, on the stream that will use the memory first.
+        """
         return nullcontext()
 
     def lease(self, numel: int, dtype: torch.dtype, role: BufferRole) -> torch.Tensor:

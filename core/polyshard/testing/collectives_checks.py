@@ -49,7 +49,7 @@ def buffer(collectives: Collectives, numel: int, dtype: torch.dtype, role: Buffe
     """Memory for ``role``, from where the engine would take it."""
     if collectives.capabilities.fixed_addresses:
         return collectives.lease(numel, dtype, role)
-    with collectives.allocation(role):
+    with collectives.allocation(role, numel * dtype.itemsize):
         return torch.empty(numel, dtype=dtype, device=collectives.device)
 
 
