@@ -506,3 +506,18 @@ def test_an_embedding_trains_although_its_weight_is_not_gathered_for_backward(ki
     if kind == "not ahead":
         settings["forward_prefetch"] = settings["backward_prefetch"] = 0
     assert_parity(model, step, 2, settings=settings)
+
+
+@small
+def test_a_budget_keeps_no_embedding_since_that_would_save_no_gather() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[str, ...]:
+        mine = sharded(world, rank, seeded(Model), reshard_after_forward="auto", memory_budget="1 GiB")
+        optimizer = adam(mine)
+        for turn in range(3):
+            step(mine, turn, rank)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not root_of(mine).budget_pending
+        return polyshard.report(mine).kept
+
+    assert on_ranks(2, on_rank)[0] == ("(root)", *BLOCKS, "head")

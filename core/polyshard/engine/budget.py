@@ -122,7 +122,8 @@ class Budget:
 
         Args:
             units: all of the root's, in module order.
-            order: those that the last forward ran, in its order, less those that are kept in any case.
+            order: those that the last forward ran, in its order, less those that are kept in any case or that backward
+                does not gather.
             collectives: all ranks that share the model.
         """
         if collectives.device.type == "cuda" and torch.cuda.is_current_stream_capturing():

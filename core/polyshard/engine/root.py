@@ -140,9 +140,10 @@ class Root(Step):
         self.schedule.end_backward()
         if self.budget is not None and self.active is None and self.synchronises and self.accumulates:
             stages = self.schedule.order
-            # The outermost module's units are kept whatever the budget, and so are those where forward turns.
+            # The outermost module's units are kept whatever the budget, and so are those where forward turns. Keeping
+            # an embedding would save no gather.
             kept = (stages[0], self.schedule.turning)
-            order = [unit for stage in stages if stage not in kept for unit in stage.units]
+            order = [u for stage in stages if stage not in kept and stage.reads_in_backward for u in stage.units]
             if self.budget.decide(self.units, order, self.collectives):
                 self.budget = None
         # A forward that differentiates inside itself goes on.

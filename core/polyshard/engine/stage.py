@@ -62,7 +62,8 @@ class Stage:
         # A part computes in the dtypes of its host, whose inputs and outputs are the ones that are cast.
         self._ruled_by = module if host is None else host.module
         self._gave_back = False
-        self._reads_in_backward = self._needs_parameters_in_backward()
+        #: Whether its backward needs whole parameters.
+        self.reads_in_backward = self._needs_parameters_in_backward()
         self.root: Step | None = None
         self.schedule: Schedule[Stage] | None = None
         self.input_cast = input_cast
@@ -177,7 +178,7 @@ class Stage:
                     self._refuse_escape(unit, output, outermost)
                     unit.reshard()
         self.awaits_backward |= watched
-        if (watched or self.owes) and self._reads_in_backward and not self._gave_back:
+        if (watched or self.owes) and self.reads_in_backward and not self._gave_back:
             self._order.leave(self)
         if outermost:
             root.end_forward(output)
@@ -208,10 +209,10 @@ class Stage:
         self.owes = True
         for unit in self.units:
             unit.refuse_changes()
-            if self._reads_in_backward:
+            if self.reads_in_backward:
                 unit.unshard()
         for unit in self.units:
-            if self._reads_in_backward:
+            if self.reads_in_backward:
                 unit.wait()
                 # A checkpoint inside the module's own forward recomputes from its parameters.
                 unit.show()
@@ -269,7 +270,7 @@ class Stage:
         if not self.in_backward:
             if not self._reached and any(unit.pending for unit in self.units):
                 self._refuse_back_door()
-            if self._reads_in_backward:
+            if self.reads_in_backward:
                 # The other ranks may have gathered for a gradient that only they have.
                 self.unshard()
         self.finish()
