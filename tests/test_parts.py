@@ -1,9 +1,8 @@
-"""Embedding and head apart from the root, by themselves: what becomes a part, and that no forward notices."""
+"""Embedding and head apart from the root, by themselves: what becomes a part, and when it is gathered."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import polyshard
@@ -26,81 +25,9 @@ from parity import (
 from polyshard.engine import parts
 from polyshard.errors import RankMismatchError, StateError, UnshardedUseError
 from polyshard_backends.threaded import ThreadedWorld
+from tailed import WIDTH, WORDS, Model, names_of, sharded, step
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
-
-WIDTH, WORDS = 8, 32
-
-
-class Product(torch.autograd.Function):
-    """``x @ weight.t()``, as fused losses have it: a function that is given the weight itself."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, weight = ctx.saved_tensors
-        return gradient @ weight, gradient.flatten(0, -2).t() @ x.flatten(0, -2)
-
-
-def _by_name(head: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return Product.apply(x, dict(head.named_parameters())["weight"])
-
-
-#: What a forward may do with the head beside calling it.
-USES: dict[str, Callable[[nn.Linear, torch.Tensor], torch.Tensor]] = {
-    "called": lambda head, x: head(x),
-    "its weight": lambda head, x: functional.linear(x, head.weight),
-    "its weight in a function": lambda head, x: Product.apply(x, head.weight),
-    "its weight by name": lambda head, x: functional.linear(x, next(head.parameters())),
-    "its weight by name in a function": _by_name,
-    "both ways": lambda head, x: head(x) + functional.linear(x, head.weight),
-    "both ways, called last": lambda head, x: functional.linear(x, head.weight) + head(x),
-    "its weight by name, called last": lambda head, x: _by_name(head, x) + head(x),
-    "its rows": lambda head, x: head(x) + torch.stack([head.weight[0], head.weight[1]]).sum(),
-    "its values": lambda head, x: head(x) * head.weight.detach().square().mean(),
-    "its values by name": lambda head, x: head(x) * sum(p.detach().square().mean() for p in head.parameters()),
-    "in a checkpoint": lambda head, x: checkpoint(lambda y: functional.linear(y, head.weight), x, use_reentrant=False),
-    "in an old checkpoint": lambda head, x: checkpoint(lambda y: y @ head.weight.t(), x, use_reentrant=True),
-}
-
-
-class Model(nn.Module):
-    """An embedding and a head around blocks."""
-
-    use = "called"
-
-    def __init__(self, use: str = "called", scaled: bool = False) -> None:
-        super().__init__()
-        self.use = use
-        self.embedding = nn.Embedding(WORDS, WIDTH)
-        self.scale = nn.Parameter(torch.ones(WIDTH)) if scaled else None
-        self.blocks = nn.ModuleList([Block(WIDTH, 6), Block(WIDTH, 6)])
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        if self.scale is not None:
-            x = x * self.scale
-        for block in self.blocks:
-            x = block(x)
-        return USES[self.use](self.head, self.norm(x))
-
-
-def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(10 * turn + rank)
-    loss = model(torch.randint(WORDS, (2, 3), generator=generator)).square().mean()
-    loss.backward()
-    return [loss.detach()]
-
-
-def names_of(model: nn.Module) -> list[str]:
-    return [unit.name for unit in root_of(model).units]
 
 
 @pytest.fixture
@@ -110,27 +37,6 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 small = pytest.mark.usefixtures("_small")
-
-
-@small
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-@pytest.mark.parametrize("use", USES)
-def test_training_equals_the_unsharded_model_however_the_head_is_used(use: str, strategy: str) -> None:
-    settings = {"policy": units_of(Block), "strategy": strategy}
-    assert_parity(seeded(lambda: Model(use)), step, 2, settings=settings)
-
-
-@small
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("reshard", [True, False, None])
-@pytest.mark.parametrize("use", ["called", "both ways, called last"])
-def test_training_is_the_same_whatever_is_released_after_forward(use: str, reshard: bool | None, scaled: bool) -> None:
-    settings = {"policy": units_of(Block), "reshard_after_forward": reshard}
-    assert_parity(seeded(lambda: Model(use, scaled)), step, 3, settings=settings, optimizer=adam)
-
-
-def sharded(world: ThreadedWorld, rank: int, model: nn.Module, **settings: Any) -> nn.Module:
-    return sharded_copy(model, rank, world, policy=units_of(Block), **settings)
 
 
 def units_for(model: nn.Module, **settings: Any) -> list[str]:
@@ -210,40 +116,6 @@ def test_what_is_ignored_does_not_count() -> None:
         return names_of(mine)
 
     assert on_ranks(2, on_rank)[0] == ["(root)", *BLOCKS]
-
-
-@small
-def test_composing_from_the_inside_out_splits_what_is_left() -> None:
-    def composed(model: nn.Module, config: polyshard.ShardConfig) -> nn.Module:
-        for block in model.blocks:
-            polyshard.fully_shard(block, config)
-        polyshard.fully_shard(model, config)
-        assert names_of(model) == ["(root)", "embedding", *BLOCKS, "head"]
-        return model
-
-    for use in ("called", "its weight"):
-        assert_parity(seeded(lambda: Model(use)), step, 2, wrap=composed)  # noqa: B023
-
-
-@small
-def test_a_part_inside_a_larger_model_goes_back_to_the_module_around_it() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Model("its weight")
-            self.last = nn.Linear(WORDS, 3)
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return self.last(self.inner(tokens))
-
-    def composed(model: nn.Module, config: polyshard.ShardConfig) -> nn.Module:
-        for block in model.inner.blocks:
-            polyshard.fully_shard(block, config)
-        polyshard.fully_shard(model.inner, config)
-        polyshard.fully_shard(model, config)
-        return model
-
-    assert_parity(seeded(Outer), step, 2, wrap=composed)
 
 
 def gathers_a_step(use: str, turns: int) -> list[list[str]]:
@@ -360,37 +232,6 @@ def test_in_eval_mode_the_root_decides_in_which_dtype_a_part_computes(use: str) 
 
 
 @small
-@pytest.mark.parametrize("use", ["its weight by name in a function", "its weight"])
-def test_a_head_that_is_trained_from_the_second_step_on(use: str) -> None:
-    def thawing(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        model.use = "called" if turn == 0 else use
-        model.head.requires_grad_(turn > 0)
-        return step(model, turn, rank)
-
-    assert_parity(seeded(Model), thawing, 2, settings={"policy": units_of(Block)})
-
-
-@small
-def test_optimizers_see_the_same_parameters_before_and_after_a_part_goes_back() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        mine = sharded(world, rank, seeded(lambda: Model("its weight")))
-        before = polyshard.flat_parameters(mine)
-        optimizer = torch.optim.AdamW(before, lr=1e-2)
-        for turn in range(3):
-            step(mine, turn, rank)
-            optimizer.step()
-            optimizer.zero_grad()
-        after = polyshard.flat_parameters(mine)
-        assert all(one is other for one, other in zip(before, after, strict=True))
-        with polyshard.unsharded(mine):
-            return {name: parameter.detach().clone() for name, parameter in mine.named_parameters()}
-
-    expected = train_reference(seeded(lambda: Model("its weight")), step, 2, optimizer=adam).parameters
-    for whole in on_ranks(2, on_rank):
-        torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)
-
-
-@small
 def test_using_a_part_outside_of_its_host_s_forward_is_refused_by_name() -> None:
     model = seeded(Model)
 
@@ -461,51 +302,6 @@ def test_a_root_without_parameters_is_not_copied_either() -> None:
             copy.deepcopy(mine)
 
     on_ranks(2, on_rank)
-
-
-def test_a_block_that_computes_with_another_s_weight_where_nothing_is_sharded() -> None:
-    class Borrows(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([Block(3, 4), Block(3, 4)])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return functional.linear(self.blocks[1](self.blocks[0](x)), self.blocks[0].up.weight)
-
-    def borrowing(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        generator = torch.Generator().manual_seed(10 * turn + rank)
-        loss = model(torch.randn(4, 3, generator=generator, dtype=torch.float64)).square().mean()
-        loss.backward()
-        return [loss.detach()]
-
-    settings = {"policy": units_of(Block), "strategy": "no_shard"}
-    assert_parity(seeded(Borrows), borrowing, 2, settings=settings)
-
-
-@small
-@pytest.mark.parametrize(
-    "kind", ["plain", "checkpointed", "checkpointed as of old", "bounded", "kept", "backward of a part"]
-)
-def test_an_embedding_trains_although_its_weight_is_not_gathered_for_backward(kind: str) -> None:
-    class Words(Model):
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            if kind.startswith("checkpointed"):
-                # An input that needs a gradient, without which an old checkpoint computes none.
-                shift = torch.zeros(WIDTH, dtype=torch.float64, requires_grad=True)
-                body = lambda x: self.blocks[0](self.embedding(tokens) + x)  # noqa: E731
-                x = checkpoint(body, shift, use_reentrant=kind.endswith("old"))
-            else:
-                x = self.blocks[0](self.embedding(tokens))
-            return self.head(self.blocks[1](x))
-
-    model = seeded(Words)
-    if kind == "bounded":
-        # Its forward writes to the weight, where a row is longer than this.
-        model.embedding.max_norm = 1e9
-    settings = {"policy": units_of(Block), "strategy": "shard_grad_op" if kind == "kept" else "full_shard"}
-    if kind == "not ahead":
-        settings["forward_prefetch"] = settings["backward_prefetch"] = 0
-    assert_parity(model, step, 2, settings=settings)
 
 
 @small

@@ -46,7 +46,7 @@ class UnitSpec:
     name: str
     """Fully-qualified name of the unit's module in the root; empty for the root itself."""
     module_class: type[torch.nn.Module]
-    """Class of the unit's module."""
+    """Class of the unit's module; where a module was split off the outermost one, the outermost one's class."""
     parameter_names: tuple[str, ...]
     """Fully-qualified names of its parameters, in layout order."""
     numel: int
@@ -58,4 +58,4 @@ class UnitSpec:
     device: torch.device
     """Where the unit computes."""
     is_root: bool
-    """Whether the unit's module is the outermost one."""
+    """Whether the unit's module is the outermost one, or was split off it."""
