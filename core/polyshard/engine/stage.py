@@ -388,8 +388,8 @@ class Stage:
     @property
     def _described(self) -> str:
         # Without a root only before the first use of a model that is composed.
-        rank = self.units[0].grid.world.rank if self.root is None else self.root.rank
-        return f"unit '{self.name or '(root)'}', rank {rank}"
+        where = f", rank {self.root.rank}" if self.root is not None else ""
+        return f"unit '{self.name or '(root)'}'{where}"
 
     def _give_up(self, recomputes: bool) -> None:
         if recomputes:
