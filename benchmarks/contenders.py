@@ -86,11 +86,11 @@ class LocalStep:
     The model does not learn.
     """
 
-    def __init__(self, model: nn.Module, shard: nn.Parameter) -> None:
+    def __init__(self, model: nn.Module, shard: nn.Parameter, *, capturable: bool = False) -> None:
         self.model = model
         self.parameters = list(model.parameters())
         shard.grad = torch.full_like(shard, 1e-3)
-        self.optimizer = _optimizer([shard])
+        self.optimizer = _optimizer([shard], capturable=capturable)
 
     def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.model(tokens, targets)
@@ -105,7 +105,7 @@ class LocalStep:
 
 
 class GraphStep:
-    """A few eager steps on a side stream, then the same step captured once and replayed. For engines given as files."""
+    """A few eager steps on a side stream, then the same step captured once and replayed, without an engine's help."""
 
     EAGER_STEPS = 2
 
@@ -245,11 +245,14 @@ def _refuse_without_cuda(site: Site, what: str) -> None:
         raise NotServedError(f"{what} needs CUDA")
 
 
-def _local(site: Site) -> Step:
+def _local(site: Site, *, captured: bool = False) -> Step:
+    if captured:
+        _refuse_without_cuda(site, "a captured step")
     _refuse_replicas(site, 4, "bf16 parameters and gradients")
     model = _whole_model(site, torch.bfloat16)
     numel = -(-site.workload.parameter_count // site.world_size)
-    return LocalStep(model, nn.Parameter(torch.zeros(numel, device=site.device)))
+    step = LocalStep(model, nn.Parameter(torch.zeros(numel, device=site.device)), capturable=captured)
+    return GraphStep(step, site) if captured else step
 
 
 def _ddp(site: Site) -> Step:
@@ -385,6 +388,7 @@ def _module(site: Site, *, path: Path, captured: bool) -> Step:
 
 _PEERS: dict[str, Callable[[Site], Step]] = {
     "local": _local,
+    "local-captured": partial(_local, captured=True),
     "ddp": _ddp,
     "fsdp1": _fsdp1,
     "fsdp2": _fsdp2,

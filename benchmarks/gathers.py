@@ -245,9 +245,9 @@ def backends(names: Sequence[str], part: Collectives) -> Iterator[dict[str, Coll
         if name == "gloo":
             made[name] = GlooCollectives(context)
         elif name == "nccl":
-            made[name] = NcclCollectives(context, communicators=1)
+            made[name] = NcclCollectives(context, registered=False, communicators=1)
         elif name == "registered":
-            made[name] = NcclCollectives(context, registered=True, communicators=1)
+            made[name] = NcclCollectives(context, smallest_mib=0, communicators=1)
         elif name == "symmetric":
             made[name] = SymmetricCollectives(context, smallest_mib=0, communicators=1)
         else:

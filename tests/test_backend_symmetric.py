@@ -15,7 +15,7 @@ import pytest
 import torch
 from polyshard.errors import ConfigError, DeviceError
 from polyshard.interfaces import BufferRole, PluginContext
-from polyshard_backends import _torch_private
+from polyshard_backends import _torch_private, peer_memory
 from polyshard_backends.peer_memory import PeerMemory, Place, obstacle
 from polyshard_backends.symmetric import SymmetricCollectives
 from processes import run_processes
@@ -23,8 +23,6 @@ from processes import run_processes
 CPU = torch.device("cpu", 0)
 SEGMENT = 1 << 16
 TIMEOUT_S = 20.0
-#: Bytes that no backend takes for few.
-LARGE = 1 << 30
 
 
 class Host:
@@ -102,24 +100,14 @@ def handle_of(tensor: torch.Tensor, group: Group) -> Handle | None:
     return Handle(host, rank, [host.segment(each, number) for each in range(host.world_size)])
 
 
-class Everywhere(set[int]):
-    """Holds every address: no memory is given back here."""
-
-    def __contains__(self, address: object) -> bool:
-        return True
-
-
 @pytest.fixture(autouse=True)
 def host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_torch_private, "symmetric_pool", lambda device, divisible: None)
-    monkeypatch.setattr(_torch_private, "pool_scope", lambda pool, device_index: nullcontext())
+    monkeypatch.setattr(peer_memory, "ZeroedScope", lambda pool, index: nullcontext())
     monkeypatch.setattr(_torch_private, "symmetric_handle", handle_of)
-    monkeypatch.setattr(_torch_private, "segments_of", lambda pool: Everywhere())
+    monkeypatch.setattr(_torch_private, "holds", lambda pool, tensor: tensor.dtype is not torch.float32)
     monkeypatch.setattr(_torch_private, "current_stream", lambda device_index: (0, device_index, 1))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(
-        torch.cuda, "memory_stats_as_nested_dict", lambda device: {"segment": {"all": {"allocated": 0}}}
-    )
 
 
 def on_ranks(host: Host, fn: Callable[[int, PeerMemory], Any]) -> list[Any]:
@@ -264,7 +252,7 @@ def gather_without_symmetric_memory(rank: int) -> tuple[list[float], list[str]]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(3):
-            with collectives.allocation(BufferRole.GATHER, LARGE):
+            with collectives.allocation(BufferRole.GATHER, 24):
                 out = torch.zeros(6)
             own = out.narrow(0, rank * 3, 3).fill_(rank + 1.0)
             collectives.all_gather(out, own).wait()

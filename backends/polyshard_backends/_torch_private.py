@@ -271,10 +271,34 @@ def symmetric_pool(device: torch.device, *, divisible: bool) -> torch.cuda.MemPo
         raise RuntimeError(f"torch {torch.__version__} has no pools of symmetric memory: {error}") from error
 
 
-def segments_of(pool: torch.cuda.MemPool) -> set[int]:
-    """Where the segments begin that the allocator holds for ``pool``."""
-    held: list[dict[str, int]] = pool.snapshot()  # type: ignore[no-untyped-call]
-    return {segment["address"] for segment in held}
+def holds(pool: torch.cuda.MemPool, tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` lies in memory of ``pool``."""
+    held: list[dict[str, Any]] = pool.snapshot()  # type: ignore[no-untyped-call]
+    address = tensor.data_ptr()
+    return any(0 <= address - segment["address"] < segment["total_size"] for segment in held)
+
+
+def idle_blocks(pool: torch.cuda.MemPool, stream: torch.cuda.Stream) -> list[int]:
+    """Bytes of each piece of ``pool`` that ``stream`` could be given now."""
+    held: list[dict[str, Any]] = pool.snapshot()  # type: ignore[no-untyped-call]
+    return [
+        block["size"]
+        for segment in held
+        if segment["stream"] == stream.cuda_stream
+        for block in segment["blocks"]
+        if block["state"] == "inactive"
+    ]
+
+
+def unused_stream(device_index: int) -> torch.cuda.Stream:
+    """A stream that stands for others where memory is allocated, and runs nothing.
+
+    torch hands out the same 32 streams of a priority in turns, so this takes a priority that nobody asks for. Where a
+    device has it not, or where 32 are not enough, a stream that is being captured may be among them: what is then
+    allocated under it comes from the graph's memory, as it would without.
+    """
+    stream: torch.cuda.Stream = torch.cuda.Stream(device_index, priority=-3)  # type: ignore[no-untyped-call]
+    return stream
 
 
 def symmetric_handle(tensor: torch.Tensor, group: dist.ProcessGroup) -> SymmetricHandle | None:

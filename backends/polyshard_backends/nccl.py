@@ -15,7 +15,9 @@ from polyshard.interfaces import BufferRole, CollectivesCapabilities, PluginCont
 from . import _torch_private
 from .groups import check_same_dtype, check_slices
 from .process_group import GROUP_DTYPES, ProcessGroupCollectives, receive_buffer, reduce_rows
+from .shared_scope import SharedScope
 
+MIB = 2**20
 #: What ``allocation`` answers where memory comes from the usual pool.
 _USUAL_MEMORY: AbstractContextManager[Any] = nullcontext()
 
@@ -46,6 +48,16 @@ def _find_mean_of_rows() -> Callable[[torch.Tensor, torch.Tensor], None] | None:
     except ImportError:
         return None
     return mean_of_rows
+
+
+def check_mib(context: PluginContext, option: str, value: object) -> None:
+    """Refuse a size that is none.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"collectives {context.name!r}: {option} is {value!r}; give an integer, 0 or more")
 
 
 class StreamWork:
@@ -85,34 +97,39 @@ class NcclCollectives(ProcessGroupCollectives):
     Args:
         context: its ``process_group``, or the default group, says which processes take part. Where that group uses
             another transport for CUDA, an NCCL group over the same ranks is made at the first operation.
-        registered: allocate gather buffers in memory that is registered with NCCL, which takes fewer multiprocessors
-            away from concurrent computation. The first ``allocation`` then meets the other ranks. Plain memory, with a
-            warning, where this NCCL cannot register.
+        registered: allocate large gather buffers in memory that is registered with NCCL, which copies once less and
+            takes less from concurrent computation. The first such ``allocation`` meets the other ranks. Plain memory,
+            with a warning, where this NCCL cannot register.
         communicators: 2, or 1 to let gathers and reductions share one, which saves its memory and start-up time.
+        smallest_mib: MiB of a whole unit from which on its gather buffer is a large one.
 
     Raises:
         StateError: ``torch.distributed`` is not initialised.
         DeviceError: the context's device is not CUDA.
         WorldSizeError: this process is not in the group.
-        ConfigError: ``registered`` is not a bool, or ``communicators`` neither 1 nor 2.
+        ConfigError: ``registered`` is not a bool, ``communicators`` neither 1 nor 2, or ``smallest_mib`` no size.
     """
 
     transport = "nccl"
     device_type = "cuda"
 
-    def __init__(self, context: PluginContext, registered: bool = False, communicators: int = 2) -> None:
+    def __init__(
+        self, context: PluginContext, registered: bool = True, communicators: int = 2, smallest_mib: int = 16
+    ) -> None:
         if not isinstance(registered, bool):
             raise ConfigError(f"collectives {context.name!r}: registered is {registered!r}; give true or false")
+        check_mib(context, "smallest_mib", smallest_mib)
         if isinstance(communicators, bool) or communicators not in (1, 2):
             raise ConfigError(f"collectives {context.name!r}: communicators is {communicators!r}; give 1 or 2")
         super().__init__(context)
-        self._registered = registered
+        # Bytes from which on gather buffers are registered; None for none.
+        self._smallest_registered: int | None = smallest_mib * MIB if registered else None
         self.separate_reductions = communicators == 2
 
     def _enter(self, context: PluginContext, given: dist.ProcessGroup) -> None:
         super()._enter(context, given)
-        self._registered = False
-        self._pool: AbstractContextManager[Any] | None = None
+        self._smallest_registered = None
+        self._scope: SharedScope | None = None
         self._gather_channel: _torch_private.Channel | None = None
         self._reduction_channel: _torch_private.Channel | None = None
         self._mean_of_rows: Callable[[torch.Tensor, torch.Tensor], None] | None = None
@@ -120,7 +137,7 @@ class NcclCollectives(ProcessGroupCollectives):
 
     def _enter_part(self, whole: NcclCollectives, made: list[dist.ProcessGroup]) -> None:
         super()._enter_part(whole, made)
-        self._registered = whole._registered
+        self._smallest_registered = whole._smallest_registered
         self.separate_reductions = whole.separate_reductions
 
     @property
@@ -128,12 +145,20 @@ class NcclCollectives(ProcessGroupCollectives):
         return _CAPABILITIES
 
     def allocation(self, role: BufferRole, nbytes: int) -> AbstractContextManager[Any]:
-        # A graph that is captured takes memory from a pool of its own.
-        if not self._registered or role is not BufferRole.GATHER or torch.cuda.is_current_stream_capturing():
+        smallest = self._smallest_registered
+        if smallest is None or nbytes < smallest or role is not BufferRole.GATHER:
             return _USUAL_MEMORY
-        return self._pool or self._make_pool()
+        scope = self._scope
+        if torch.cuda.is_current_stream_capturing():
+            # More of it would have to be registered, for which no capture waits.
+            return scope if scope is not None and scope.has_room(nbytes) else _USUAL_MEMORY
+        return scope or self._make_scope()
 
-    def _make_pool(self) -> AbstractContextManager[Any]:
+    def prepare_capture(self, stream: torch.cuda.Stream, like: torch.cuda.Stream) -> None:
+        if self._scope is not None:
+            self._scope.share(stream, like)
+
+    def _make_scope(self) -> AbstractContextManager[Any]:
         # A pool can be registered only with a communicator that exists, and the first operation makes it. Memory that
         # the pool takes later is registered as it is taken.
         self.barrier()
@@ -141,10 +166,10 @@ class NcclCollectives(ProcessGroupCollectives):
             pool = _torch_private.registered_pool(self.gather_group(), self.device)
         except RuntimeError as error:
             self._warn(f"gathers use plain memory, since registering it failed: {error}; set registered to false")
-            self._registered = False
+            self._smallest_registered = None
             return _USUAL_MEMORY
-        self._pool = _torch_private.pool_scope(pool, self._device_number())
-        return self._pool
+        self._scope = SharedScope(pool, self._device_number())
+        return self._scope
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         channel = self._gather_channel or self._open_gathers()
@@ -281,6 +306,6 @@ class NcclCollectives(ProcessGroupCollectives):
             warnings.warn(f"collectives {self._context.name!r}: {text}", stacklevel=3)
 
     def close(self) -> None:
-        self._pool = None
+        self._scope = None
         self._gather_channel = self._reduction_channel = None
         super().close()

@@ -6,16 +6,15 @@ import bisect
 import enum
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from . import _torch_private
+from .shared_scope import ZeroedScope
 
 #: Bytes a rank of the gather by which new memory is tried.
 _PROBE_BYTES = 64 * 1024
@@ -88,35 +87,6 @@ def obstacle(places: list[Place]) -> str:
     return ""
 
 
-class _ZeroedScope:
-    """Allocations inside come from ``pool``, and may be written on the current stream as soon as it is left.
-
-    Symmetric memory is zeroed when a segment is made, on the legacy default stream, which the streams of torch do not
-    wait for: what a gather wrote into its slice meanwhile would be overwritten by zeros.
-    """
-
-    __slots__ = ("_index", "_inner", "_segments")
-
-    def __init__(self, pool: torch.cuda.MemPool, index: int) -> None:
-        self._inner = _torch_private.pool_scope(pool, index)
-        self._index = index
-        self._segments = self._count()
-
-    def _count(self) -> int:
-        made: int = torch.cuda.memory_stats_as_nested_dict(self._index)["segment"]["all"]["allocated"]
-        return made
-
-    def __enter__(self) -> None:
-        self._inner.__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._inner.__exit__(kind, error, at)
-        made = self._count()
-        if made != self._segments:
-            self._segments = made
-            torch.cuda.current_stream(self._index).wait_stream(torch.cuda.default_stream(self._index))
-
-
 class PeerMemory:
     """A pool whose segments every rank of ``group`` has mapped of every other.
 
@@ -156,7 +126,7 @@ class PeerMemory:
         self._divisible = reserve_nbytes > 0
         self._pool = _torch_private.symmetric_pool(device, divisible=self._divisible)
         index = torch.cuda.current_device() if device.index is None else device.index
-        self.scope: AbstractContextManager[None] = _ZeroedScope(self._pool, index)
+        self.scope = ZeroedScope(self._pool, index)
         """Memory that is allocated inside is taken from the pool."""
         self.problem = ""
         """Why no more of it can be used; the same on every rank."""
@@ -247,20 +217,14 @@ class PeerMemory:
 
     def _new_segment(self, out: torch.Tensor, use: Use) -> _Segment | None:
         if torch.cuda.is_current_stream_capturing():
-            # A graph's memory is its own; and nothing may wait here.
+            # Memory of the graph, which no other process maps; and nothing may wait here.
             return None
-        self._forget_freed()
+        if not _torch_private.holds(self._pool, out):
+            return None
         segment = self._map(out, use, ordered=True)
         if segment is not None:
             bisect.insort(self._segments, segment, key=lambda each: each.begin)
         return segment
-
-    def _forget_freed(self) -> None:
-        """Let go of segments that the allocator has given back: while mapped, they stay taken."""
-        alive = _torch_private.segments_of(self._pool)
-        self._segments = [segment for segment in self._segments if segment.begin in alive]
-        self._pulls = {place: pull for place, pull in self._pulls.items() if self._segment_of(*place)}
-        self._parts = {place: parts for place, parts in self._parts.items() if self._segment_of(*place)}
 
     def _map(self, tensor: torch.Tensor, use: Use, *, ordered: bool) -> _Segment | None:
         """The segment that ``tensor`` lies in, once all ranks have one alike; None, and perhaps a problem, if not."""
@@ -329,12 +293,14 @@ class PeerMemory:
         """Order the current stream after all that the ranks have written for this."""
         signals = self._signals
         assert signals is not None
-        stream = _torch_private.current_stream(self._index)
-        last = self._last_streams.get(use, stream)
-        if last != stream:
-            # Signals of two gathers at once would be taken for each other's.
-            _torch_private.stream_of(stream).wait_stream(_torch_private.stream_of(last))
-        self._last_streams[use] = stream
+        # A capture begins with an idle device, may wait for nothing before it, and uses one stream for each of these.
+        if not torch.cuda.is_current_stream_capturing():
+            stream = _torch_private.current_stream(self._index)
+            last = self._last_streams.get(use, stream)
+            if last != stream:
+                # Signals of two gathers at once would be taken for each other's.
+                _torch_private.stream_of(stream).wait_stream(_torch_private.stream_of(last))
+            self._last_streams[use] = stream
         signals.barrier(use, self._timeout_ms)
 
     def _part_on_stream(self, use: Use) -> None:

@@ -12,10 +12,9 @@ from polyshard.errors import ConfigError
 from polyshard.interfaces import BufferRole, Collectives, PluginContext, Work
 
 from . import _torch_private
-from .nccl import NcclCollectives, StreamWork
+from .nccl import MIB, NcclCollectives, StreamWork, check_mib
 from .peer_memory import PeerMemory, Place, obstacle
 
-_MIB = 2**20
 #: What lies in symmetric memory.
 _ROLES = (BufferRole.GATHER, BufferRole.REDUCE)
 
@@ -28,7 +27,8 @@ class SymmetricCollectives(NcclCollectives):
     copy engines, and waits until all have read: no multiprocessor moves bytes, so concurrent computation keeps all of
     them. A reduction that widens copies in the same way what NCCL's all-to-all would send; the sum is a kernel as
     there. Small operations, where two barriers cost more than that saves, reductions that do not widen, and all that is
-    in other memory are NCCL's. So are those in a CUDA graph, whose memory is its own.
+    in other memory are NCCL's, in memory as ``nccl`` has it by default. A captured step copies where the steps before
+    it did.
 
     Where ranks are on several hosts, devices cannot access each other, torch has no symmetric memory (before 2.10) or
     would set up multicast, every gather is NCCL's, on all ranks alike, with a warning from the first one.
@@ -37,7 +37,8 @@ class SymmetricCollectives(NcclCollectives):
 
     Args:
         context: as for ``nccl``.
-        smallest_mib: MiB of a whole unit from which on its gathers and reductions are copies.
+        smallest_mib: MiB of a whole unit from which on its gathers and reductions are copies. In a captured step, where
+            the host issues none of them, fewer are worth it: 8.
         reductions: whether reductions are; their inputs then stay in this memory, and serve nothing else.
         reserve_mib: MiB of a first segment that is divided among buffers; 0 for one segment a buffer. Give all
             that is gathered at once where the warning says that segments do not lie alike on all ranks.
@@ -60,12 +61,11 @@ class SymmetricCollectives(NcclCollectives):
     ) -> None:
         if not isinstance(reductions, bool):
             raise ConfigError(f"collectives {context.name!r}: reductions is {reductions!r}; give true or false")
-        for option, value in (("smallest_mib", smallest_mib), ("reserve_mib", reserve_mib)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ConfigError(f"collectives {context.name!r}: {option} is {value!r}; give an integer, 0 or more")
+        check_mib(context, "smallest_mib", smallest_mib)
+        check_mib(context, "reserve_mib", reserve_mib)
         super().__init__(context, communicators=communicators)
-        self._smallest_nbytes = smallest_mib * _MIB
-        self._reserve_nbytes = reserve_mib * _MIB
+        self._smallest_nbytes = smallest_mib * MIB
+        self._reserve_nbytes = reserve_mib * MIB
         self._roles = _ROLES if reductions else _ROLES[:1]
 
     def _enter(self, context: PluginContext, given: dist.ProcessGroup) -> None:
@@ -82,12 +82,20 @@ class SymmetricCollectives(NcclCollectives):
         self._roles = whole._roles
 
     def allocation(self, role: BufferRole, nbytes: int) -> AbstractContextManager[Any]:
-        wanted = role in self._roles and nbytes >= self._smallest_nbytes
-        if wanted and not self._given_up and not torch.cuda.is_current_stream_capturing():
-            memory = self._memory or self._open_memory()
-            if memory is not None:
-                return memory.scope
+        if role in self._roles and nbytes >= self._smallest_nbytes and not self._given_up:
+            if not torch.cuda.is_current_stream_capturing():
+                memory = self._memory or self._open_memory()
+                if memory is not None:
+                    return memory.scope
+            # New memory would have to meet the other ranks, and be zeroed, which a capture can do neither of.
+            elif self._memory is not None and self._memory.scope.has_room(nbytes):
+                return self._memory.scope
         return super().allocation(role, nbytes)
+
+    def prepare_capture(self, stream: torch.cuda.Stream, like: torch.cuda.Stream) -> None:
+        super().prepare_capture(stream, like)
+        if self._memory is not None:
+            self._memory.scope.share(stream, like)
 
     def _open_memory(self) -> PeerMemory | None:
         """Every rank's first allocation meets here."""
@@ -143,7 +151,7 @@ class SymmetricCollectives(NcclCollectives):
         return Collectives.all_gather_many(self, pairs)
 
     def _exchange(self, channel: _torch_private.Channel, received: torch.Tensor, full: torch.Tensor) -> None:
-        memory = self._memory
+        memory = self._memory if BufferRole.REDUCE in self._roles else None
         if memory is not None and full.nbytes >= self._smallest_nbytes and full.is_contiguous():
             parts = memory.parts_of(full)
             if parts is not None:

@@ -187,8 +187,11 @@ class CapturedStep(Generic[P, T]):
         if graph is None:
             return self._run(*to_device(args, kwargs, self._device))
         graph.inputs.load(args, kwargs)
-        # Gathers that an eager forward issued and nobody used.
-        self._root.lanes.drain()
+        # Of eager forwards: what they left gathered, where a replay may write, and what they issued and nobody used.
+        if graph.engine.released:
+            self._root.lanes.drain()
+        else:
+            release(self._root)
         return graph.recording.replay()
 
     def reset(self) -> None:
@@ -208,7 +211,7 @@ class CapturedStep(Generic[P, T]):
             self._give_up(obstacle)
 
     def _make_recorder(self, root: Root) -> Recorder:
-        return recorder_for(root.collectives)
+        return recorder_for(root)
 
     def _check_arguments(self) -> None:
         rank = self._root.rank

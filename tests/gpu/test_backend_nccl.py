@@ -48,7 +48,7 @@ KEPT: dict[bool, NcclCollectives] = {}
 
 def on_nccl(rank: int, fn: Callable[..., T], registered: bool, *args: Any) -> T:
     if registered not in KEPT:
-        KEPT[registered] = NcclCollectives(context(rank), registered=registered)
+        KEPT[registered] = NcclCollectives(context(rank), registered=registered, smallest_mib=0)
     result = fn(KEPT[registered], *args)
     torch.cuda.synchronize()
     return result

@@ -176,7 +176,7 @@ def test_new_memory_is_zeroed_before_it_is_written() -> None:
 
 
 def free_memory_over_turns(collectives: Collectives) -> list[int]:
-    """MiB that the device has left after each of some gathers, whose memory goes back to the device."""
+    """MiB that the device has left after each of some gathers whose buffers are dropped."""
     nbytes = 256 << 20
     free = []
     for _ in range(6):
@@ -192,7 +192,7 @@ def free_memory_over_turns(collectives: Collectives) -> list[int]:
 
 
 @needs_two
-def test_memory_that_the_user_gives_back_is_given_back() -> None:
+def test_buffers_that_are_dropped_do_not_pile_up() -> None:
     for free in run(on_symmetric, free_memory_over_turns):
         assert min(free[2:]) > free[1] - 128
 

@@ -14,6 +14,7 @@ import torch
 from polyshard import CapturedStep, CaptureMode
 from polyshard.engine.root import Root
 from polyshard.errors import CaptureError
+from polyshard_backends.nccl import NcclCollectives
 from processes import RankPool
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -24,6 +25,9 @@ T = TypeVar("T")
 
 WORLD_SIZE = max(1, min(torch.cuda.device_count(), 2))
 POOLS: list[RankPool] = []
+
+#: Gathers, and reductions of 16 bits, that are copies out of memory which outlives the graph.
+SYMMETRIC = {"name": "symmetric", "smallest_mib": 0}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -202,7 +206,10 @@ def train(rank: int, options: dict[str, Any]) -> tuple[float, float, list[str], 
         {"settings": {"strategy": "full_shard"}, "flat": True, "fused": True},
         {"settings": {"strategy": "shard_grad_op"}, "flat": True},
         {"kind": {"recomputes": True}},
-        {"settings": {"collectives": {"name": "nccl", "registered": True}}},
+        {"settings": {"collectives": {"name": "nccl", "smallest_mib": 0}}},
+        {"settings": {"collectives": SYMMETRIC}},
+        {"settings": {"collectives": SYMMETRIC, "strategy": "shard_grad_op"}, "microbatches": 2},
+        {"settings": {"collectives": {**SYMMETRIC, "reserve_mib": 64}}, "flat": True, "fused": True},
     ],
     ids=str,
 )
@@ -221,9 +228,9 @@ def test_microbatches_under_no_sync_inside_the_step() -> None:
         assert parameters < 1e-10
 
 
-def between(rank: int, strategy: str) -> dict[str, float]:
+def between(rank: int, settings: dict[str, Any]) -> dict[str, float]:
     """Replays, with everything in between that eager code may do."""
-    pair = Pair(rank, settings={"strategy": strategy})
+    pair = Pair(rank, settings=settings)
     off = {}
     for _ in range(6):
         pair.advance()
@@ -237,6 +244,10 @@ def between(rank: int, strategy: str) -> dict[str, float]:
     torch.cuda.empty_cache()
     pair.advance()
     off["replay after empty_cache"] = pair.parameters_off()
+    # Leaves units gathered for a backward that never comes.
+    pair.model(pair.mine())
+    pair.advance()
+    off["replay after a forward with gradients"] = pair.parameters_off()
     pair.advance(pair.train_step)
     off["eager step after replays"] = pair.parameters_off()
     pair.advance()
@@ -248,20 +259,22 @@ def between(rank: int, strategy: str) -> dict[str, float]:
     return off
 
 
+@pytest.mark.parametrize("collectives", ["nccl", SYMMETRIC], ids=["nccl", "symmetric"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-def test_eager_use_between_replays_is_right_and_harms_no_replay(strategy: str) -> None:
-    for off in run(between, strategy):
+def test_eager_use_between_replays_is_right_and_harms_no_replay(strategy: str, collectives: Any) -> None:
+    for off in run(between, {"strategy": strategy, "collectives": collectives}):
         assert {what: value for what, value in off.items() if not value < 1e-10} == {}
 
 
-def bf16_against_eager(rank: int) -> tuple[float, float]:
-    """Largest difference between captured and eager bf16 training, and what training moved."""
+def bf16_against_eager(rank: int, collectives: Any) -> tuple[float, float]:
+    """Largest difference between captured and eager bf16 training with NCCL, and what training moved."""
     device = on_device(rank)
     torch.manual_seed(0)
     start = Net().to(device)
 
     def trained(captures: bool) -> list[torch.Tensor]:
-        model = sharded(copy.deepcopy(start), precision="bf16")
+        backend = collectives if captures else "nccl"
+        model = sharded(copy.deepcopy(start), precision="bf16", collectives=backend, batch_nbytes=0)
         optimizer = adamw(model.parameters(), device)
         take: Callable[[torch.Tensor], torch.Tensor] = stepping(model, optimizer)
         if captures:
@@ -277,10 +290,42 @@ def bf16_against_eager(rank: int) -> tuple[float, float]:
     return apart, moved
 
 
-def test_bf16_captured_equals_bf16_eager() -> None:
-    for apart, moved in run(bf16_against_eager):
+@pytest.mark.parametrize("collectives", ["nccl", SYMMETRIC], ids=["nccl", "symmetric"])
+def test_bf16_captured_equals_bf16_eager(collectives: Any) -> None:
+    for apart, moved in run(bf16_against_eager, collectives):
         assert moved > 1e-2
         assert apart < 1e-5
+
+
+def captured_without_nccl(rank: int) -> str:
+    """How a bf16 step runs that was captured while NCCL gathered and exchanged nothing."""
+    device = on_device(rank)
+    torch.manual_seed(0)
+    model = sharded(Net().to(device), precision="bf16", collectives=SYMMETRIC, batch_nbytes=0)
+    optimizer = adamw(model.parameters(), device)
+    step = CapturedStep(model, optimizer, stepping(model, optimizer))
+    ids = batch(0).chunk(WORLD_SIZE)[rank].to(device)
+    for _ in range(3):
+        step(ids)
+
+    def unless_capturing(usual: Callable[..., T]) -> Callable[..., T]:
+        def asked(*args: Any) -> T:
+            assert not torch.cuda.is_current_stream_capturing()
+            return usual(*args)
+
+        return asked
+
+    with pytest.MonkeyPatch.context() as patched:
+        # Ranks agree before the capture, by gathers of NCCL.
+        patched.setattr(NcclCollectives, "all_gather", unless_capturing(NcclCollectives.all_gather))
+        patched.setattr(NcclCollectives, "_exchange", unless_capturing(NcclCollectives._exchange))
+        step(ids)
+    return step.mode.value
+
+
+@pytest.mark.skipif(WORLD_SIZE < 2, reason="one rank gathers nothing")
+def test_a_captured_step_gathers_and_reduces_by_the_copies_of_the_eager_steps() -> None:
+    assert run(captured_without_nccl) == ["captured"] * WORLD_SIZE
 
 
 def inputs_from_the_host(rank: int) -> float:

@@ -1,11 +1,15 @@
 """Records a training step in a CUDA graph, and knows when the engine no longer is as the graph took it to be.
 
 [Note: memory of a recorded step]
-While a step is recorded, everything it allocates comes from a pool that the graph owns: activations, gradients, and
-gather buffers, which get their memory in the step and lose it in the step. After it those buffers have no memory again,
-so that eager code gives them other memory, and a replay writes to the pool, whatever stands in Python by then. Nothing
-but the graph allocates from the pool. What the graph takes from outside must stay where it is: masters, the optimizer's
-state, the static inputs. Buffers that still have memory before the recording are therefore released first.
+While a step is recorded, what it allocates comes from a pool that the graph owns: activations, gradients, and gather
+buffers, which get their memory in the step and lose it in the step. Nothing but the graph allocates from the pool, so
+that a replay may write to it, whatever stands in Python by then. What the graph takes from outside must stay where it
+is: masters, the optimizer's state, the static inputs. Buffers that still have memory before the recording are therefore
+released first.
+
+A backend may instead give gather buffers and the inputs of reductions memory that eager steps have left free: what is
+registered, or mapped by other processes, is not the graph's. So buffers are released before each replay too, and a replay, issued where the
+step was called, is ordered behind the streams of eager gathers and reductions as theirs are behind it.
 """
 
 from __future__ import annotations
@@ -13,8 +17,10 @@ from __future__ import annotations
 import gc
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
+from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -28,6 +34,11 @@ from .tensors import iter_tensors
 from .unit import Unit
 
 T = TypeVar("T")
+
+_state_of = attrgetter("state")
+_master_of = attrgetter("master")
+_waits = attrgetter("gradients.unreduced")
+_is_trained = attrgetter("requires_grad")
 
 #: Replays after which every parameter has been looked at once. Looking at all of them before each replay would cost
 #: 0.3 µs a parameter, which a launch-bound model would notice.
@@ -88,8 +99,9 @@ class NoRecorder(Recorder):
 class GraphRecorder(Recorder):
     """Records CUDA graphs."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, groups: Iterable[Collectives]) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._groups = tuple(groups)
         # Two: what the warm-up leaves on its stream (a library's workspace) must not become part of the graph, and the
         # caller's may be the default stream, which records nothing.
         self._warm_up_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -115,6 +127,8 @@ class GraphRecorder(Recorder):
         # Garbage freed during the recording could not be used by it, and cached memory not by its pool.
         gc.collect()
         torch.cuda.empty_cache()
+        for group in self._groups:
+            group.prepare_capture(self._stream, self._warm_up_stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream), self._undone_on_error(graph) as pool:
             # Other threads may query events meanwhile, as NCCL's watchdog does.
@@ -168,18 +182,25 @@ class _GraphRecording(Recording[T]):
         self._graph.reset()
 
 
-def recorder_for(collectives: Collectives) -> Recorder:
-    """What suits the device of ``collectives``."""
-    device = collectives.device
-    return GraphRecorder(device) if device.type == "cuda" else NoRecorder(device)
+def recorder_for(root: Root) -> Recorder:
+    """What suits the device of the model."""
+    device = root.collectives.device
+    return GraphRecorder(device, _groups(root)) if device.type == "cuda" else NoRecorder(device)
+
+
+def _groups(root: Root) -> Iterable[Collectives]:
+    """All that exchange the model's tensors, each once."""
+    groups = {id(root.collectives): root.collectives}
+    for unit in root.units:
+        for group in (unit.grid.shard, unit.grid.replicate):
+            if group is not None:
+                groups[id(group)] = group
+    return groups.values()
 
 
 def engine_obstacle(root: Root) -> str | None:
     """Why no step of this model can be recorded, or None. Follows from its configuration, alike on all ranks."""
-    groups = [root.collectives]
-    for unit in root.units:
-        groups += [group for group in (unit.grid.shard, unit.grid.replicate) if group is not None]
-    for group in groups:
+    for group in _groups(root):
         if not group.capabilities.capturable:
             return f"{type(group).__name__} cannot be recorded in a graph. Choose collectives that can, such as 'nccl'."
     for unit in root.units:
@@ -204,7 +225,7 @@ def step_obstacle(root: Root) -> str | None:
         return (
             "It was called under no_sync(). Enter no_sync() inside train_step, around the backwards that do not reduce."
         )
-    if any(unit.gradients.unreduced for unit in root.units):
+    if any(map(_waits, root.units)):
         return (
             "Gradients of earlier backwards under no_sync() wait to be reduced. Let train_step reduce what it computed."
         )
@@ -244,14 +265,11 @@ class Obstacle(NamedTuple):
     """Whether it stays so until the step is captured anew."""
 
 
-class _Facts(NamedTuple):
-    addresses: list[int]
-    trained: list[bool]
-    held: list[list[int]]
-
-
 class EngineWatch:
-    """The engine as it was when a step was recorded."""
+    """The engine as it was when a step was recorded, its buffers released.
+
+    Whether it still is takes lists that are made and compared at C speed: a launch-bound step waits for the answer.
+    """
 
     def __init__(self, root: Root) -> None:
         self._root = root
@@ -259,9 +277,16 @@ class EngineWatch:
         self._training = self._module.training
         self._units = list(root.units)
         self._masters = _addresses(self._units)
-        self._facts = [_facts(unit) for unit in self._units]
+        self._states = list(map(_state_of, self._units))
+        self._parts = [_Part(unit) for unit in self._units]
+        self._facts = [part.facts() for part in self._parts]
         self._next = 0
         self._stride = -(-len(self._units) // ROUND)
+
+    @property
+    def released(self) -> bool:
+        """Whether no buffer has been given memory since."""
+        return list(map(_state_of, self._units)) == self._states
 
     def obstacle(self) -> Obstacle | None:
         """What keeps the recording from being replayed, or None.
@@ -279,26 +304,35 @@ class EngineWatch:
         if _addresses(self._units) != self._masters:
             return Obstacle("Parameters moved since the step was captured. Call reset() to capture again.", True)
         for _ in range(self._stride):
-            unit, facts = self._units[self._next], self._facts[self._next]
-            self._next = (self._next + 1) % len(self._units)
-            if _facts(unit) != facts:
+            part, facts = self._parts[self._next], self._facts[self._next]
+            self._next = (self._next + 1) % len(self._parts)
+            if part.facts() != facts:
                 return Obstacle(
-                    f"A parameter of '{unit.name}' was replaced, frozen or unfrozen since the step was captured. "
+                    f"A parameter of '{part.unit.name}' was replaced, frozen or unfrozen since the step was captured. "
                     "Call reset() to capture again.",
                     True,
                 )
         return None
 
 
+class _Part:
+    """A unit, and where its parameters are held."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        modules = {module: None for parameter in unit.parameters for module, _ in parameter.sites}
+        self._holders = [module._parameters for module in modules]
+
+    def facts(self) -> tuple[list[int], list[bool], list[int]]:
+        """Addresses, what is trained, and which objects modules hold."""
+        unit = self.unit
+        tensors = [*unit.originals.tensors, *unit.receivers]
+        return (
+            list(map(torch.Tensor.data_ptr, tensors)),
+            list(map(_is_trained, tensors)),
+            list(map(id, chain.from_iterable(map(dict.values, self._holders)))),
+        )
+
+
 def _addresses(units: list[Unit]) -> list[int]:
-    return [unit.master.data_ptr() for unit in units]
-
-
-def _facts(unit: Unit) -> _Facts:
-    tensors = [*unit.originals.tensors, *unit.receivers]
-    modules = {module: None for parameter in unit.parameters for module, _ in parameter.sites}
-    return _Facts(
-        list(map(torch.Tensor.data_ptr, tensors)),
-        [tensor.requires_grad for tensor in tensors],
-        [list(map(id, module._parameters.values())) for module in modules],
-    )
+    return list(map(torch.Tensor.data_ptr, map(_master_of, units)))

@@ -147,6 +147,14 @@ class Collectives(ABC):
         """
         return nullcontext()
 
+    def prepare_capture(self, stream: torch.cuda.Stream, like: torch.cuda.Stream) -> None:
+        """A step is about to be captured in a CUDA graph on ``stream``; steps like it ran on ``like``, none does now.
+
+        What ``allocation`` gave to those is free again. The capture may be given the same memory: the engine frees its
+        buffers before each replay, and orders replays after whatever used them, and that after replays.
+        """
+        return None
+
     def lease(self, numel: int, dtype: torch.dtype, role: BufferRole) -> torch.Tensor:
         """A buffer of ``numel`` elements at a fixed address, from a ring that the backend keeps.
 
