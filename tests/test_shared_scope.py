@@ -71,8 +71,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         def __exit__(self, *_: object) -> None:
             DEVICE.pooled = False
 
-    def set_stream(stream: Stream) -> None:
-        DEVICE.current = stream
+    def set_stream(key: _torch_private.StreamKey) -> None:
+        DEVICE.current = Stream(*key)
 
     def statistics(index: int) -> dict[str, Any]:
         return {"segment": {"all": {"allocated": DEVICE.segments}}}
@@ -86,7 +86,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: DEVICE.current)
     monkeypatch.setattr(_torch_private, "unused_stream", DEVICE.unused_stream)
     monkeypatch.setattr(_torch_private, "idle_blocks", idle_blocks)
-    monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
+    monkeypatch.setattr(_torch_private, "set_stream", set_stream)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda index: Stream(0))
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", statistics)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: DEVICE.current.stream_id in DEVICE.capturing)

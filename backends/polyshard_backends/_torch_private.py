@@ -13,17 +13,30 @@ from polyshard.interfaces import ReduceOp
 
 from .process_group import torch_op
 
+#: A CUDA stream as (stream id, device index, device type).
+StreamKey = tuple[int, int, int]
 
-def current_stream(device_index: int) -> tuple[int, int, int]:
-    """The current CUDA stream of a device as (stream id, device index, device type).
+
+def current_stream(device_index: int) -> StreamKey:
+    """The current CUDA stream of a device.
 
     ``torch.cuda.current_stream`` makes an object for the same three numbers, which takes several times as long.
     """
-    key: tuple[int, int, int] = torch._C._cuda_getCurrentStream(device_index)
+    key: StreamKey = torch._C._cuda_getCurrentStream(device_index)
     return key
 
 
-def stream_of(key: tuple[int, int, int]) -> torch.cuda.Stream:
+def set_stream(key: StreamKey) -> None:
+    """``torch.cuda.set_stream`` for a stream of which there is no object."""
+    torch._C._cuda_setStream(stream_id=key[0], device_index=key[1], device_type=key[2])
+
+
+def key_of(stream: torch.cuda.Stream) -> StreamKey:
+    """What ``current_stream`` says where ``stream`` is the current one."""
+    return stream.stream_id, stream.device_index, stream.device_type
+
+
+def stream_of(key: StreamKey) -> torch.cuda.Stream:
     """The stream that ``current_stream`` described."""
     stream_id, device_index, device_type = key
     stream: torch.cuda.Stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]

@@ -28,32 +28,32 @@ class SharedScope:
         self._pool = pool
         self._inner = _torch_private.pool_scope(pool, index)
         self._index = index
-        self._homes: dict[tuple[int, int, int], torch.cuda.Stream] = {}
-        self._outer = (0, index, 0)
+        self._homes: dict[_torch_private.StreamKey, _torch_private.StreamKey] = {}
+        self._outer: _torch_private.StreamKey = (0, index, 0)
 
     def share(self, stream: torch.cuda.Stream, like: torch.cuda.Stream) -> None:
         """Let ``stream`` be given what ``like`` freed, and the reverse. Whoever asks orders the two."""
-        self._homes[_key_of(stream)] = self._home_of(_key_of(like))
+        self._homes[_torch_private.key_of(stream)] = self._home_of(_torch_private.key_of(like))
 
     def has_room(self, nbytes: int) -> bool:
         """Whether the current stream can be given ``nbytes`` that are there already. Looks at the whole pool."""
         home = self._home_of(_torch_private.current_stream(self._index))
-        return any(size >= nbytes for size in _torch_private.idle_blocks(self._pool, home))
+        return any(size >= nbytes for size in _torch_private.idle_blocks(self._pool, _torch_private.stream_of(home)))
 
     def __enter__(self) -> None:
         outer = _torch_private.current_stream(self._index)
-        torch.cuda.set_stream(self._home_of(outer))
+        _torch_private.set_stream(self._home_of(outer))
         self._outer = outer
         self._inner.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._inner.__exit__(kind, error, at)
-        torch.cuda.set_stream(_torch_private.stream_of(self._outer))
+        _torch_private.set_stream(self._outer)
 
-    def _home_of(self, key: tuple[int, int, int]) -> torch.cuda.Stream:
+    def _home_of(self, key: _torch_private.StreamKey) -> _torch_private.StreamKey:
         home = self._homes.get(key)
         if home is None:
-            home = self._homes[key] = _torch_private.unused_stream(self._index)
+            home = self._homes[key] = _torch_private.key_of(_torch_private.unused_stream(self._index))
         return home
 
 
@@ -80,7 +80,3 @@ class ZeroedScope(SharedScope):
     def _count(self) -> int:
         made: int = torch.cuda.memory_stats_as_nested_dict(self._index)["segment"]["all"]["allocated"]
         return made
-
-
-def _key_of(stream: torch.cuda.Stream) -> tuple[int, int, int]:
-    return stream.stream_id, stream.device_index, stream.device_type

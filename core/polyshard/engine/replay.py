@@ -8,8 +8,9 @@ is: masters, the optimizer's state, the static inputs. Buffers that still have m
 released first.
 
 A backend may instead give gather buffers and the inputs of reductions memory that eager steps have left free: what is
-registered, or mapped by other processes, is not the graph's. So buffers are released before each replay too, and a replay, issued where the
-step was called, is ordered behind the streams of eager gathers and reductions as theirs are behind it.
+registered, or mapped by other processes, is not the graph's. So buffers are released before each replay too, and a
+replay, issued where the step was called, is ordered behind the streams of eager gathers and reductions as theirs are
+behind it.
 """
 
 from __future__ import annotations
