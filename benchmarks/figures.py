@@ -151,7 +151,8 @@ def _draw_panel(axes: Any, peers: Mapping[str, Mapping[str, Any]]) -> None:
     times = [1 / speed["median"] for speed in speeds]
     below = [max(0.0, time - 1 / speed["max"]) for time, speed in zip(times, speeds, strict=True)]
     above = [max(0.0, 1 / speed["min"] - time) for time, speed in zip(times, speeds, strict=True)]
-    axes.barh(names, times, xerr=[below, above], color=[_colour(name) for name in names], error_kw={"lw": 1})
+    labels = [name.replace(":collectives=", " ").replace(":collectives__", " ") for name in names]
+    axes.barh(labels, times, xerr=[below, above], color=[_colour(name) for name in names], error_kw={"lw": 1})
     axes.axvline(1.0, color="#555555", lw=0.8, ls=":")
     for position, (name, time, more) in enumerate(zip(names, times, above, strict=True)):
         axes.text(time + more + 0.01, position, f" {peers[name]['ms']['median']:.1f}", va="center", fontsize=7)
