@@ -33,7 +33,9 @@ class SymmetricCollectives(NcclCollectives):
     Where ranks are on several hosts, devices cannot access each other, torch has no symmetric memory (before 2.10) or
     would set up multicast, every gather is NCCL's, on all ranks alike, with a warning from the first one.
 
-    A rank that never arrives is found by the device, which fails after the context's timeout; the error is CUDA's.
+    Ranks must gather and release units in one order, as those do that run the same program: what is copied is what lies
+    at the same place of another rank's memory. A rank that never arrives is found by the device, which fails after the
+    context's timeout; the error is CUDA's.
 
     Args:
         context: as for ``nccl``.

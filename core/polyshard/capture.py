@@ -192,7 +192,10 @@ class CapturedStep(Generic[P, T]):
             self._root.lanes.drain()
         else:
             release(self._root)
-        return graph.recording.replay()
+        outputs = graph.recording.replay()
+        # The next gather may be that of a backward, which no forward orders after this.
+        self._root.lanes.begin_forward()
+        return outputs
 
     def reset(self) -> None:
         """Drop the graph and its memory; the next calls warm up and capture anew.
