@@ -17,21 +17,20 @@ from polyshard.testing import CollectivesSuite
 from polyshard_backends.auto import auto
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.gloo import GlooCollectives
-from processes import RankPool, run_processes
+from processes import KeptRanks, run_processes
 
 T = TypeVar("T")
 
 #: Started once for each world size, for all of the conformance tests.
-POOLS: dict[int, RankPool] = {}
+RANKS = KeptRanks()
 #: Older versions of torch number the ranks of a group in ascending order only.
 ANY_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 
 @pytest.fixture(scope="module", autouse=True)
-def close_pools() -> Iterator[None]:
+def close_ranks() -> Iterator[None]:
     yield
-    while POOLS:
-        POOLS.popitem()[1].close()
+    RANKS.close()
 
 
 def context(timeout_s: float = 20.0, group: Any = None, mesh: Any = None) -> PluginContext:
@@ -50,9 +49,7 @@ class TestConformance(CollectivesSuite):
     world_sizes = (2, 3)
 
     def run_ranks(self, world_size: int, fn: Callable[[Collectives], T]) -> list[T]:
-        if world_size not in POOLS or POOLS[world_size].closed:
-            POOLS[world_size] = RankPool(world_size)
-        return POOLS[world_size].run(on_gloo, fn, timeout=30.0)
+        return RANKS.run(world_size, on_gloo, fn, timeout=30.0)
 
     def test_partition_numbers_ranks_by_their_list(self, world_size: int) -> None:
         if ANY_ORDER:

@@ -11,18 +11,17 @@ import pytest
 import torch
 from parity import Block, Net, root_of, seeded, sgd, square_step, train_reference, units_of
 from polyshard.engine import parts
-from processes import RankPool
+from processes import KeptRanks
 from torch import nn
 
-POOLS: list[RankPool] = []
+RANKS = KeptRanks()
 TURNS = 3
 
 
 @pytest.fixture(scope="module", autouse=True)
-def close_pools() -> Iterator[None]:
+def close_ranks() -> Iterator[None]:
     yield
-    while POOLS:
-        POOLS.pop().close()
+    RANKS.close()
 
 
 def train(rank: int, compiles: str, strategy: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], int]:
@@ -99,11 +98,9 @@ def train_tailed(rank: int, use: str, compiles: str) -> tuple[list[torch.Tensor]
 @pytest.mark.parametrize("use", ["called", "its weight"])
 @pytest.mark.parametrize("compiles", ["model", "forward", "head"])
 def test_a_head_that_was_split_off_may_be_compiled_and_used_in_compiled_code(compiles: str, use: str) -> None:
-    if not POOLS or POOLS[0].closed:
-        POOLS[:] = [RankPool(2)]
     reference = train_reference(seeded(lambda: Tailed(use)), square_step, 2, turns=TURNS)
     expected = [[tensor for turn in reference.observed for tensor in turn[rank]] for rank in range(2)]
-    for rank, (losses, left) in enumerate(POOLS[0].run(train_tailed, use, compiles, timeout=90.0)):
+    for rank, (losses, left) in enumerate(RANKS.run(2, train_tailed, use, compiles, timeout=90.0)):
         torch.testing.assert_close(losses, expected[rank], rtol=1e-12, atol=1e-12)
         assert left == (2 if use == "called" else 1)
 
@@ -111,11 +108,9 @@ def test_a_head_that_was_split_off_may_be_compiled_and_used_in_compiled_code(com
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("compiles", ["around", "blocks after", "forwards before"])
 def test_a_compiled_model_trains_like_the_unsharded_one(compiles: str, strategy: str) -> None:
-    if not POOLS or POOLS[0].closed:
-        POOLS[:] = [RankPool(2)]
     reference = train_reference(seeded(Net), square_step, 2, turns=TURNS)
     expected = [[tensor for turn in reference.observed for tensor in turn[rank]] for rank in range(2)]
-    for rank, (losses, parameters, graphs) in enumerate(POOLS[0].run(train, compiles, strategy, timeout=90.0)):
+    for rank, (losses, parameters, graphs) in enumerate(RANKS.run(2, train, compiles, strategy, timeout=90.0)):
         assert graphs > 0
         torch.testing.assert_close(losses, expected[rank], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(parameters, reference.parameters, rtol=1e-12, atol=1e-12)

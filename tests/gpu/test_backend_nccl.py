@@ -16,7 +16,7 @@ from polyshard.testing import CollectivesSuite
 from polyshard.testing.collectives_checks import check_close, check_overlap
 from polyshard_backends.auto import auto
 from polyshard_backends.nccl import NcclCollectives
-from processes import RankPool
+from processes import KeptRanks
 
 pytestmark = pytest.mark.gpu
 
@@ -26,16 +26,15 @@ LARGE = 1 << 30
 T = TypeVar("T")
 
 WORLD_SIZE = max(1, min(torch.cuda.device_count(), 2))
-POOLS: dict[int, RankPool] = {}
+RANKS = KeptRanks("nccl")
 #: Older versions of torch number the ranks of a group in ascending order only.
 ANY_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 
 @pytest.fixture(scope="module", autouse=True)
-def close_pools() -> Iterator[None]:
+def close_ranks() -> Iterator[None]:
     yield
-    while POOLS:
-        POOLS.popitem()[1].close()
+    RANKS.close()
 
 
 def context(rank: int) -> PluginContext:
@@ -60,9 +59,7 @@ def check_close_alone(collectives: Collectives) -> None:
 
 
 def run(fn: Callable[..., T], *args: Any, registered: bool = False) -> list[T]:
-    if WORLD_SIZE not in POOLS or POOLS[WORLD_SIZE].closed:
-        POOLS[WORLD_SIZE] = RankPool(WORLD_SIZE, backend="nccl")
-    return POOLS[WORLD_SIZE].run(on_nccl, fn, registered, *args, timeout=60.0)
+    return RANKS.run(WORLD_SIZE, on_nccl, fn, registered, *args, timeout=60.0)
 
 
 class TestConformance(CollectivesSuite):

@@ -18,7 +18,7 @@ from polyshard.testing import CollectivesSuite
 from polyshard.testing.collectives_checks import check_close
 from polyshard_backends.nccl import NcclCollectives
 from polyshard_backends.symmetric import SymmetricCollectives
-from processes import RankPool
+from processes import KeptRanks
 from torch import nn
 
 pytestmark = pytest.mark.gpu
@@ -29,23 +29,20 @@ LARGE = 1 << 30
 T = TypeVar("T")
 
 WORLD_SIZE = max(1, min(torch.cuda.device_count(), 4))
-POOLS: list[RankPool] = []
+RANKS = KeptRanks("nccl")
 #: Older versions of torch number the ranks of a group in ascending order only.
 ANY_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 needs_two = pytest.mark.skipif(WORLD_SIZE < 2, reason="one rank gathers nothing")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def close_pools() -> Iterator[None]:
+def close_ranks() -> Iterator[None]:
     yield
-    while POOLS:
-        POOLS.pop().close()
+    RANKS.close()
 
 
 def run(fn: Callable[..., T], *args: Any) -> list[T]:
-    if not POOLS or POOLS[0].closed:
-        POOLS[:] = [RankPool(WORLD_SIZE, backend="nccl")]
-    return POOLS[0].run(fn, *args, timeout=90.0)
+    return RANKS.run(WORLD_SIZE, fn, *args)
 
 
 def context(rank: int) -> PluginContext:

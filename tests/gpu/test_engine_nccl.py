@@ -11,7 +11,7 @@ import polyshard
 import pytest
 import torch
 from polyshard.engine.root import Root
-from processes import RankPool
+from processes import KeptRanks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,20 +20,17 @@ pytestmark = pytest.mark.gpu
 T = TypeVar("T")
 
 WORLD_SIZE = max(1, min(torch.cuda.device_count(), 2))
-POOLS: list[RankPool] = []
+RANKS = KeptRanks("nccl")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def close_pools() -> Iterator[None]:
+def close_ranks() -> Iterator[None]:
     yield
-    while POOLS:
-        POOLS.pop().close()
+    RANKS.close()
 
 
 def run(fn: Callable[..., T], *args: Any) -> list[T]:
-    if not POOLS or POOLS[0].closed:
-        POOLS[:] = [RankPool(WORLD_SIZE, backend="nccl")]
-    return POOLS[0].run(fn, *args, timeout=90.0)
+    return RANKS.run(WORLD_SIZE, fn, *args)
 
 
 class Block(nn.Module):

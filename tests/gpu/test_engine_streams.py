@@ -17,7 +17,7 @@ import torch
 from polyshard.engine import weight_gradients
 from polyshard.engine.reduction import Gradients
 from polyshard.engine.root import Root
-from processes import RankPool
+from processes import KeptRanks
 from torch import nn
 
 pytestmark = pytest.mark.gpu
@@ -30,20 +30,17 @@ CYCLES_OF_DELAY = 5_000_000
 WIDTH = 192
 
 
-POOLS: list[RankPool] = []
+RANKS = KeptRanks("nccl")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def close_pools() -> Iterator[None]:
+def close_ranks() -> Iterator[None]:
     yield
-    while POOLS:
-        POOLS.pop().close()
+    RANKS.close()
 
 
 def run(fn: Callable[..., T], *args: Any) -> list[T]:
-    if not POOLS or POOLS[0].closed:
-        POOLS[:] = [RankPool(WORLD_SIZE, backend="nccl")]
-    return POOLS[0].run(fn, *args, timeout=90.0)
+    return RANKS.run(WORLD_SIZE, fn, *args)
 
 
 class Late(torch.autograd.Function):

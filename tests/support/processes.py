@@ -223,6 +223,29 @@ class RankPool:
         self.close()
 
 
+class KeptRanks:
+    """Pools that the tests of a module share, by number of ranks; to be closed behind them.
+
+    A pool is made at first use, and anew where a failure has closed it.
+    """
+
+    def __init__(self, backend: str = "gloo") -> None:
+        self._backend = backend
+        self._pools: dict[int, RankPool] = {}
+
+    def run(self, world_size: int, target: Callable[..., T], *args: Any, timeout: float = 90.0) -> list[T]:
+        """``RankPool.run`` of ``world_size`` ranks."""
+        pool = self._pools.get(world_size)
+        if pool is None or pool.closed:
+            pool = self._pools[world_size] = RankPool(world_size, self._backend)
+        return pool.run(target, *args, timeout=timeout)
+
+    def close(self) -> None:
+        """Let every process leave."""
+        while self._pools:
+            self._pools.popitem()[1].close()
+
+
 def _nothing(rank: int) -> None:
     """What a new pool runs first, to learn that every rank has joined."""
 
