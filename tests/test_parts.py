@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import MethodType
 from typing import Any
 
 import polyshard
@@ -159,6 +160,80 @@ def test_the_head_is_waited_for_when_it_computes_and_not_again_in_backward() -> 
     assert first == ["(root)", "embedding", *BLOCKS, "head", "head", *BLOCKS[::-1]]
     # Its backward follows its forward at once: known from the second step on. The embedding's backward reads no weight.
     assert second == ["(root)", "embedding", *BLOCKS, "head", *BLOCKS[::-1]]
+
+
+@small
+def test_an_embedding_is_not_kept_for_a_backward_that_reads_no_weight() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> list[tuple[str, ...]]:
+        mine = sharded(world, rank, seeded(Model), strategy="shard_grad_op")
+        kept = []
+        for _ in range(2):
+            loss = mine(torch.zeros(1, 2, dtype=torch.int64)).sum()
+            kept.append(root_of(mine).gathered)
+            loss.backward()
+            kept.append(root_of(mine).gathered)
+        return kept
+
+    for kept in on_ranks(2, on_rank):
+        assert kept == [("(root)", *BLOCKS, "head"), (), ("(root)", *BLOCKS, "head"), ()]
+
+
+def attend(module: nn.Embedding, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ module.weight.t()) @ module.weight
+
+
+class Attending(nn.Module):
+    """An embedding whose weight is used twice inside its own unit: by a hook, or by a method beside its forward."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        self.use = use
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.Sequential(Block(WIDTH, 2), Block(WIDTH, 2))
+        self.embedding.attend = MethodType(attend, self.embedding)
+        if use == "hook":
+            self.embedding.register_forward_hook(self.by_hook)
+
+    def by_hook(self, module: nn.Embedding, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + attend(module, output)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.blocks(self.embedding(tokens))
+        return self.embedding.attend(x) if self.use == "method" else x
+
+
+@small
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("use", ["hook", "prepended hook", "method"])
+def test_an_embedding_is_gathered_for_backward_where_more_than_a_lookup_computes_with_it(
+    use: str, strategy: str
+) -> None:
+    tokens = torch.arange(8).reshape(2, 4) % WORDS
+
+    def train(model: nn.Module) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(tokens).square().mean().backward()
+            optimizer.step()
+
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[list[str], list[torch.Tensor]]:
+        mine = sharded(world, rank, seeded(lambda: Attending(use)), strategy=strategy)
+        if use == "prepended hook":
+            mine.embedding.register_forward_hook(mine.by_hook, prepend=True)
+        if use == "method":
+            polyshard.register_forward_method(mine.embedding, "attend")
+        train(mine)
+        with polyshard.unsharded(mine):
+            return names_of(mine), [parameter.detach().clone() for parameter in mine.parameters()]
+
+    whole = seeded(lambda: Attending(use))
+    if use == "prepended hook":
+        whole.embedding.register_forward_hook(whole.by_hook)
+    train(whole)
+    for names, parameters in on_ranks(2, on_rank):
+        assert "embedding" in names
+        torch.testing.assert_close(parameters, list(whole.parameters()), rtol=1e-10, atol=1e-10)
 
 
 @small

@@ -174,6 +174,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         raise ConfigError(
             f"{type(module)} does not have a method {name} ('{stage.name or '(root)'}'). Name a method that computes."
         )
+    stage.has_methods = True
     setattr(module, name, _computing(stage, module, method))
 
 

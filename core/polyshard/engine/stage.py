@@ -62,6 +62,8 @@ class Stage:
         # A part computes in the dtypes of its host, whose inputs and outputs are the ones that are cast.
         self._ruled_by = module if host is None else host.module
         self._gave_back = False
+        #: Whether methods of the module beside its forward compute with its parameters.
+        self.has_methods = False
         #: Whether its backward needs whole parameters.
         self.reads_in_backward = self._needs_parameters_in_backward()
         self.root: Step | None = None
@@ -132,6 +134,7 @@ class Stage:
                 root.begin_forward(self, self.module)
             self._outer_error = sys.exception()
             self._entered += 1
+            self.reads_in_backward = self._needs_parameters_in_backward()
             ahead = [] if self._gave_back else self._order.enter(self)
         else:
             ahead = []
@@ -334,7 +337,7 @@ class Stage:
         self._entered = 0
         for unit in self.units:
             unit.hide()
-            if not self.awaits_backward or unit.state is UnitState.GATHERING:
+            if not (self.awaits_backward and self.reads_in_backward) or unit.state is UnitState.GATHERING:
                 unit.reshard()
 
     def reset(self) -> None:
@@ -354,7 +357,14 @@ class Stage:
     def _needs_parameters_in_backward(self) -> bool:
         """Whether there is anything to gather for: torch's embedding makes its gradient from indices alone."""
         module = self.module
-        return type(module) is not nn.Embedding or module.max_norm is not None or "forward" in module.__dict__
+        return (
+            type(module) is not nn.Embedding
+            or module.max_norm is not None
+            or self.has_methods
+            or "forward" in module.__dict__
+            # Two are this stage's. Others may compute with the weight.
+            or len(module._forward_hooks) + len(module._forward_pre_hooks) > 2
+        )
 
     def _gradient_hook(self) -> Callable[..., None]:
         if self.host is not None and self._gave_back:
