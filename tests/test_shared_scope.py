@@ -66,6 +66,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
     class Pool:
         def __enter__(self) -> None:
+            if DEVICE.pooled:
+                raise RuntimeError("already recording to mempool_id")
             DEVICE.pooled = True
 
         def __exit__(self, *_: object) -> None:
@@ -151,3 +153,11 @@ def test_the_stream_is_the_same_again_after_an_allocation_that_failed(device: De
         raise MemoryError
     assert device.current == Stream(7)
     assert not device.pooled
+
+
+def test_the_stream_is_the_same_where_the_pool_is_in_use_already(device: Device) -> None:
+    scope = ZeroedScope(None, 0)  # type: ignore[arg-type]
+    device.current, device.pooled = Stream(7), True
+    with pytest.raises(RuntimeError, match="already recording"), scope:
+        pass
+    assert device.current == Stream(7)

@@ -42,13 +42,15 @@ class SharedScope:
 
     def __enter__(self) -> None:
         outer = _torch_private.current_stream(self._index)
-        _torch_private.set_stream(self._home_of(outer))
-        self._outer = outer
+        home = self._home_of(outer)
+        # First: where torch refuses, the current stream must not be one that nothing waits for.
         self._inner.__enter__()
+        self._outer = outer
+        _torch_private.set_stream(home)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._inner.__exit__(kind, error, at)
         _torch_private.set_stream(self._outer)
+        self._inner.__exit__(kind, error, at)
 
     def _home_of(self, key: _torch_private.StreamKey) -> _torch_private.StreamKey:
         home = self._homes.get(key)
