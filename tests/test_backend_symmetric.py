@@ -16,6 +16,7 @@ import torch
 from polyshard.errors import ConfigError, DeviceError
 from polyshard.interfaces import BufferRole, PluginContext
 from polyshard_backends import _torch_private, peer_memory
+from polyshard_backends.nccl import NcclCollectives
 from polyshard_backends.peer_memory import PeerMemory, Place, obstacle
 from polyshard_backends.symmetric import SymmetricCollectives
 from processes import run_processes
@@ -232,6 +233,8 @@ def test_options_are_checked(options: dict[str, Any]) -> None:
     context = PluginContext("symmetric", torch.device("cuda", 0))
     with pytest.raises(ConfigError, match=f"'symmetric': {next(iter(options))} is"):
         SymmetricCollectives(context, **options)
+    with pytest.raises(ConfigError, match="'symmetric': smallest_mib is -1; give an integer, 0 or more"):
+        NcclCollectives(context, smallest_mib=-1)
     with pytest.raises(ConfigError, match="communicators is 3; give 1 or 2"):
         SymmetricCollectives(context, communicators=3)
     with pytest.raises(DeviceError, match="serves cuda tensors"):
@@ -266,3 +269,36 @@ def test_without_symmetric_memory_gathers_are_nccls_and_one_rank_says_so_once() 
     (said,), none = (messages for _, messages in answers)
     assert said.startswith("collectives 'symmetric': gathers and reductions are NCCL's: ")
     assert none == []
+
+
+class PlainOnGloo(NcclCollectives):
+    """``nccl`` over gloo, which registers nothing."""
+
+    transport = "gloo"
+    device_type = "cpu"
+
+    def barrier(self) -> None:
+        pass
+
+
+def registering(rank: int) -> list[int]:
+    """How many warnings there are that memory was to be registered, and was not, after each allocation."""
+    torch.cuda.is_current_stream_capturing = lambda: False
+    collectives = PlainOnGloo(PluginContext("nccl", CPU, timeout=timedelta(seconds=TIMEOUT_S)))
+    counts = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for role, nbytes in (
+            (BufferRole.GATHER, (16 << 20) - 1),
+            (BufferRole.REDUCE, 16 << 20),
+            (BufferRole.GATHER, 16 << 20),
+            (BufferRole.GATHER, 16 << 20),
+        ):
+            with collectives.allocation(role, nbytes):
+                pass
+            counts.append(sum("registering it failed" in str(each.message) for each in said))
+    return counts
+
+
+def test_large_gather_buffers_are_registered_by_default_and_where_that_fails_one_rank_says_so_once() -> None:
+    assert run_processes(2, registering, timeout=60.0) == [[0, 0, 1, 1], [0, 0, 0, 0]]

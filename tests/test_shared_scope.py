@@ -31,7 +31,7 @@ class Device:
         self.current = Stream(0)
         self.capturing: set[int] = set()
         self.pooled = False
-        self.streams = 100
+        self.streams = 0
         self.segments = 0
         self.idle: Counter[tuple[int, int]] = Counter()
         self.waits: list[tuple[int, int]] = []
@@ -54,7 +54,7 @@ class Device:
 
     def unused_stream(self, index: int) -> Stream:
         self.streams += 1
-        return Stream(self.streams)
+        return Stream(100 + self.streams % _torch_private.UNUSED_STREAMS)
 
 
 DEVICE = Device()
@@ -114,6 +114,18 @@ def test_a_stream_gets_back_what_it_freed_and_nothing_of_another(device: Device)
     assert taken(scope, 8, 64) != first
     assert taken(scope, 7, 64) == first
     assert device.segments == 3
+
+
+def test_homes_stay_apart_where_torch_hands_out_the_same_streams_again(device: Device) -> None:
+    scope = SharedScope(None, 0)  # type: ignore[arg-type]
+    first = taken(scope, 7, 64)
+    device.free(first)
+    for _ in range(_torch_private.UNUSED_STREAMS - 1):
+        device.unused_stream(0)
+    assert taken(scope, 8, 64)[1] != first[1]
+    # As many streams as allocate: those that are left without a home stay with themselves.
+    homes = {taken(scope, 1000 + number, 64)[1] for number in range(2 * _torch_private.UNUSED_STREAMS)}
+    assert len(homes | {first[1]}) == 2 * _torch_private.UNUSED_STREAMS + 1
 
 
 def test_new_memory_is_waited_for_where_it_is_used_and_old_memory_is_not(device: Device) -> None:

@@ -303,12 +303,15 @@ def idle_blocks(pool: torch.cuda.MemPool, stream: torch.cuda.Stream) -> list[int
     ]
 
 
+#: Streams of one priority, which torch hands out in turns.
+UNUSED_STREAMS = 32
+
+
 def unused_stream(device_index: int) -> torch.cuda.Stream:
     """A stream that stands for others where memory is allocated, and runs nothing.
 
-    torch hands out the same 32 streams of a priority in turns, so this takes a priority that nobody asks for. Where a
-    device has it not, or where 32 are not enough, a stream that is being captured may be among them: what is then
-    allocated under it comes from the graph's memory, as it would without.
+    Of a priority that nobody asks for. Where a device has it not, a stream that is being captured may be among them:
+    what is then allocated under it comes from the graph's memory, as it would without.
     """
     stream: torch.cuda.Stream = torch.cuda.Stream(device_index, priority=-3)  # type: ignore[no-untyped-call]
     return stream

@@ -137,7 +137,7 @@ class PeerMemory:
         self._last_streams: dict[Use, tuple[int, int, int]] = {}
         self._index = index
         with torch.inference_mode(False), self.scope:
-            self._probe = torch.zeros(self._world_size * _PROBE_BYTES, dtype=torch.uint8, device=device)
+            self._probe = torch.empty(self._world_size * _PROBE_BYTES, dtype=torch.uint8, device=device)
             if reserve_nbytes:
                 # Back in the pool at once, and cut into buffers from there.
                 torch.empty(reserve_nbytes, dtype=torch.uint8, device=device)

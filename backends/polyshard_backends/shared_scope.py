@@ -12,6 +12,8 @@ from . import _torch_private
 class SharedScope:
     """Allocations inside come from ``pool``. May be entered again and again, not nested.
 
+    Only for allocations: an operation inside would run on a stream that nothing waits for.
+
     [Note: homes]
     Memory of the pool is allocated under a *home*: a stream on which nothing runs, one for each stream that
     allocates. The allocator gives what one stream freed back to that stream alone, and so it does with homes. But
@@ -55,8 +57,17 @@ class SharedScope:
     def _home_of(self, key: _torch_private.StreamKey) -> _torch_private.StreamKey:
         home = self._homes.get(key)
         if home is None:
-            home = self._homes[key] = _torch_private.key_of(_torch_private.unused_stream(self._index))
+            home = self._homes[key] = self._unused_home() or key
         return home
+
+    def _unused_home(self) -> _torch_private.StreamKey | None:
+        # torch hands streams out in turns, to other scopes as well: one that came up before would let two streams have
+        # each other's memory. Where all came up, a stream is a home of its own, which only a capture makes less of.
+        for _ in range(_torch_private.UNUSED_STREAMS):
+            home = _torch_private.key_of(_torch_private.unused_stream(self._index))
+            if home not in self._homes.values():
+                return home
+        return None
 
 
 class ZeroedScope(SharedScope):

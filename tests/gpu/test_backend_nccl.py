@@ -97,7 +97,8 @@ def captured_step(collectives: Collectives) -> tuple[list[float], list[float]]:
     world_size, rank, device = collectives.world_size, collectives.rank, collectives.device
     n = 1024
     with collectives.allocation(BufferRole.GATHER, LARGE):
-        out = torch.zeros(world_size * n, device=device)
+        out = torch.empty(world_size * n, device=device)
+    out.zero_()
     own = out[rank * n : (rank + 1) * n]
     master = torch.zeros(n, device=device)
     full = torch.zeros(world_size * n, dtype=torch.bfloat16, device=device)

@@ -198,7 +198,7 @@ def kernels_of_a_gather(collectives: Collectives) -> list[str]:
     """Names of what the device does in one gather."""
     n = 1 << 20
     with collectives.allocation(BufferRole.GATHER, LARGE):
-        out = torch.ones(collectives.world_size * n, dtype=torch.bfloat16, device=collectives.device)
+        out = torch.empty(collectives.world_size * n, dtype=torch.bfloat16, device=collectives.device)
     own = out.narrow(0, collectives.rank * n, n)
     collectives.all_gather(out, own).wait()
     torch.cuda.synchronize()

@@ -279,8 +279,8 @@ class EngineWatch:
         self._units = list(root.units)
         self._masters = _addresses(self._units)
         self._states = list(map(_state_of, self._units))
-        self._parts = [_Part(unit) for unit in self._units]
-        self._facts = [part.facts() for part in self._parts]
+        self._watched = [_WatchedUnit(unit) for unit in self._units]
+        self._facts = [watched.facts() for watched in self._watched]
         self._next = 0
         self._stride = -(-len(self._units) // ROUND)
 
@@ -305,18 +305,18 @@ class EngineWatch:
         if _addresses(self._units) != self._masters:
             return Obstacle("Parameters moved since the step was captured. Call reset() to capture again.", True)
         for _ in range(self._stride):
-            part, facts = self._parts[self._next], self._facts[self._next]
-            self._next = (self._next + 1) % len(self._parts)
-            if part.facts() != facts:
+            watched, facts = self._watched[self._next], self._facts[self._next]
+            self._next = (self._next + 1) % len(self._watched)
+            if watched.facts() != facts:
                 return Obstacle(
-                    f"A parameter of '{part.unit.name}' was replaced, frozen or unfrozen since the step was captured. "
-                    "Call reset() to capture again.",
+                    f"A parameter of '{watched.unit.name}' was replaced, frozen or unfrozen since the step was "
+                    "captured. Call reset() to capture again.",
                     True,
                 )
         return None
 
 
-class _Part:
+class _WatchedUnit:
     """A unit, and where its parameters are held."""
 
     def __init__(self, unit: Unit) -> None:

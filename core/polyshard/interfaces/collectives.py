@@ -143,7 +143,8 @@ class Collectives(ABC):
     def allocation(self, role: BufferRole, nbytes: int) -> AbstractContextManager[Any]:
         """A context in which the engine allocates a storage of ``nbytes`` for ``role``: plain, registered or symmetric.
 
-        Entered anew for every gather and reduction, on the stream that will use the memory first.
+        Entered anew for every gather and reduction, on the stream that will use the memory first. Nothing is computed
+        inside: a backend may let another stream be the current one there.
         """
         return nullcontext()
 
