@@ -98,8 +98,8 @@ def test_by_default_small_units_travel_together_and_large_ones_do_not() -> None:
     class Sizes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            # 4 MiB each but for the fifth, 36 MiB.
-            widths = [1024, 1024, 1024, 1024, 3072, 1024, 1024, 1024]
+            # 4 MiB each but for the fifth, 64 MiB.
+            widths = [1024, 1024, 1024, 1024, 4096, 1024, 1024, 1024]
             self.scale = nn.Parameter(torch.ones(1))
             self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for width in widths)
 

@@ -230,10 +230,10 @@ class ShardConfig:
     """How many units ahead of the computing one are gathered in forward; 0 for none."""
     backward_prefetch: int = 1
     """How many units ahead of the computing one are gathered in backward; 0 for none."""
-    batch_nbytes: _Normalised[int, str] = _Normalised(_batch_nbytes, 16 * 2**20)
+    batch_nbytes: _Normalised[int, str] = _Normalised(_batch_nbytes, 64 * 2**20)
     """Bytes up to which units that follow each other share a communication: of whole parameters where they are
-    prefetched, and of gradients where units of at most a quarter of it are reduced. A number, or text such as
-    ``"16 MiB"``; 0 for each unit by itself. Read as an int."""
+    prefetched, and of gradients, up to 16 MiB, where units of at most a quarter of that are reduced. A number, or text
+    such as ``"16 MiB"``; 0 for each unit by itself. Read as an int."""
     split_root: bool = True
     """Whether a large module before all units and one behind them, of a language model embedding and head, are gathered
     and reduced apart from the rest of the root. To be turned off where only some ranks run such a module in a step."""

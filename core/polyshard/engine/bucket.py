@@ -25,6 +25,9 @@ from .lanes import Lanes
 from .layout import round_up
 from .ranks import RankGrid
 
+#: The most bytes of a bucket. Longer reductions gain little from each other, and hold all of their memory while they
+#: wait; the last one of a backward has nothing left to run beside.
+BUCKET_NBYTES = 16 * 2**20
 #: A unit joins a bucket if at least so many inputs of its size fit. Larger ones gain less than they lose by waiting for
 #: each other.
 SHARE = 4
