@@ -257,8 +257,9 @@ def test_after_a_reduction_that_failed_training_goes_on(issued: bool, monkeypatc
 
 @pytest.mark.parametrize(
     ("limit", "kib"),
-    # Two inputs by themselves; a full bucket of four and the two that are left; all six in one. Buckets count twice.
-    [(0, 2), (4 * 1024, 4 + 2 + 4), ("16 MiB", 6 + 6)],
+    # Two inputs by themselves; the gradients of a full bucket of four and of the two that are left; all six in one. And
+    # a bucket's inputs, twice.
+    [(0, 2), (4 * 1024, 4 + 2 + 4 + 4), ("16 MiB", 6 + 6 + 6)],
 )
 def test_the_report_counts_buckets_and_the_copy_in_which_they_travel(limit: int | str, kib: int) -> None:
     collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)

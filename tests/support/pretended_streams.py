@@ -10,6 +10,7 @@ used it since. The rules are those of CUDA, of torch's caching allocator and of 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -20,7 +21,7 @@ import torch
 from polyshard.engine import _torch_private
 from polyshard.engine.buffer import FlatBuffer
 from polyshard.engine.lanes import StreamLanes
-from polyshard.engine.reduction import Gradients
+from polyshard.interfaces import ReduceOp, Work
 from polyshard_backends.fake import FakeCollectives
 
 Clock = dict[int, int]
@@ -149,33 +150,31 @@ class PretendedDevice:
         if memory is not None:
             self.let_go(memory)
 
-    def reduce(self, buffer: FlatBuffer) -> None:
-        self.read(self._buffers[buffer])
-
     def accumulate(self, leaf: torch.Tensor) -> None:
         """A gradient arrived in ``leaf``, by an operation of its own."""
         assert leaf.grad is not None
         memory = self.memory_of(leaf.grad)
         if memory is None:
             memory = self._gradients[leaf.grad.data_ptr()] = self.take("a gradient")
+            weakref.finalize(leaf.grad, self._gradient_died, leaf.grad.data_ptr())
         self.write(memory)
         self._leaves.add(self.current)
 
+    def _gradient_died(self, address: int) -> None:
+        self.let_go(self._gradients.pop(address))
+
     def copy(self, places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """``sources`` are read for the last time, where they are gradients."""
+        """Write ``places`` from ``sources``."""
         for source in sources:
             memory = self.memory_of(source)
             if memory is not None:
                 self.read(memory)
-            if memory is not None and self._gradients.pop(source.data_ptr(), None) is not None:
-                self.let_go(memory)
         for place in places:
             memory = self.memory_of(place)
             if memory is not None:
                 self.write(memory)
 
     def backward(self, loss: torch.Tensor) -> None:
-        self._leaves.clear()
         """``loss.backward()`` on the main stream."""
         self._leaves.clear()
         self._before_backward = dict(self.main.clock)
@@ -194,7 +193,7 @@ class PretendedDevice:
 
 
 class Gathering(FakeCollectives):
-    """Says what gathers write."""
+    """Says what gathers write and reductions read."""
 
     device_of_streams: PretendedDevice
 
@@ -203,6 +202,15 @@ class Gathering(FakeCollectives):
         assert memory is not None
         self.device_of_streams.write(memory)
         return super().all_gather(out, shard)
+
+    def reduce_scatter(
+        self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
+    ) -> Work:
+        # What several units' inputs were copied to comes and goes on the stream that reduces.
+        memory = self.device_of_streams.memory_of(full)
+        if memory is not None:
+            self.device_of_streams.read(memory)
+        return super().reduce_scatter(out, full, op=op, scratch=scratch)
 
 
 class Multiply(torch.autograd.Function):
@@ -250,7 +258,7 @@ class Onto(torch.autograd.Function):
 def pretend(monkeypatch: pytest.MonkeyPatch) -> PretendedDevice:
     """A device whose streams ``StreamLanes`` takes for CUDA's."""
     pretended = PretendedDevice()
-    attach, release, starting = FlatBuffer.attach, FlatBuffer.release, Gradients.starting
+    attach, release = FlatBuffer.attach, FlatBuffer.release
     copy, add = _torch_private.foreach_copy_, _torch_private.foreach_add_
 
     def attach_there(buffer: FlatBuffer) -> None:
@@ -262,11 +270,6 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> PretendedDevice:
     def release_there(buffer: FlatBuffer) -> None:
         pretended.release(buffer)
         release(buffer)
-
-    def starting_there(gradients: Gradients) -> None:
-        if gradients.grid.shard is not None:
-            pretended.reduce(gradients.filled)
-        starting(gradients)
 
     def copy_there(places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         pretended.copy(places, sources)
@@ -280,7 +283,6 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> PretendedDevice:
     for owner, name, value in (
         (FlatBuffer, "attach", attach_there),
         (FlatBuffer, "release", release_there),
-        (Gradients, "starting", starting_there),
         (_torch_private, "foreach_copy_", copy_there),
         (_torch_private, "foreach_add_", add_there),
         (_torch_private, "queue_after_backward", lambda call: queue(lambda: pretended.after_backward(call))),

@@ -3,10 +3,10 @@
 [Note: buckets]
 A reduction of few bytes takes as long as one of several times as many, and so does the copy that brings few gradients
 together, on the device and on the host. So the gradients of small units wait, in the order in which backward brings
-them, until the bucket is full, until a large unit is reduced, or until backward ends. Then one copy brings all of them
-into their units' inputs, the inputs are written next to each other, rank by rank, on the stream that reduces, and one
-communication reduces them. Its result is cut into the units' gradient shards. What waits for what follows from sizes
-and order alone, so that all ranks fill their buckets alike.
+them, until the bucket is full, until a large unit is reduced, or until backward ends. Then, on the stream that reduces,
+one copy brings all of them into their units' inputs, another one writes the inputs next to each other, rank by rank,
+and one communication reduces them. Its result is cut into the units' gradient shards. What waits for what follows from
+sizes and order alone, so that all ranks fill their buckets alike.
 """
 
 from __future__ import annotations
@@ -31,18 +31,22 @@ BUCKET_NBYTES = 16 * 2**20
 #: A unit joins a bucket if at least so many inputs of its size fit. Larger ones gain less than they lose by waiting for
 #: each other.
 SHARE = 4
+#: Ranks up to which each rank's part of an input is copied by itself. One launch takes some 64 copies.
+_ROWS_TOGETHER = 8
 #: In elements. What optimizers and NCCL read in wide accesses begins at multiples of it.
 _ALIGNMENT = 128
 
 
 class Copies(NamedTuple):
-    """What brings gradients together."""
+    """What brings gradients together. Sources are held until the reduction of what they are copied to is retired."""
 
     zeroed: list[torch.Tensor]
     """Ranges without a gradient."""
     places: list[torch.Tensor]
     sources: list[torch.Tensor]
     """One gradient for each of ``places``."""
+    spent: list[FlatBuffer]
+    """Buffers that nothing reads any more once the reduction is retired."""
 
     def run(self) -> None:
         """Write all of it, by two launches at most."""
@@ -51,13 +55,16 @@ class Copies(NamedTuple):
         if self.sources:
             _torch_private.foreach_copy_(self.places, self.sources)
 
+    def let_go(self) -> None:
+        """Release what is spent."""
+        for buffer in self.spent:
+            buffer.release()
+
 
 class Mergeable(Protocol):
     """What a bucket needs of a unit's gradients."""
 
     grid: RankGrid
-    #: Where its reduction's input was given memory, as ``Lanes.here`` says.
-    taken_at: object
 
     @property
     def merges_with(self) -> object:
@@ -68,11 +75,14 @@ class Mergeable(Protocol):
         """Bytes of its reduction's input."""
 
     @property
-    def filled(self) -> FlatBuffer:
-        """Its reduction's input, once it was collected and the copies have run."""
+    def input(self) -> FlatBuffer:
+        """Its reduction's input. Of units that are reduced together, it has memory while the copies run."""
 
-    def collect(self, lanes: Lanes) -> Copies:
-        """Give the input memory; returns what is to be written there."""
+    def make_room(self, lanes: Lanes) -> None:
+        """Retire earlier reductions, so that one more may be issued."""
+
+    def collect(self) -> Copies:
+        """What is to be written into its input."""
 
     @property
     def shard_numel(self) -> int:
@@ -81,8 +91,8 @@ class Mergeable(Protocol):
     def new_result(self, numel: int) -> torch.Tensor:
         """Memory for ``numel`` reduced elements, from the current stream's pool."""
 
-    def send(self, lanes: Lanes) -> None:
-        """Reduce the filled input by itself."""
+    def send(self, places: Sequence[object], lanes: Lanes) -> None:
+        """Reduce its gradients, computed at ``places``, by themselves."""
 
     def expect(self, result: torch.Tensor) -> None:
         """``result`` will hold the gradient shard."""
@@ -119,7 +129,7 @@ class Bucket:
         if not self.holds(unit):
             self.flush(lanes)
             with lanes.between(places):
-                self._send((unit,), lanes)
+                unit.send(places, lanes)
             return
         nbytes = unit.wire_nbytes
         if self._waiting and (self._nbytes + nbytes > self.limit or self._waiting[0].merges_with != unit.merges_with):
@@ -137,20 +147,18 @@ class Bucket:
         self._forget()
         if members:
             with lanes.between(places):
-                self._send(members, lanes)
+                if len(members) == 1:
+                    members[0].send(places, lanes)
+                else:
+                    self._send_together(members, places, lanes)
 
-    def _send(self, members: tuple[Mergeable, ...], lanes: Lanes) -> None:
-        if len(members) == 1:
-            members[0].collect(lanes).run()
-            members[0].send(lanes)
-            return
-        copies = [member.collect(lanes) for member in members]
-        Copies(*(list(chain.from_iterable(kind)) for kind in zip(*copies, strict=True))).run()
-        del copies
+    def _send_together(self, members: tuple[Mergeable, ...], places: Sequence[object], lanes: Lanes) -> None:
         merged = self._merged.get(members[0])
         if merged is None or merged.members != members:
             merged = self._merged[members[0]] = _Merged(members)
-        merged.send(lanes)
+        for member in members:
+            member.make_room(lanes)
+        merged.send(places, lanes)
 
     def discard(self) -> None:
         """Forget what waits, and what a reduction that failed left behind. To be called after ``Lanes.drain``."""
@@ -175,37 +183,58 @@ class _Merged:
         self._columns = [round_up(member.shard_numel, _ALIGNMENT) for member in members]
         self._numel = sum(self._columns)
         self._numels = [member.shard_numel for member in members]
-        inputs = [member.filled.flat for member in members]
+        self._inputs = [member.input for member in members]
+        like = self._inputs[0].flat
+        # Memory without bytes has no rows.
+        bare = [each for each in self._inputs if not each.attached]
+        for each in bare:
+            each.attach()
         with torch.inference_mode(False):
-            self._flat = torch.empty(shard.world_size * self._numel, dtype=inputs[0].dtype, device=inputs[0].device)
+            self._flat = torch.empty(shard.world_size * self._numel, dtype=like.dtype, device=like.device)
             rows = self._flat.view(shard.world_size, self._numel)
             places = [
                 place.narrow(1, 0, numel)
                 for place, numel in zip(torch.split(rows, self._columns, dim=1), self._numels, strict=True)
             ]
-            self._copies = [(p, i.view(shard.world_size, -1)) for p, i in zip(places, inputs, strict=True)]
+            parts = [each.flat.view(shard.world_size, -1) for each in self._inputs]
+            if shard.world_size <= _ROWS_TOGETHER:
+                # Row by row both sides are contiguous, which is what one launch for all of them needs.
+                places = [row for place in places for row in place.unbind()]
+                parts = [row for part in parts for row in part.unbind()]
+            self._places, self._parts = places, parts
         self._storage = self._flat.untyped_storage()
         self._nbytes = self._storage.nbytes()
+        for each in bare:
+            each.release()
         self.release()
 
     def release(self) -> None:
         """Take the memory away, wherever it came from."""
         self._storage.resize_(0)
 
-    def send(self, lanes: Lanes) -> None:
+    def send(self, places: Sequence[object], lanes: Lanes) -> None:
+        """Reduce what the members have, computed at ``places``."""
+        collected = [member.collect() for member in self.members]
+        copies = Copies(*(list(chain.from_iterable(kind)) for kind in zip(*collected, strict=True)))
+        # Those that a gradient was computed in.
+        copies.spent.extend(each for each in self._inputs if each.attached)
         result = self.members[0].new_result(self._numel)
         for member, part, numel in zip(self.members, torch.split(result, self._columns), self._numels, strict=True):
             member.expect(part[:numel])
-        taken_at = [member.taken_at for member in self.members]
-        lanes.reduce(partial(self._start, result), self._finish, partial(_retire, self.members, result), taken_at)
+        lanes.reduce(partial(self._start, result, copies), self._finish, partial(_retire, result, copies), places)
 
-    def _start(self, result: torch.Tensor) -> Work:
+    def _start(self, result: torch.Tensor, copies: Copies) -> Work:
         for member in self.members:
             member.starting()
         # From the pool of the stream that reduces, and back to it as soon as everything is issued there.
+        inputs = [each for each in self._inputs if not each.attached]
+        for each in inputs:
+            each.attach()
+        copies.run()
         self._storage.resize_(self._nbytes)
-        for place, filled in self._copies:
-            place.copy_(filled)
+        _torch_private.foreach_copy_(self._places, self._parts)
+        for each in inputs:
+            each.release()
         return self.members[0].grid.reduce(result, self._flat)
 
     def _finish(self) -> None:
@@ -214,7 +243,6 @@ class _Merged:
             member.finish()
 
 
-def _retire(members: Sequence[Mergeable], result: torch.Tensor) -> None:
-    """Let go of both. ``result`` too was in use until now: as the source of a cast, or of a copy to the host."""
-    for member in members:
-        member.filled.release()
+def _retire(result: torch.Tensor, copies: Copies) -> None:
+    """Let go of both, and of the gradients. ``result`` was the source of a cast, or of a copy to the host."""
+    copies.let_go()

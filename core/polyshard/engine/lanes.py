@@ -7,8 +7,9 @@ events only:
 1. A gather writes after every event recorded by a reshard: the memory that it reuses was last read by compute.
 2. Compute waits for the event of the one gather whose parameters it is about to use. Units that were gathered together
    have one event.
-3. A reduction reads after compute has filled its input, and its input goes back to compute's memory pool after compute
-   has been ordered behind the reduction. One input is filled while another travels.
+3. A reduction begins after compute has computed its gradients: what brings them together runs on its stream, beside
+   compute. They and its input go back to compute's memory pool after compute has been ordered behind the reduction. One
+   input is filled while another travels.
 4. At the start of a forward the gather stream waits for compute: the optimizer has then written the masters.
 5. At the end of a backward compute waits for the reductions: the optimizer may then read the gradients.
 

@@ -19,6 +19,10 @@ from .originals import Recipient
 from .ranks import RankGrid
 from .step import Step
 
+#: Gradients of larger units are copied where they were computed, and give their memory back at once. Smaller ones, and
+#: what a unit has beside gradients that were written into its input, are held until they were reduced.
+_HELD_NBYTES = 64 * 2**20
+
 
 class Gradients:
     """One unit's gradients: brought together, reduced over ranks, handed to the optimizer.
@@ -133,39 +137,53 @@ class Gradients:
         self._places.clear()
         step.bucket.reduce(self, places, step.lanes)
 
-    def collect(self, lanes: Lanes) -> Copies:
-        """Give the reduction's input memory; returns what is still to be written there. Called by buckets."""
+    def make_room(self, lanes: Lanes) -> None:
+        """Retire earlier reductions, so that one more may be issued. Called by buckets."""
+        # Attached: the last reduction of this unit is still reading it.
+        attached = self._wire is not None and self._wire.attached and not self._claimed
+        for observer in self.observers:
+            observer.wait(self.spec)
+        lanes.make_room(0 if attached else REDUCTIONS_ALIVE - 1)
+        for observer in self.observers:
+            observer.waited(self.spec)
+
+    def collect(self) -> Copies:
+        """What is to be written into the reduction's input. Called by buckets."""
         gradients, self._arrived = self._arrived, None
         assert gradients is not None
-        if self.grid.shard is None:
-            # Reduced in place, and then what ``.grad`` views: not memory that comes and goes.
-            whole = torch.empty(self._layout.padded_numel, dtype=self._dtypes.reduce, device=self.spec.device)
-            wire = self._wire = FlatBuffer(whole, self._layout, resizable=False)
-        else:
-            wire = self._take_wire()
-            if not self._claimed:
-                # Attached: its last reduction is still reading it.
-                self._attach(wire, lanes, 0 if wire.attached else REDUCTIONS_ALIVE - 1)
+        wire = self.input
         if self._has_unreduced:
             assert self._unreduced is not None
             self._add_unreduced(self._unreduced, gradients)
-            wire.flat.copy_(self._unreduced.flat)
-            self._unreduced.release()
             self._has_unreduced = False
-            return Copies([], [], [])
+            return Copies([], [wire.flat], [self._unreduced.flat], [self._unreduced])
         copies = self._copies(wire, gradients)
         self._claimed.clear()
         return copies
 
-    def send(self, lanes: Lanes) -> None:
-        """Reduce the filled input by itself. Called by buckets."""
-        wire = self.filled
+    def send(self, places: Sequence[object], lanes: Lanes) -> None:
+        """Reduce the gradients, computed at ``places``, by themselves. Called by buckets."""
+        if self.grid.shard is None:
+            # Reduced in place, and then what ``.grad`` views: not memory that comes and goes.
+            whole = torch.empty(self._layout.padded_numel, dtype=self._dtypes.reduce, device=self.spec.device)
+            self._wire = FlatBuffer(whole, self._layout, resizable=False)
+        held = bool(self._claimed) or self.wire_nbytes <= _HELD_NBYTES
+        if not self._claimed and self.grid.shard is not None:
+            self._attach(self._take_wire(), lanes)
+        wire = self.input
+        copies = self.collect()
+        if not held:
+            copies.run()
+            copies.let_go()
+            copies = Copies([], [], [], [])
         if self.grid.shard is None:
             result, self._wire = wire.flat, None
         else:
             result = self.new_result(self.shard_numel)
+            copies.spent.append(wire)
         self._results.append(result)
-        lanes.reduce(partial(self._start, wire.flat), self.finish, partial(_retire, wire, result), (self.taken_at,))
+        start = partial(self._start, wire.flat, copies)
+        lanes.reduce(start, self.finish, partial(_retire, result, copies), (self.taken_at, *places))
 
     @property
     def merges_with(self) -> object:
@@ -174,10 +192,9 @@ class Gradients:
         return None if grid.shard is None else (grid.shard, grid.replicate, self._wire_dtype, self._dtypes.reduce)
 
     @property
-    def filled(self) -> FlatBuffer:
-        """The reduction's input. To be asked for after ``collect``."""
-        assert self._wire is not None
-        return self._wire
+    def input(self) -> FlatBuffer:
+        """The reduction's input."""
+        return self._wire or self._take_wire()
 
     @property
     def shard_numel(self) -> int:
@@ -223,7 +240,7 @@ class Gradients:
         if not self._claimed:
             if wire.attached:
                 return None
-            self._attach(wire, step.lanes, REDUCTIONS_ALIVE - 1)
+            self._attach(wire, step.lanes)
             self.computed_at((self.taken_at,))
         elif step.lanes.here() is not self.taken_at:
             return None
@@ -259,12 +276,8 @@ class Gradients:
             for hook in _torch_private.post_accumulate_grad_hooks(owner):
                 hook(owner)
 
-    def _attach(self, wire: FlatBuffer, lanes: Lanes, alive: int) -> None:
-        for observer in self.observers:
-            observer.wait(self.spec)
-        lanes.make_room(alive)
-        for observer in self.observers:
-            observer.waited(self.spec)
+    def _attach(self, wire: FlatBuffer, lanes: Lanes) -> None:
+        self.make_room(lanes)
         with (self.grid.shard or self.grid.world).allocation(BufferRole.REDUCE, wire.nbytes):
             wire.attach()
         self.taken_at = lanes.here()
@@ -291,10 +304,12 @@ class Gradients:
         if len(present) < len(gradients):
             # A parameter that took no part: its range is zero, on this rank or on all.
             zeroed += [view for view, gradient in zip(all_views, gradients, strict=True) if gradient is None]
-        return Copies(zeroed, views, present)
+        return Copies(zeroed, views, present, [])
 
-    def _start(self, wire: torch.Tensor) -> Work:
+    def _start(self, wire: torch.Tensor, copies: Copies) -> Work:
         self.starting()
+        # Here, on the stream that reduces: compute goes on meanwhile.
+        copies.run()
         return self._issue(wire)
 
     def _issue(self, wire: torch.Tensor) -> Work:
@@ -362,9 +377,9 @@ class Gradients:
         return [parts[index] for index in self._picks]
 
 
-def _retire(wire: FlatBuffer, result: torch.Tensor) -> None:
-    """Let go of both. ``result`` too was in use until now: as the source of a cast, or of a copy to the host."""
-    wire.release()
+def _retire(result: torch.Tensor, copies: Copies) -> None:
+    """Let go of both, and of the gradients. ``result`` was the source of a cast, or of a copy to the host."""
+    copies.let_go()
 
 
 def _present(

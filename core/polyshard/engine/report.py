@@ -27,7 +27,8 @@ class MemoryReport:
     gathered_nbytes: int
     """Gather buffers alive at once at most: what is kept, the computing unit, and those prefetched, in batches."""
     reduction_nbytes: int
-    """Inputs of the reductions in flight, and those of small units once more where they travel together."""
+    """Inputs of the reductions in flight. Of small units that travel together their gradients instead, which are held
+    until then, and one bucket's inputs twice: as the units lay them out, and as they travel."""
     kept: tuple[str, ...]
     """Names of the units that stay gathered between forward and backward, ``(root)`` for the outermost. After the first
     forward the one that ran last may join them, and under ``reshard_after_forward="auto"`` more."""
@@ -85,5 +86,5 @@ def _reduced_nbytes(gradients: Sequence[Gradients], bucket: Bucket) -> int:
     merged = sum(each.wire_nbytes for each in gradients if bucket.holds(each))
     inputs = [each.wire_nbytes for each in gradients if not bucket.holds(each)]
     inputs += [min(merged, bucket.limit), min(max(0, merged - bucket.limit), bucket.limit)]
-    # The copy in which a bucket's inputs lie next to each other is gone before the next one is made.
-    return sum(sorted(inputs, reverse=True)[:REDUCTIONS_ALIVE]) + min(merged, bucket.limit)
+    # Both go back to the pool of the stream that reduces before the next bucket's come from there.
+    return sum(sorted(inputs, reverse=True)[:REDUCTIONS_ALIVE]) + 2 * min(merged, bucket.limit)
