@@ -289,12 +289,25 @@ def _fsdp1(site: Site) -> Step:
     return EagerStep(wrapped, _optimizer(wrapped.parameters()))
 
 
-def _fsdp2(site: Site, *, keep: bool = False, tuned: bool = False) -> Step:
-    """Blocks and root; ``keep``: nothing is released after forward; ``tuned``: more units, and prefetch by hand."""
+def _half_of(site: Site) -> int:
+    """Ranks of each of two groups that hold whole models."""
+    if site.world_size < 4 or site.world_size % 2:
+        raise NotServedError(f"two groups of at least two ranks need 4, 6, 8 … ranks, not {site.world_size}")
+    return site.world_size // 2
+
+
+def _fsdp2(site: Site, *, keep: bool = False, tuned: bool = False, hybrid: bool = False) -> Step:
+    """Blocks and root.
+
+    ``keep``: nothing is released after forward. ``tuned``: more units, and prefetch by hand. ``hybrid``: sharded over
+    half of the ranks, replicated over the halves.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh(site.device.type, (site.world_size,))
+    shards = _half_of(site) if hybrid else site.world_size
+    dimensions = {"replicate": 2, "shard": shards} if hybrid else {"shard": shards}
+    mesh = init_device_mesh(site.device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = _meta_model(site)
     for unit in [model.embedding, *model.blocks] if tuned else model.blocks:
@@ -315,9 +328,9 @@ def _fsdp2(site: Site, *, keep: bool = False, tuned: bool = False) -> Step:
     model.to_empty(device=site.device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            pieces = initial_value(name, parameter.shape, site.device).chunk(site.world_size)
-            if site.rank < len(pieces):
-                cast("Any", parameter).to_local().copy_(pieces[site.rank])
+            pieces = initial_value(name, parameter.shape, site.device).chunk(shards)
+            if site.rank % shards < len(pieces):
+                cast("Any", parameter).to_local().copy_(pieces[site.rank % shards])
     return EagerStep(model, _optimizer(model.parameters()))
 
 
@@ -353,9 +366,7 @@ def _polyshard(site: Site, *, kind: str, overrides: dict[str, str]) -> Step:
     if kind == "polyshard-no-shard":
         _refuse_replicas(site, 18, "fp32 parameters, gradients, two optimizer states and bf16 parameters")
     if kind == "polyshard-hybrid":
-        if site.world_size < 4 or site.world_size % 2:
-            raise NotServedError(f"two groups of at least two ranks need 4, 6, 8 … ranks, not {site.world_size}")
-        settings["shard_size"] = site.world_size // 2
+        settings["shard_size"] = _half_of(site)
     policy = {"name": "module_class", "classes": [Block]}
     config = polyshard.ShardConfig(precision="bf16", policy=policy, device=site.device, **settings).with_environment(
         overrides
@@ -394,4 +405,5 @@ _PEERS: dict[str, Callable[[Site], Step]] = {
     "fsdp2": _fsdp2,
     "fsdp2-tuned": partial(_fsdp2, tuned=True),
     "fsdp2-keep": partial(_fsdp2, keep=True),
+    "fsdp2-hybrid": partial(_fsdp2, hybrid=True),
 }

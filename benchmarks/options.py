@@ -12,8 +12,8 @@ from workloads import WORKLOADS, Workload
 #: Seconds of a build and a first step on an H200, for the estimate alone.
 _EXPECTED_BUILD_S = 1.5
 _DEFAULT_PEERS = (
-    "local,ddp,fsdp1,fsdp2,fsdp2-tuned,fsdp2-keep,polyshard,polyshard-keep,polyshard-auto,polyshard-captured,"
-    "polyshard-no-shard,polyshard-hybrid"
+    "local,ddp,fsdp1,fsdp2,fsdp2-tuned,fsdp2-keep,fsdp2-hybrid,polyshard,polyshard-keep,polyshard-auto,"
+    "polyshard-captured,polyshard-no-shard,polyshard-hybrid"
 )
 
 
