@@ -32,6 +32,8 @@ check: $(READY)  ## run the static checks and the quick tests
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	MYPYPATH=benchmarks $(PY) -m mypy benchmarks/*.py
+	MYPYPATH=examples/byte_lm $(PY) -m mypy examples/byte_lm/*.py
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-logo
 	$(PY) -m pytest -m "not gpu and not slow" -q
 

@@ -84,7 +84,7 @@ class Variant:
         layout, collectives = self._layout, self._collectives
         device = collectives.device
         if self.operation == "gather":
-            with collectives.allocation(BufferRole.GATHER):
+            with collectives.allocation(BufferRole.GATHER, self.nbytes):
                 out = torch.empty(layout.padded_numel, dtype=torch.bfloat16, device=device)
             own = out.narrow(0, collectives.rank * layout.shard_numel, layout.shard_numel)
             own.fill_(1.0)
@@ -367,7 +367,7 @@ def compare(part: dict[str, Collectives], world_size: int) -> list[str]:
             n, total = layout.shard_numel, layout.padded_numel
             for name, collectives in part.items():
                 device = collectives.device
-                with collectives.allocation(BufferRole.GATHER):
+                with collectives.allocation(BufferRole.GATHER, total * _ITEMSIZE):
                     buffers = [torch.empty(total, dtype=torch.bfloat16, device=device) for _ in range(2)]
                 kept = []
                 # Two buffers in turn and no pause: a gather that starts too early, or ends too late, is seen.

@@ -343,7 +343,7 @@ def main() -> int:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         # A guard against reading memory that nothing wrote; it writes every new tensor once more.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     ranks = Ranks(given.device, timedelta(seconds=2 * settings.hang_timeout_s))
     report: dict[str, Any] = {
         "environment": environment(ranks, given.commit),

@@ -192,17 +192,22 @@ def test_a_page_without_a_place_for_tables_is_left_alone(tmp_path: Path) -> None
     assert page.read_text() == "nothing here\n"
 
 
+def output_on_ranks(ranks: int, script: str, *arguments: str) -> str:
+    """What ``script`` of the benchmarks prints when so many CPU ranks run it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += [str(BENCHMARKS / script), "--device", "cpu", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 @pytest.mark.slow
 def test_peers_train_alike_on_two_ranks(tmp_path: Path) -> None:
     out = tmp_path / "peers.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(BENCHMARKS / "peers.py"), "--device", "cpu", "--work", "tiny", "--rounds", "1", "--steps", "2"]
-    command += ["--peers", "local,ddp,fsdp1,fsdp2,polyshard,polyshard-keep,polyshard-no-shard,polyshard:strategi=x"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--out", str(out)], env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    peers = "local,ddp,fsdp1,fsdp2,polyshard,polyshard-keep,polyshard-no-shard,polyshard:strategi=x"
+    measured = ["--work", "tiny", "--rounds", "1", "--steps", "2", "--peers", peers, "--out", str(out)]
+    said = output_on_ranks(2, "peers.py", *measured)
     found = json.loads(out.read_text())
     peers = found["summary"]["tiny"]
     assert "CUDA" in peers["fsdp1"]["error"]
@@ -211,4 +216,36 @@ def test_peers_train_alike_on_two_ranks(tmp_path: Path) -> None:
         assert peers[peer]["loss_difference"] < 1e-3
         assert peers[peer]["loss"]["last"] < peers[peer]["loss"]["first"]
     assert found["environment"]["world_size"] == 2
-    assert "polyshard-keep" in done.stdout
+    assert "polyshard-keep" in said
+
+
+@pytest.mark.slow
+def test_hybrid_peers_train_alike_on_two_by_two_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "peers.json"
+    measured = ["--work", "tiny", "--rounds", "1", "--steps", "2", "--peers", "fsdp2,fsdp2-hybrid,polyshard-hybrid"]
+    output_on_ranks(4, "peers.py", *measured, "--out", str(out))
+    peers = json.loads(out.read_text())["summary"]["tiny"]
+    for peer in ("fsdp2-hybrid", "polyshard-hybrid"):
+        assert peers[peer]["loss_difference"] < 1e-3
+        assert peers[peer]["loss"]["last"] < peers[peer]["loss"]["first"]
+
+
+@pytest.mark.slow
+def test_bandwidth_is_what_each_rank_receives_in_a_second(tmp_path: Path) -> None:
+    out = tmp_path / "gathers.json"
+    output_on_ranks(3, "gathers.py", "--sizes", "1", "--rounds", "1", "--out", str(out))
+    found = json.loads(out.read_text())
+    assert not found["problems"]
+    assert {(row["operation"], row["world_size"]) for row in found["rows"]} == {
+        (operation, world) for operation in ("gather", "reduce") for world in (2, 3)
+    }
+    for row in found["rows"]:
+        world = row["world_size"]
+        received = row["nbytes"] * (world - 1) / world
+        # Rounded to hundredths.
+        assert row["gb_s"] == pytest.approx(received / row["ms"]["median"] / 1e6, abs=0.006)
+
+
+@pytest.mark.slow
+def test_gathers_are_compared_with_what_the_ranks_sent() -> None:
+    assert "gathers of gloo are right with (2, 3) ranks" in output_on_ranks(3, "gathers.py", "--check")

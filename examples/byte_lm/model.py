@@ -33,7 +33,8 @@ class Block(nn.Module):
         query, key, value = projected.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, length, width))
-        return x + self.feed_out(F.gelu(self.feed_in(self.feed_norm(x))))
+        fed: torch.Tensor = self.feed_out(F.gelu(self.feed_in(self.feed_norm(x))))
+        return x + fed
 
 
 class ByteTransformer(nn.Module):

@@ -72,7 +72,9 @@ def describe(training: Training) -> str:
     """One line on what runs where."""
     report, ranks = polyshard.report(training.model), training.ranks
     where = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
-    nccl = f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if ranks.device.type == "cuda" else ""
+    nccl = ""
+    if ranks.device.type == "cuda":
+        nccl = f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]
     return (
         f"{report.parameters:,} parameters in {report.units} units on {ranks.world_size:,} rank(s), {where}; "
         f"{training.batch} x {training.run.context} bytes a step; torch {torch.__version__}{nccl}"

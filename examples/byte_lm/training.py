@@ -50,7 +50,7 @@ def loss_of(model: nn.Module, batches: Batches, step: int, ranks: Ranks) -> torc
 def backward(model: nn.Module, batches: Batches, step: int, ranks: Ranks) -> torch.Tensor:
     """Compute the gradients of the batch of ``step``; returns the loss as ``loss_of``."""
     loss = loss_of(model, batches, step, ranks)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach()
 
 
