@@ -105,6 +105,13 @@ def test_training_is_that_of_the_unsharded_model(world_size: int, limit: int | s
     assert_parity(seeded(lambda: Net(11)), world_size=world_size, turns=4, optimizer=adam, settings=everything)
 
 
+@pytest.mark.parametrize("limit", [4 * 9 * 18 * 8, "16 MiB"], ids=["several", "one"])
+def test_buckets_of_more_ranks_than_have_a_copy_each(limit: int | str) -> None:
+    # Up to eight ranks, each one's part of a unit is copied by itself.
+    everything = {**BLOCKS, "batch_nbytes": limit}
+    assert_parity(seeded(lambda: Net(9)), world_size=9, turns=2, optimizer=adam, settings=everything)
+
+
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(0, 5000), st.sampled_from([2, 3]))
 @settings(max_examples=15, deadline=None)
 def test_units_of_any_sizes_in_buckets_of_any_size(widths: list[int], limit: int, world_size: int) -> None:
