@@ -29,6 +29,7 @@ class Settings:
     deadline_s: float | None
     hang_timeout_s: float
     out: Path | None
+    by_step: bool
 
     def steps_of(self, workload: Workload) -> int:
         """Timed steps in a round."""
@@ -59,6 +60,12 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=3, help="steps before them, at least 3 (default: %(default)s)")
     parser.add_argument("--deadline", type=float, help="seconds after which no further round is begun")
     parser.add_argument("--hang-timeout", type=float, default=150.0, help="seconds for one peer in one round")
+    parser.add_argument(
+        "--by-step",
+        action="store_true",
+        help="the peers of a round are there at once and take turns at each step, so that a busy host hits all alike; "
+        "says nothing about memory",
+    )
     parser.add_argument("--train", type=int, help="compare losses over so many steps instead of timing")
     parser.add_argument("--every", type=int, default=100, help="steps between two losses of --train")
     parser.add_argument(
@@ -85,6 +92,8 @@ def settings_of(parser: argparse.ArgumentParser, given: argparse.Namespace) -> S
         contenders = tuple(contender(name, given.compile) for name in peers)
     except ValueError as error:
         parser.error(str(error))
+    if given.by_step and any(peer.compiled for peer in contenders):
+        parser.error("--by-step cannot have compiled peers: the compiler starts anew for each.")
     labels = [peer.name for peer in contenders]
     if len(set(labels)) < len(labels):
         parser.error(f"two peers have the same name: {', '.join(labels)}.")
@@ -99,4 +108,5 @@ def settings_of(parser: argparse.ArgumentParser, given: argparse.Namespace) -> S
         given.deadline,
         given.hang_timeout,
         given.out,
+        given.by_step,
     )

@@ -4,11 +4,12 @@
     torchrun --standalone --nproc-per-node 2 benchmarks/peers.py --train 1000 --every 100 --out train.json
     torchrun --standalone --nproc-per-node 2 benchmarks/peers.py --device cpu --work tiny
 
-In every round, each peer of a workload is built from the meta device, warmed up, timed and dropped; ratios are taken
-within a round. All start from the same weights and see the same batches, so their losses agree. A step is forward,
-backward, fused AdamW and zero_grad(); its time lies between two CUDA events and is the slowest rank's; host time ends
-when the last call returns. Ranks meet between steps. All sharders compute in bf16, keep fp32 parameters and reduce in
-fp32; DDP computes under bf16 autocast.
+In every round, each peer of a workload is built from the meta device, warmed up, timed and dropped. With ``--by-step``
+all of them are built and warmed up, then take turns step by step, and are dropped together. Ratios are taken within a
+round. All start from the same weights and see the same batches, so their losses agree. A step is forward, backward,
+fused AdamW and zero_grad(); its time lies between two CUDA events and is the slowest rank's; host time ends when the
+last call returns. Ranks meet between steps. All sharders compute in bf16, keep fp32 parameters and reduce in fp32; DDP
+computes under bf16 autocast.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -62,12 +64,52 @@ class Benchmark:
                 began = time.perf_counter()
                 turn = number % len(self.settings.contenders)
                 order = [*self.settings.contenders[turn:], *self.settings.contenders[:turn]]
-                for position, peer in enumerate(order):
-                    if self._late(0.0):
-                        self._skip(workload, number, [left.name for left in order[position:]])
-                        break
-                    self._add(self._row(peer, workload, number))
+                if self.settings.by_step:
+                    self._round_by_step(order, workload, number)
+                else:
+                    self._round(order, workload, number)
                 taken[workload.name] = time.perf_counter() - began
+
+    def _round(self, order: Sequence[Contender], workload: Workload, number: int) -> None:
+        for position, peer in enumerate(order):
+            if self._late(0.0):
+                self._skip(workload, number, [left.name for left in order[position:]])
+                break
+            timed = self._guarded(peer, workload, lambda run: self._timed(run, workload))
+            self._add({"workload": workload.name, "peer": peer.name, "round": number, **timed})
+
+    def _round_by_step(self, order: Sequence[Contender], workload: Workload, number: int) -> None:
+        pool = self._pool(workload)
+        done: dict[str, dict[str, Any]] = {}
+        runs: dict[str, _Run] = {}
+        with ExitStack() as built:
+            for peer in order:
+                try:
+                    run = built.enter_context(self._built(peer, workload))
+                    for _ in range(self.settings.warmup):
+                        self._advance(run, pool)
+                    runs[peer.name] = run
+                except _FailedError as failure:
+                    done[peer.name] = self._failed(peer, failure)
+            names = list(runs)
+            with undisturbed():
+                for index in range(self.settings.steps_of(workload)):
+                    for position in range(len(names)):
+                        # What a peer leaves behind, in caches say, meets another one each time.
+                        name = names[(index + position) % len(names)]
+                        if name in done:
+                            continue
+                        faulthandler.dump_traceback_later(self.settings.hang_timeout_s, exit=True)
+                        try:
+                            self._advance(runs[name], pool)
+                        except _FailedError as failure:
+                            done[name] = {"error": failure.reason}
+            # In one order on all ranks: figures are what they agree on.
+            for name, run in runs.items():
+                if name not in done:
+                    done[name] = {**self._figures(run, workload), "wrap_s": round(run.wrap_s, 4)}
+        for peer in order:
+            self._add({"workload": workload.name, "peer": peer.name, "round": number, **done[peer.name]})
 
     def train(self, steps: int, every: int) -> None:
         """Every peer trains the first workload from the same start on fresh batches."""
@@ -75,7 +117,7 @@ class Benchmark:
         curves: dict[str, Any] = {}
         self.report["train"] = {"workload": workload.name, "steps": steps, "every": every, "peers": curves}
         for peer in self.settings.contenders:
-            curves[peer.name] = self._guarded(peer, workload, lambda step: self._curve(step, workload, steps, every))
+            curves[peer.name] = self._guarded(peer, workload, lambda run: self._curve(run, workload, steps, every))
             self._log(f"{peer.name}: {curves[peer.name].get('error', curves[peer.name].get('losses'))}")
             self.write()
 
@@ -105,9 +147,10 @@ class Benchmark:
     def _add(self, row: dict[str, Any]) -> None:
         self.report["rows"].append(row)
         self.write()
+        peaks = "" if row.get("peak_gib") is None else f"peak {row['peak_gib']:.2f} and "
+        peaks += "" if row.get("peak_reserved_gib") is None else f"reserved {row['peak_reserved_gib']:.2f} GiB, "
         told = row.get("error") or (
-            f"{row['ms']['median']:.2f} ms, host {row['host_ms']['median']:.2f} ms, "
-            f"peak {row['peak_gib'] or 0:.2f} and reserved {row['peak_reserved_gib'] or 0:.2f} GiB, "
+            f"{row['ms']['median']:.2f} ms, host {row['host_ms']['median']:.2f} ms, {peaks}"
             f"wrap {row['wrap_s']:.2f} s, first step {row['first_step_s']:.2f} s, "
             f"loss {row['losses'][0]:.4f} to {row['losses'][-1]:.4f}"
         )
@@ -118,47 +161,50 @@ class Benchmark:
         if self.ranks.rank == 0:
             print(text, file=sys.stderr, flush=True)
 
-    def _row(self, peer: Contender, workload: Workload, number: int) -> dict[str, Any]:
-        row: dict[str, Any] = {"workload": workload.name, "peer": peer.name, "round": number}
-        return row | self._guarded(peer, workload, lambda step: self._timed(step, workload))
-
-    def _guarded(self, peer: Contender, workload: Workload, use: Callable[[Step], dict[str, Any]]) -> dict[str, Any]:
+    def _guarded(self, peer: Contender, workload: Workload, use: Callable[[_Run], dict[str, Any]]) -> dict[str, Any]:
         """Build ``peer``, use it, drop it. Errors become a row: the same one on every rank."""
+        try:
+            with self._built(peer, workload) as run:
+                return {**use(run), "wrap_s": round(run.wrap_s, 4)}
+        except _FailedError as failure:
+            return self._failed(peer, failure)
+
+    def _failed(self, peer: Contender, failure: _FailedError) -> dict[str, Any]:
+        if failure.trace:
+            # Every rank's own: launchers keep them apart, and ranks may have failed for different reasons.
+            print(f"{peer.name}, rank {self.ranks.rank}\n{failure.trace}", file=sys.stderr, flush=True)
+        return {"error": failure.reason}
+
+    @contextmanager
+    def _built(self, peer: Contender, workload: Workload) -> Iterator[_Run]:
+        """``peer``, which is dropped at the end. Raises ``_FailedError``."""
         faulthandler.dump_traceback_later(self.settings.hang_timeout_s, exit=True)
         if peer.compiled:
             torch._dynamo.reset()
         self.memory.settle()
         self.memory.reset_peaks()
         groups = _groups()
-        result: dict[str, Any] = {}
-        step: Step | None = None
+        run = _Run()
         try:
             began = time.perf_counter()
             ranks = self.ranks
             site = Site(workload, ranks.device, ranks.rank, ranks.world_size, peer.compiled)
             with self._shared():
-                step = peer.build(site)
+                run.step = peer.build(site)
                 ranks.synchronize()
-            wrap_s = time.perf_counter() - began
-            result = use(step)
-            result["wrap_s"] = round(wrap_s, 4)
-        except _FailedError as failure:
-            result = {"error": failure.reason}
-            if failure.trace:
-                # Every rank's own: launchers keep them apart, and ranks may have failed for different reasons.
-                print(f"{peer.name}, rank {self.ranks.rank}\n{failure.trace}", file=sys.stderr, flush=True)
+            run.wrap_s = time.perf_counter() - began
+            yield run
         finally:
-            if step is not None:
-                step.close()
-            step = None
-        self.memory.settle()
-        if not peer.captured:
-            # Destroying a communicator waits for graphs that captured its operations, which may outlive the peer.
-            for group in _groups():
-                if group not in groups:
-                    dist.destroy_process_group(group)
-        faulthandler.cancel_dump_traceback_later()
-        return result
+            if run.step is not None:
+                run.step.close()
+            run.step = None
+            self.memory.settle()
+            if not peer.captured:
+                # Destroying a communicator waits for graphs that captured its operations, which may outlive the peer.
+                for group in _groups():
+                    if group not in groups:
+                        dist.destroy_process_group(group)
+            faulthandler.cancel_dump_traceback_later()
 
     @contextmanager
     def _shared(self) -> Iterator[None]:
@@ -175,43 +221,31 @@ class Benchmark:
         if reasons:
             raise _FailedError(reasons, trace)
 
-    def _timed(self, step: Step, workload: Workload) -> dict[str, Any]:
+    def _pool(self, workload: Workload) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        batches = Batches(workload, self.ranks.rank, self.ranks.device)
+        return [batches.batch(index) for index in range(_POOL)]
+
+    def _timed(self, run: _Run, workload: Workload) -> dict[str, Any]:
         """Warm up, then time; see the head of this file."""
         steps, warmup = self.settings.steps_of(workload), self.settings.warmup
-        batches = Batches(workload, self.ranks.rank, self.ranks.device)
-        pool = [batches.batch(index) for index in range(_POOL)]
+        pool = self._pool(workload)
         whole = self.memory.peaks()
         # What building left behind is not part of any step.
         self.memory.settle()
         self.memory.reset_peaks()
         retries = self.memory.retries()
         reserved_after_2 = self.memory.reserved()
-        losses: list[torch.Tensor] = []
-        times: list[tuple[float, float]] = []
-        first_step_s = 0.0
         with undisturbed():
             for index in range(warmup + steps):
-                with self._shared():
-                    taken, loss = self._one(step, *pool[index % _POOL])
-                    losses.append(loss.clone())
-                if index == 0:
-                    first_step_s = taken[0] / 1e3
+                self._advance(run, pool)
                 if index < 2:
                     # The second step is the first that has optimizer state from its beginning.
                     reserved_after_2 = self.memory.reserved()
                     whole = larger(whole, self.memory.peaks())
                     self.memory.reset_peaks()
-                if index >= warmup:
-                    times.append(taken)
-        ms = self.ranks.largest([device for device, _ in times])
-        host = self.ranks.largest([host for _, host in times])
         steady = self.memory.peaks()
         whole = larger(whole, steady)
-        return {
-            "ms": {**spread(ms), "steps": [round(value, 4) for value in ms]},
-            "host_ms": {**spread(host), "steps": [round(value, 4) for value in host]},
-            "tokens_per_s": round(workload.tokens / spread(ms)["median"] * 1e3, 1),
-            "first_step_s": round(first_step_s, 4),
+        return self._figures(run, workload) | {
             "peak_gib": _rounded(steady and steady[0]),
             "peak_reserved_gib": _rounded(steady and steady[1]),
             "whole_peak_gib": _rounded(whole and whole[0]),
@@ -220,8 +254,27 @@ class Benchmark:
             "reserved_at_end_gib": _rounded(self.memory.reserved()),
             "device_used_gib": _rounded(self.memory.used()),
             "alloc_retries": self.memory.retries() - retries,
-            "losses": [round(value, 6) for value in self.ranks.mean([loss.item() for loss in losses])],
         }
+
+    def _figures(self, run: _Run, workload: Workload) -> dict[str, Any]:
+        times = run.times[self.settings.warmup :]
+        ms = self.ranks.largest([device for device, _ in times])
+        host = self.ranks.largest([host for _, host in times])
+        return {
+            "ms": {**spread(ms), "steps": [round(value, 4) for value in ms]},
+            "host_ms": {**spread(host), "steps": [round(value, 4) for value in host]},
+            "tokens_per_s": round(workload.tokens / spread(ms)["median"] * 1e3, 1),
+            "first_step_s": round(run.times[0][0] / 1e3, 4),
+            "losses": [round(value, 6) for value in self.ranks.mean([loss.item() for loss in run.losses])],
+        }
+
+    def _advance(self, run: _Run, pool: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """One more step. Raises ``_FailedError``."""
+        with self._shared():
+            assert run.step is not None
+            taken, loss = self._one(run.step, *pool[len(run.times) % _POOL])
+            run.times.append(taken)
+            run.losses.append(loss.clone())
 
     def _one(self, step: Step, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[tuple[float, float], torch.Tensor]:
         """Milliseconds of one step on the device and on the host, and its loss."""
@@ -239,7 +292,9 @@ class Benchmark:
         torch.cuda.synchronize()
         return (start.elapsed_time(end), host), loss
 
-    def _curve(self, step: Step, workload: Workload, steps: int, every: int) -> dict[str, Any]:
+    def _curve(self, run: _Run, workload: Workload, steps: int, every: int) -> dict[str, Any]:
+        step = run.step
+        assert step is not None
         batches = Batches(workload, self.ranks.rank, self.ranks.device)
         at: list[int] = []
         losses: list[float] = []
@@ -262,6 +317,18 @@ class Benchmark:
             "seconds": round(time.perf_counter() - began, 2),
             "alloc_retries": self.memory.retries(),
         }
+
+
+@dataclass
+class _Run:
+    """A peer while it is there, and what its steps took."""
+
+    step: Step | None = None
+    #: Seconds of wall time that it took to build.
+    wrap_s: float = 0.0
+    #: Milliseconds on the device and on the host, step by step.
+    times: list[tuple[float, float]] = field(default_factory=list)
+    losses: list[torch.Tensor] = field(default_factory=list)
 
 
 class _FailedError(Exception):
@@ -354,6 +421,7 @@ def main() -> int:
             "steps": {work.name: settings.steps_of(work) for work in settings.workloads},
             "warmup": settings.warmup,
             "deadline_s": settings.deadline_s,
+            "by_step": settings.by_step,
         },
         "rows": [],
         "skipped": [],

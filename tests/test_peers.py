@@ -220,6 +220,24 @@ def test_peers_train_alike_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_peers_that_take_turns_at_each_step_train_alike(tmp_path: Path) -> None:
+    out = tmp_path / "peers.json"
+    peers = "local,fsdp1,fsdp2,polyshard,polyshard-no-shard"
+    measured = ["--by-step", "--work", "tiny", "--rounds", "2", "--steps", "2", "--peers", peers, "--out", str(out)]
+    output_on_ranks(2, "peers.py", *measured)
+    found = json.loads(out.read_text())
+    assert len(found["rows"]) == 2 * 5
+    assert all(len(row["ms"]["steps"]) == 2 for row in found["rows"] if row["peer"] != "fsdp1")
+    summary = found["summary"]["tiny"]
+    assert "CUDA" in summary["fsdp1"]["error"]
+    for peer in ("polyshard", "polyshard-no-shard"):
+        assert summary[peer]["rounds"] == 2
+        assert summary[peer]["loss_difference"] < 1e-3
+        # All are there at once: whose memory it is cannot be told.
+        assert summary[peer]["peak_gib"] is None
+
+
+@pytest.mark.slow
 def test_hybrid_peers_train_alike_on_two_by_two_ranks(tmp_path: Path) -> None:
     out = tmp_path / "peers.json"
     measured = ["--work", "tiny", "--rounds", "1", "--steps", "2", "--peers", "fsdp2,fsdp2-hybrid,polyshard-hybrid"]
