@@ -10,7 +10,7 @@ import polyshard
 import pytest
 import torch
 from parity import root_of, units_of
-from polyshard.engine import weight_gradients
+from polyshard.engine import reduction, weight_gradients
 from polyshard.interfaces import PluginContext
 from pretended_streams import Gathering, Multiply, Onto, PretendedDevice, pretend
 from torch import nn
@@ -161,6 +161,24 @@ def test_gradients_are_copied_behind_the_stream_that_computed_them(
     device: PretendedDevice, strategy: str, limit: int
 ) -> None:
     model, _ = sharded(device, [Crossing(device) for _ in range(9)], batch_nbytes=limit, strategy=strategy)
+    train(device, model, [(index, "main", "side") for index in range(9)])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "held_nbytes", "alive"),
+    [("full_shard", 1024, 3), ("full_shard", 1023, 1), ("hybrid_shard", 1024, 3), ("no_shard", 1024, 1)],
+)
+def test_large_gradients_give_their_memory_back_before_they_are_reduced(
+    device: PretendedDevice, monkeypatch: pytest.MonkeyPatch, strategy: str, held_nbytes: int, alive: int
+) -> None:
+    # A unit's gradient has 1 KiB. Smaller ones are held by two reductions in flight, while the next one is computed.
+    # Where nothing is sharded, any number of reductions is in flight.
+    monkeypatch.setattr(reduction, "_HELD_NBYTES", held_nbytes)
+    settings = {"strategy": strategy} | ({"shard_size": 2} if strategy == "hybrid_shard" else {})
+    model, _ = sharded(device, factors(device, 9), **settings)
+    train(device, model, TURNS)
+    assert device.most_gradients == alive
+    model, _ = sharded(device, [Crossing(device) for _ in range(9)], **settings)
     train(device, model, [(index, "main", "side") for index in range(9)])
 
 

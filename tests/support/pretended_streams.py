@@ -99,6 +99,8 @@ class PretendedDevice:
         self._gradients: dict[int, Memory] = {}
         self._let_go: list[Memory] = []
         self._before_backward: Clock = {}
+        #: How many gradients had memory at once.
+        self.most_gradients = 0
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
@@ -157,6 +159,7 @@ class PretendedDevice:
         if memory is None:
             memory = self._gradients[leaf.grad.data_ptr()] = self.take("a gradient")
             weakref.finalize(leaf.grad, self._gradient_died, leaf.grad.data_ptr())
+        self.most_gradients = max(self.most_gradients, len(self._gradients))
         self.write(memory)
         self._leaves.add(self.current)
 

@@ -19,8 +19,8 @@ from .originals import Recipient
 from .ranks import RankGrid
 from .step import Step
 
-#: Gradients of larger units are copied where they were computed, and give their memory back at once. Smaller ones, and
-#: what a unit has beside gradients that were written into its input, are held until they were reduced.
+#: More bytes of gradients are copied where they were computed, and give their memory back at once, as do those of units
+#: that are not sharded, of which any number may be on their way. Fewer are held until they were reduced.
 _HELD_NBYTES = 64 * 2**20
 
 
@@ -167,11 +167,13 @@ class Gradients:
             # Reduced in place, and then what ``.grad`` views: not memory that comes and goes.
             whole = torch.empty(self._layout.padded_numel, dtype=self._dtypes.reduce, device=self.spec.device)
             self._wire = FlatBuffer(whole, self._layout, resizable=False)
-        held = bool(self._claimed) or self.wire_nbytes <= _HELD_NBYTES
         if not self._claimed and self.grid.shard is not None:
             self._attach(self._take_wire(), lanes)
         wire = self.input
         copies = self.collect()
+        held = self.grid.shard is not None and (
+            self.wire_nbytes <= _HELD_NBYTES or sum(source.nbytes for source in copies.sources) <= _HELD_NBYTES
+        )
         if not held:
             copies.run()
             copies.let_go()
