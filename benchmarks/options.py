@@ -92,6 +92,8 @@ def settings_of(parser: argparse.ArgumentParser, given: argparse.Namespace) -> S
         contenders = tuple(contender(name, given.compile) for name in peers)
     except ValueError as error:
         parser.error(str(error))
+    if given.by_step and given.train:
+        parser.error("--by-step times steps, which --train does not.")
     if given.by_step and any(peer.compiled for peer in contenders):
         parser.error("--by-step cannot have compiled peers: the compiler starts anew for each.")
     labels = [peer.name for peer in contenders]

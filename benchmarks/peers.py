@@ -90,7 +90,7 @@ class Benchmark:
                         self._advance(run, pool)
                     runs[peer.name] = run
                 except _FailedError as failure:
-                    done[peer.name] = self._failed(peer, failure)
+                    done[peer.name] = self._failed(peer.name, failure)
             names = list(runs)
             with undisturbed():
                 for index in range(self.settings.steps_of(workload)):
@@ -103,7 +103,7 @@ class Benchmark:
                         try:
                             self._advance(runs[name], pool)
                         except _FailedError as failure:
-                            done[name] = {"error": failure.reason}
+                            done[name] = self._failed(name, failure)
             # In one order on all ranks: figures are what they agree on.
             for name, run in runs.items():
                 if name not in done:
@@ -167,12 +167,12 @@ class Benchmark:
             with self._built(peer, workload) as run:
                 return {**use(run), "wrap_s": round(run.wrap_s, 4)}
         except _FailedError as failure:
-            return self._failed(peer, failure)
+            return self._failed(peer.name, failure)
 
-    def _failed(self, peer: Contender, failure: _FailedError) -> dict[str, Any]:
+    def _failed(self, peer: str, failure: _FailedError) -> dict[str, Any]:
         if failure.trace:
             # Every rank's own: launchers keep them apart, and ranks may have failed for different reasons.
-            print(f"{peer.name}, rank {self.ranks.rank}\n{failure.trace}", file=sys.stderr, flush=True)
+            print(f"{peer}, rank {self.ranks.rank}\n{failure.trace}", file=sys.stderr, flush=True)
         return {"error": failure.reason}
 
     @contextmanager

@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,8 +18,13 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture(autouse=True)
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The files import each other by plain names, which are not left to tests of others that do."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", "")).startswith(str(BENCHMARKS)):
+            del sys.modules[name]
 
 
 def row(peer: str, number: int, ms: float, **others: Any) -> dict[str, Any]:
@@ -192,6 +199,66 @@ def test_a_page_without_a_place_for_tables_is_left_alone(tmp_path: Path) -> None
     assert page.read_text() == "nothing here\n"
 
 
+class Alone:
+    """The one rank of a job."""
+
+    device, rank, world_size = torch.device("cpu"), 0, 1
+
+    def synchronize(self) -> None:
+        pass
+
+    def meet(self, error: str = "") -> str:
+        return error
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        return list(values)
+
+    mean = largest
+
+
+def test_peers_take_turns_at_each_step_until_one_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import peers as program
+    from contenders import Contender
+    from options import Settings
+    from workloads import WORKLOADS
+
+    # There is one alarm in a process, and the tests' own is set.
+    monkeypatch.setattr(program, "faulthandler", Mock())
+    order: list[str] = []
+
+    class Recorded:
+        def __init__(self, name: str, good_for: int) -> None:
+            self.name, self.left = name, good_for
+
+        def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            order.append(self.name)
+            self.left -= 1
+            if self.left < 0:
+                raise RuntimeError("spent")
+            return tokens.sum()
+
+        def close(self) -> None:
+            order.append(f"{self.name} dropped")
+
+    def peer(name: str, good_for: int) -> Contender:
+        return Contender(name, False, False, lambda site: Recorded(name, good_for))
+
+    peers = (peer("a", 99), peer("b", 4), peer("c", 2), peer("d", 99))
+    settings = Settings((WORKLOADS["tiny"],), peers, 1, 3, 3, None, 60.0, None, by_step=True)
+    report: dict[str, Any] = {"rows": [], "skipped": []}
+    program.Benchmark(Alone(), settings, report).run()
+    warm = [*"aaa", *"bbb", *"ccc", *"ddd"]
+    # c fails before it is timed, b at its second turn.
+    turns = [*"abd", *"bda", *"da"]
+    assert order == [*warm, *turns, "d dropped", "c dropped", "b dropped", "a dropped"]
+    rows = {row["peer"]: row for row in report["rows"]}
+    assert {name: len(row["ms"]["steps"]) for name, row in rows.items() if "ms" in row} == {"a": 3, "d": 3}
+    assert rows["b"]["error"] == rows["c"]["error"] == "RuntimeError: spent"
+    assert capsys.readouterr().err.count("raise RuntimeError") == 2
+
+
 def output_on_ranks(ranks: int, script: str, *arguments: str) -> str:
     """What ``script`` of the benchmarks prints when so many CPU ranks run it."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -232,9 +299,8 @@ def test_peers_that_take_turns_at_each_step_train_alike(tmp_path: Path) -> None:
     assert "CUDA" in summary["fsdp1"]["error"]
     for peer in ("polyshard", "polyshard-no-shard"):
         assert summary[peer]["rounds"] == 2
-        assert summary[peer]["loss_difference"] < 1e-3
-        # All are there at once: whose memory it is cannot be told.
-        assert summary[peer]["peak_gib"] is None
+        # Of another peer's losses, which ranks that disagree about the order would mix in, these are 3e-4 off.
+        assert summary[peer]["loss_difference"] < 1e-4
 
 
 @pytest.mark.slow
