@@ -53,7 +53,12 @@ def test_batches_are_the_longest_runs_that_fit(sizes: list[int], limit: int) -> 
         assert end - start <= most
         if end < len(sizes):
             assert end - start == most or sum(sizes[start : end + 1]) > limit
-        start, most = end, 2 * most
+        start, most = end, min(2 * most, 16)
+
+
+def test_batches_grow_to_sixteen_units() -> None:
+    ends = batch_ends([1] * 64, 1000)
+    assert list(dict.fromkeys(ends)) == [1, 3, 7, 15, 31, 47, 63, 64]
 
 
 def fake() -> FakeCollectives:
@@ -98,8 +103,8 @@ def test_by_default_small_units_travel_together_and_large_ones_do_not() -> None:
     class Sizes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            # 4 MiB each but for the fifth, 64 MiB.
-            widths = [1024, 1024, 1024, 1024, 4096, 1024, 1024, 1024]
+            # 4 MiB each but for the fifth, 129 MiB.
+            widths = [1024, 1024, 1024, 1024, 5824, 1024, 1024, 1024]
             self.scale = nn.Parameter(torch.ones(1))
             self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for width in widths)
 

@@ -230,7 +230,7 @@ class ShardConfig:
     """How many units ahead of the computing one are gathered in forward; 0 for none."""
     backward_prefetch: int = 1
     """How many units ahead of the computing one are gathered in backward; 0 for none."""
-    batch_nbytes: _Normalised[int, str] = _Normalised(_batch_nbytes, 64 * 2**20)
+    batch_nbytes: _Normalised[int, str] = _Normalised(_batch_nbytes, 128 * 2**20)
     """Bytes up to which units that follow each other share a communication: of whole parameters where they are
     prefetched, and of gradients, up to 16 MiB, where units of at most a quarter of that are reduced. A number, or text
     such as ``"16 MiB"``; 0 for each unit by itself. Read as an int."""

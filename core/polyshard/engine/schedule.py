@@ -10,7 +10,8 @@ gets the rest of its batch with it. So a batch is issued when the first of its s
 nothing is asked for between one batch and the next.
 
 Compute waits for the whole of a batch before it enters its first stage. At the start there is little compute beside
-which a large one could travel, so batches begin with one stage, and each may have twice as many as the one before.
+which a large one could travel, so batches begin with one stage, and each may have twice as many as the one before, up
+to a number from which on the host gains little by fewer launches, while all of a batch takes memory at once.
 """
 
 from __future__ import annotations
@@ -33,12 +34,15 @@ class Gathered(Protocol):
 
 S = TypeVar("S", bound=Gathered)
 
+#: The most stages of a batch.
+LARGEST_BATCH = 16
+
 
 def batch_ends(sizes: Sequence[int], limit: int) -> list[int]:
     """For each of ``sizes``, the index behind the last one of its batch.
 
     Batches are neighbours whose sum is at most ``limit``, and single ones that are larger. The first has one, and each
-    as many as fit, up to twice as many as the batch before was allowed.
+    as many as fit, up to twice as many as the batch before was allowed, and to ``LARGEST_BATCH``.
     """
     ends: list[int] = []
     start = total = 0
@@ -47,7 +51,7 @@ def batch_ends(sizes: Sequence[int], limit: int) -> list[int]:
         if index > start and (total + nbytes > limit or index - start == most):
             ends += [index] * (index - start)
             start, total = index, 0
-            most *= 2
+            most = min(2 * most, LARGEST_BATCH)
         total += nbytes
     return ends + [len(sizes)] * (len(sizes) - start)
 
