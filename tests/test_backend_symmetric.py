@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from polyshard.errors import ConfigError, DeviceError
-from polyshard.interfaces import BufferRole, PluginContext
+from polyshard.errors import CollectiveError, ConfigError, DeviceError
+from polyshard.interfaces import BufferRole, PluginContext, ReduceOp
 from polyshard_backends import _torch_private, peer_memory
 from polyshard_backends.nccl import NcclCollectives
 from polyshard_backends.peer_memory import PeerMemory, Place, obstacle
@@ -279,6 +279,35 @@ class PlainOnGloo(NcclCollectives):
 
     def barrier(self) -> None:
         pass
+
+
+def reduce_many(rank: int) -> list[list[float]]:
+    torch.cuda.is_current_stream_capturing = lambda: False
+    _torch_private.current_stream = lambda device_index: (0, device_index, 1)
+    collectives = PlainOnGloo(PluginContext("nccl", CPU, timeout=timedelta(seconds=TIMEOUT_S)))
+    results = []
+    # Narrow ones that widen, a mixture, and too short an input.
+    for dtypes in ((torch.float16, torch.float16), (torch.float16, torch.float32)):
+        triples: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
+        for number, dtype in enumerate(dtypes, 1):
+            full = torch.arange(4 * number, dtype=dtype) * (rank + 1)
+            triples.append((torch.zeros(2 * number), full, torch.empty(4 * number * full.itemsize, dtype=torch.uint8)))
+        collectives.reduce_scatter_many(triples, op=ReduceOp.SUM).wait()
+        results += [out.tolist() for out, _, _ in triples]
+    triples[1] = (torch.zeros(3), torch.zeros(4, dtype=torch.float16), None)
+    triples[0] = (torch.zeros(2), torch.zeros(4, dtype=torch.float16), None)
+    with pytest.raises(CollectiveError, match="the whole has 4 elements and the slice 3"):
+        collectives.reduce_scatter_many(triples, op=ReduceOp.SUM)
+    collectives.close()
+    return results
+
+
+def test_many_reductions_are_those_of_each() -> None:
+    def sums(numel: int) -> list[float]:
+        return [3.0 * value for value in range(numel)]
+
+    first, second = run_processes(2, reduce_many, timeout=60.0)
+    assert [a + b for a, b in zip(first, second, strict=True)] == [sums(4), sums(8)] * 2
 
 
 def registering(rank: int) -> list[int]:

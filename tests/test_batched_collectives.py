@@ -189,10 +189,10 @@ FORWARD = """
 """
 BACKWARD = """
     backward root, unshard 4,
-    unsharded 4, backward 4, unshard 3, unshard 2, reshard 4, reduce 4,
-    unsharded 3, unsharded 2, backward 3, reshard 3, reduce 3, backward 2, unshard 1, unshard 0, reshard 2, reduce 2,
-    unsharded 1, unsharded 0, backward 1, reshard 1, reduce 1, backward 0, reshard 0, reduce 0,
-    reshard root, reduce root
+    unsharded 4, backward 4, unshard 3, unshard 2, reshard 4,
+    unsharded 3, unsharded 2, backward 3, reshard 3, reduce 4, reduce 3, backward 2, unshard 1, unshard 0, reshard 2,
+    unsharded 1, unsharded 0, backward 1, reshard 1, reduce 2, reduce 1, backward 0, reshard 0,
+    reshard root, reduce 0, reduce root
 """
 
 

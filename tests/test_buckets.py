@@ -56,14 +56,26 @@ def layers(widths: list[int]) -> nn.Module:
     return Layers()
 
 
-def reductions(widths: list[int], **config: Any) -> list[int]:
-    """Elements that a rank of four keeps of each reduction of a second step, in order."""
+def second_step(widths: list[int], **config: Any) -> FakeCollectives:
+    """Collectives of four ranks that have what a second step issued."""
     collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
     model = polyshard.shard(layers(widths), polyshard.ShardConfig(collectives=collectives, **LINEARS, **config))
     for _ in range(2):
         collectives.calls.clear()
+        collectives.reduction_batches.clear()
         model(torch.ones(())).backward()
-    return [call.numel // 4 for call in collectives.calls if call.operation == "reduce_scatter"]
+    return collectives
+
+
+def reductions(widths: list[int], **config: Any) -> list[int]:
+    """Elements that a rank of four keeps of each reduction of a second step, in order."""
+    calls = second_step(widths, **config).calls
+    return [call.numel // 4 for call in calls if call.operation == "reduce_scatter"]
+
+
+def launches(widths: list[int], **config: Any) -> list[int]:
+    """How many reductions each launch of several had in a second step, in order."""
+    return list(second_step(widths, **config).reduction_batches)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +105,35 @@ def test_by_default_units_of_4_mib_share_a_bucket_and_larger_ones_do_not() -> No
     assert reductions(widths) == [1088 * 1088 // 4, 4 * 1024 * 1024 // 4, 1024 * 1024 // 4]
 
 
+@pytest.mark.parametrize(
+    ("limit", "together"),
+    [
+        # A unit joins where two of its size fit, and is merged where four do.
+        (2 * 1024 - 1, []),
+        (2 * 1024, [2] * 12),
+        (3 * 1024, [3] * 8),
+        (4 * 1024 - 1, [3] * 8),
+        (4 * 1024, []),
+    ],
+)
+def test_twenty_four_medium_units_take_as_few_launches_as_fit(limit: int, together: list[int]) -> None:
+    assert launches(small(24), batch_nbytes=limit) == together
+
+
+def test_launches_of_medium_units_are_in_the_order_of_backward() -> None:
+    # Alone, merged in twos, and, from 4 KiB on, three in a launch. Each kind waits for its own alone.
+    widths = [64, 32, 32, 16, 16, 32, 32, 32, 32, 64]
+    assert reductions(widths, batch_nbytes=12 * 1024) == [1024, *[256] * 4, 2 * 128, *[256] * 2, 1024]
+    assert launches(widths, batch_nbytes=12 * 1024) == [3, 2]
+
+
+def test_by_default_units_of_up_to_32_mib_share_a_launch_of_64_mib() -> None:
+    # 25, 32 and 33 MiB.
+    assert launches([2560] * 3 + [2896] * 2 + [2944] * 2) == [2, 2]
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("limit", [4 * BLOCK_NBYTES, 5 * BLOCK_NBYTES, "16 MiB"])
+@pytest.mark.parametrize("limit", [3 * BLOCK_NBYTES, 4 * BLOCK_NBYTES, 5 * BLOCK_NBYTES, "16 MiB"])
 @pytest.mark.parametrize(
     "config",
     [{"strategy": "full_shard"}, {"strategy": "shard_grad_op"}, {"strategy": "full_shard", "offload": "cpu"}],
@@ -126,12 +165,13 @@ def test_units_of_any_sizes_in_buckets_of_any_size(widths: list[int], limit: int
 
 
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
-def test_hybrid_groups_reduce_buckets_over_shards_and_replicas(strategy: str) -> None:
+@pytest.mark.parametrize("blocks", [3, 4], ids=["grouped", "merged"])
+def test_hybrid_groups_reduce_buckets_over_shards_and_replicas(strategy: str, blocks: int) -> None:
     model = seeded(lambda: Net(9))
     expected = train_reference(model, square_step, 4, turns=3)
 
     def on_rank(rank: int, world: ThreadedWorld) -> None:
-        config = {"strategy": strategy, "shard_size": 2, "batch_nbytes": 4 * BLOCK_NBYTES}
+        config = {"strategy": strategy, "shard_size": 2, "batch_nbytes": blocks * BLOCK_NBYTES}
         mine = sharded_copy(model, rank, world, **BLOCKS, **config)
         optimizer = sgd(mine)
         for turn in range(3):
@@ -145,7 +185,8 @@ def test_hybrid_groups_reduce_buckets_over_shards_and_replicas(strategy: str) ->
     on_ranks(4, on_rank)
 
 
-def test_gradients_of_a_bucket_add_up_over_backwards_and_go_one_by_one() -> None:
+@pytest.mark.parametrize("blocks", [3, 4], ids=["grouped", "merged"])
+def test_gradients_of_a_bucket_add_up_over_backwards_and_go_one_by_one(blocks: int) -> None:
     """Two backwards without zero_grad, after which the gradients of every other block are dropped, and a third one."""
     model = seeded(lambda: Net(8))
 
@@ -166,7 +207,7 @@ def test_gradients_of_a_bucket_add_up_over_backwards_and_go_one_by_one() -> None
             wanted[name] = wanted.get(name, torch.zeros(())) + gradient / 2
 
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        mine = sharded_copy(model, rank, world, **BLOCKS, batch_nbytes=4 * BLOCK_NBYTES)
+        mine = sharded_copy(model, rank, world, **BLOCKS, batch_nbytes=blocks * BLOCK_NBYTES)
         return {name: gradient.clone() for name, gradient in third_gradients(mine, rank).items()}
 
     first, second = on_ranks(2, on_rank)
@@ -175,8 +216,9 @@ def test_gradients_of_a_bucket_add_up_over_backwards_and_go_one_by_one() -> None
         torch.testing.assert_close(got, gradient.flatten(), rtol=1e-12, atol=1e-12)
 
 
-def test_accumulated_gradients_are_reduced_in_buckets() -> None:
-    config = {**BLOCKS, "batch_nbytes": 4 * BLOCK_NBYTES}
+@pytest.mark.parametrize("blocks", [3, 4], ids=["grouped", "merged"])
+def test_accumulated_gradients_are_reduced_in_buckets(blocks: int) -> None:
+    config = {**BLOCKS, "batch_nbytes": blocks * BLOCK_NBYTES}
     assert_parity(seeded(lambda: Net(9)), accumulating_step, world_size=2, settings=config)
 
 
@@ -211,11 +253,12 @@ class Fails(Net):
         raise RuntimeError("told to")
 
 
-def test_what_waited_when_a_backward_failed_is_in_no_later_gradient() -> None:
+@pytest.mark.parametrize("limit", [3 * BLOCK_NBYTES, "16 MiB"], ids=["grouped", "merged"])
+def test_what_waited_when_a_backward_failed_is_in_no_later_gradient(limit: int | str) -> None:
     model = seeded(lambda: Fails(6))
 
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        mine = sharded_copy(model, rank, world, **BLOCKS, batch_nbytes="16 MiB")
+        mine = sharded_copy(model, rank, world, **BLOCKS, batch_nbytes=limit)
         square_step(mine, 0, rank)
         mine.zero_grad()
         mine.fails = True
@@ -228,8 +271,11 @@ def test_what_waited_when_a_backward_failed_is_in_no_later_gradient() -> None:
     assert_mean_gradients(on_ranks(2, on_rank), lambda: seeded(lambda: Fails(6)), turn=2)
 
 
+@pytest.mark.parametrize("limit", [3 * BLOCK_NBYTES, "16 MiB"], ids=["grouped", "merged"])
 @pytest.mark.parametrize("issued", [False, True], ids=["at once", "at its end"])
-def test_after_a_reduction_that_failed_training_goes_on(issued: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_reduction_that_failed_training_goes_on(
+    limit: int | str, issued: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = seeded(lambda: Net(6))
     whole = ThreadedCollectives.reduce_scatter
 
@@ -249,7 +295,7 @@ def test_after_a_reduction_that_failed_training_goes_on(issued: bool, monkeypatc
     monkeypatch.setattr(ThreadedCollectives, "reduce_scatter", broken)
 
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        mine = sharded_copy(model, rank, world, **BLOCKS, batch_nbytes="16 MiB")
+        mine = sharded_copy(model, rank, world, **BLOCKS, batch_nbytes=limit)
         square_step(mine, 0, rank)
         mine.zero_grad()
         fails.add(rank)
@@ -264,9 +310,9 @@ def test_after_a_reduction_that_failed_training_goes_on(issued: bool, monkeypatc
 
 @pytest.mark.parametrize(
     ("limit", "kib"),
-    # Two inputs by themselves; the gradients of a full bucket of four and of the two that are left; all six in one. And
-    # a bucket's inputs, twice.
-    [(0, 2), (4 * 1024, 4 + 2 + 4 + 4), ("16 MiB", 6 + 6 + 6)],
+    # Two inputs by themselves, or two launches of two; the gradients of a full bucket of four and of the two that are
+    # left; all six in one. And a bucket's inputs, twice.
+    [(0, 2), (2 * 1024, 4), (4 * 1024, 4 + 2 + 4 + 4), ("16 MiB", 6 + 6 + 6)],
 )
 def test_the_report_counts_buckets_and_the_copy_in_which_they_travel(limit: int | str, kib: int) -> None:
     collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)

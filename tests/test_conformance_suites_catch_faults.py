@@ -48,6 +48,13 @@ class NarrowSums(ThreadedCollectives):
         return super().all_reduce(torch.zeros(1), op=ReduceOp.SUM)
 
 
+class FirstOnly(ThreadedCollectives):
+    """Of many reductions, does one."""
+
+    def reduce_scatter_many(self, triples: Sequence[Any], **options: Any) -> Work:
+        return super().reduce_scatter_many(triples[:1], **options)
+
+
 class ForgottenScale(ThreadedCollectives):
     """Leaves ``postscale`` out."""
 
@@ -79,10 +86,11 @@ class SuiteOf(CollectivesSuite):
         (OwnSliceOnly, lambda suite: suite.test_all_gather_carries_every_dtype(2, True)),
         (OwnSliceOnly, lambda suite: suite.test_gathers_and_reductions_overlap(2, (0, 1, 2, 3))),
         (NarrowSums, lambda suite: suite.test_widening_accumulates_in_the_output_dtype(2, ReduceOp.SUM)),
+        (FirstOnly, lambda suite: suite.test_many_reductions_at_once(2, ReduceOp.SUM)),
         (ForgottenScale, lambda suite: suite.test_all_reduce_follows_the_formula(2, ReduceOp.MAX)),
         (SortedParts, lambda suite: suite.test_partition_numbers_ranks_by_their_list(3)),
     ],
-    ids=["gather", "overlap", "widening", "postscale", "numbering"],
+    ids=["gather", "overlap", "widening", "many", "postscale", "numbering"],
 )
 def test_faulty_collectives_fail(backend: type[ThreadedCollectives], test: Callable[[SuiteOf], None]) -> None:
     with pytest.raises(AssertionError):

@@ -61,6 +61,9 @@ class Channel(Protocol):
     def all_to_all(self, out: torch.Tensor, full: torch.Tensor) -> None:
         """Both ``[world_size * n]``, same dtype."""
 
+    def all_to_all_many(self, outs: list[torch.Tensor], fulls: list[torch.Tensor]) -> None:
+        """``all_to_all`` of each pair, in one launch where there is a way. Sizes must fit: they may go unchecked."""
+
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, op: ReduceOp) -> None:
         """``out``: ``[n]``; ``full``: ``[world_size * n]``, same dtype."""
 
@@ -84,6 +87,10 @@ class _TransportChannel:
         # The transport itself offers it to C++ alone.
         self._gather_many: Any = group.allgather_into_tensor_coalesced
         self._exchange: Any = transport.alltoall_base
+        # What NCCL is given between the two goes in one launch. torch has no operation for several exchanges.
+        self._begin_launch: Any = group._start_coalescing if transport.supports_coalescing else None
+        self._end_launch: Any = group._end_coalescing
+        self._device = device
         self._scatter: Any = transport._reduce_scatter_base
         self._reduce: Any = transport.allreduce
         self._gather_options: Any = _on_current_stream(c10d.AllgatherOptions())
@@ -108,6 +115,21 @@ class _TransportChannel:
 
     def all_to_all(self, out: torch.Tensor, full: torch.Tensor) -> None:
         work = self._exchange(out, full, [], [], self._exchange_options)
+        if work is not None:
+            work.wait()
+
+    def all_to_all_many(self, outs: list[torch.Tensor], fulls: list[torch.Tensor]) -> None:
+        if self._begin_launch is None:
+            for out, full in zip(outs, fulls, strict=True):
+                self.all_to_all(out, full)
+            return
+        self._begin_launch(self._device)
+        try:
+            for out, full in zip(outs, fulls, strict=True):
+                self._exchange(out, full, [], [], self._exchange_options)
+        finally:
+            # Also after an error: the transport would go on collecting.
+            work = self._end_launch(self._device)
         if work is not None:
             work.wait()
 
@@ -139,6 +161,10 @@ class _PublicChannel:
 
     def all_to_all(self, out: torch.Tensor, full: torch.Tensor) -> None:
         dist.all_to_all_single(out, full, group=self._group)
+
+    def all_to_all_many(self, outs: list[torch.Tensor], fulls: list[torch.Tensor]) -> None:
+        for out, full in zip(outs, fulls, strict=True):
+            self.all_to_all(out, full)
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, op: ReduceOp) -> None:
         self._scatter(out, full, op=torch_op(op), group=self._group)

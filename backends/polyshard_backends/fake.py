@@ -95,6 +95,8 @@ class FakeCollectives(Collectives):
         """The latest operations, oldest first."""
         self.batches: deque[int] = deque(maxlen=CALLS_KEPT)
         """How many of the operations each ``all_gather_many`` carried, oldest first."""
+        self.reduction_batches: deque[int] = deque(maxlen=CALLS_KEPT)
+        """How many each ``reduce_scatter_many`` carried, oldest first."""
 
     @property
     def capabilities(self) -> CollectivesCapabilities:
@@ -145,6 +147,12 @@ class FakeCollectives(Collectives):
         self._scale(out, op, prescale * postscale)
         self.calls.append(FakeCall("reduce_scatter", full.numel(), full.dtype))
         return _StreamWork() if self._stream_ordered else COMPLETED
+
+    def reduce_scatter_many(
+        self, triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], *, op: ReduceOp
+    ) -> Work:
+        self.reduction_batches.append(len(triples))
+        return super().reduce_scatter_many(triples, op=op)
 
     def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp, postscale: float = 1.0) -> Work:
         self._scale(tensor, op, postscale)

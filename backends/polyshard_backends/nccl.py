@@ -243,14 +243,38 @@ class NcclCollectives(ProcessGroupCollectives):
                 received = receive_buffer(full, scratch)
                 rows = received.view(self._world_size, out.numel())
                 self._exchange(channel, received, full)
-                long = out.numel() >= _LONG_ROW and out.dtype is torch.float32 and full.dtype in _HALVES
-                if long and self._mean_of_rows and op is ReduceOp.MEAN and prescale == postscale == 1.0:
-                    self._mean_of_rows(out, rows)
-                else:
-                    reduce_rows(out, rows, op, prescale, postscale)
+                self._reduce_rows(out, rows, op, prescale, postscale)
         except _FAILURES as error:
             check_slices("reduce_scatter", full, out, self._rank, self._world_size)
             raise self._translated(error, "reduce_scatter") from error
+
+    def _reduce_rows(
+        self, out: torch.Tensor, rows: torch.Tensor, op: ReduceOp, prescale: float, postscale: float
+    ) -> None:
+        long = out.numel() >= _LONG_ROW and out.dtype is torch.float32 and rows.dtype in _HALVES
+        if long and self._mean_of_rows and op is ReduceOp.MEAN and prescale == postscale == 1.0:
+            self._mean_of_rows(out, rows)
+        else:
+            reduce_rows(out, rows, op, prescale, postscale)
+
+    def reduce_scatter_many(
+        self, triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], *, op: ReduceOp
+    ) -> Work:
+        if len(triples) == 1 or any(out.dtype is full.dtype for out, full, _ in triples):
+            return super().reduce_scatter_many(triples, op=op)
+        channel = self._reduction_channel or self._open_reductions()
+        # Unlike those of single exchanges, sizes are not checked by the transport.
+        for out, full, _ in triples:
+            check_slices("reduce_scatter", full, out, self._rank, self._world_size)
+        try:
+            with torch.no_grad():
+                received = [receive_buffer(full, scratch) for _, full, scratch in triples]
+                self._exchange_many(channel, received, [full for _, full, _ in triples])
+                for (out, _, _), buffer in zip(triples, received, strict=True):
+                    self._reduce_rows(out, buffer.view(self._world_size, out.numel()), op, 1.0, 1.0)
+        except _FAILURES as error:
+            raise self._translated(error, "reduce_scatter") from error
+        return StreamWork(self._device_index)
 
     def _exchange(self, channel: _torch_private.Channel, received: torch.Tensor, full: torch.Tensor) -> None:
         """Send each rank its part of ``full``; ``received`` gets this rank's part of every rank's, in their order."""
@@ -258,6 +282,17 @@ class NcclCollectives(ProcessGroupCollectives):
             channel.all_to_all(received, full)
         else:
             channel.all_to_all(received.view(torch.uint8), full.view(torch.uint8))
+
+    def _exchange_many(
+        self, channel: _torch_private.Channel, received: list[torch.Tensor], fulls: list[torch.Tensor]
+    ) -> None:
+        """``_exchange`` of each pair."""
+        outs, sources = [], []
+        for out, full in zip(received, fulls, strict=True):
+            known = full.dtype in GROUP_DTYPES
+            outs.append(out if known else out.view(torch.uint8))
+            sources.append(full if known else full.view(torch.uint8))
+        channel.all_to_all_many(outs, sources)
 
     def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
         return 0 if wire_dtype is out_dtype else numel * wire_dtype.itemsize

@@ -163,6 +163,15 @@ class SymmetricCollectives(NcclCollectives):
                 self._give_up(memory.problem)
         super()._exchange(channel, received, full)
 
+    def _exchange_many(
+        self, channel: _torch_private.Channel, received: list[torch.Tensor], fulls: list[torch.Tensor]
+    ) -> None:
+        if self._memory is None or all(full.nbytes < self._smallest_nbytes for full in fulls):
+            super()._exchange_many(channel, received, fulls)
+            return
+        for out, full in zip(received, fulls, strict=True):
+            self._exchange(channel, out, full)
+
     def _fits(self, out: torch.Tensor, shard: torch.Tensor) -> bool:
         """Whether NCCL would not refuse these, or has nothing to do."""
         return (

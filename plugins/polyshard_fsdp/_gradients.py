@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from polyshard.engine.bucket import PendingReduction
 from polyshard.engine.buffer import FlatBuffer, view_of
 from polyshard.engine.lanes import Lanes
 from polyshard.engine.reduction import Gradients
@@ -119,13 +120,13 @@ class FlatGradients(Gradients):
                 parameter.grad = gradient
             self._reduced_before = None
 
-    def _issue(self, wire: torch.Tensor) -> Work:
+    def issue(self, reduction: PendingReduction) -> Work:
         registered = self._unit.comm_hook
         if registered is None:
-            return super()._issue(wire)
+            return super().issue(reduction)
         state, hook = registered.state, registered.hook
         # Hooks that compress give the tensor other data, and the wire's memory serves the next backward too.
-        wire = wire.detach()
+        wire = reduction.input.detach()
         if self.grid.shard is None:
             hook(state, wire)
             self._results[-1] = wire

@@ -263,15 +263,18 @@ def test_eager_use_between_replays_is_right_and_harms_no_replay(strategy: str, c
         assert {what: value for what, value in off.items() if not value < 1e-10} == {}
 
 
-def bf16_against_eager(rank: int, collectives: Any) -> tuple[float, float]:
-    """Largest difference between captured and eager bf16 training with NCCL, and what training moved."""
+def bf16_against_eager(rank: int, collectives: Any, batch_nbytes: int) -> tuple[float, float]:
+    """Largest difference between captured and eager bf16 training with NCCL, and what training moved.
+
+    ``batch_nbytes`` is the captured one's; the eager one sends each unit by itself.
+    """
     device = on_device(rank)
     torch.manual_seed(0)
     start = Net().to(device)
 
     def trained(captures: bool) -> list[torch.Tensor]:
-        backend = collectives if captures else "nccl"
-        model = sharded(copy.deepcopy(start), precision="bf16", collectives=backend, batch_nbytes=0)
+        settings = {"collectives": collectives, "batch_nbytes": batch_nbytes} if captures else {"batch_nbytes": 0}
+        model = sharded(copy.deepcopy(start), precision="bf16", **{"collectives": "nccl", **settings})
         optimizer = adamw(model.parameters(), device)
         take: Callable[[torch.Tensor], torch.Tensor] = stepping(model, optimizer)
         if captures:
@@ -287,9 +290,11 @@ def bf16_against_eager(rank: int, collectives: Any) -> tuple[float, float]:
     return apart, moved
 
 
+#: Each unit by itself, and three blocks of 7.3 KB in one launch.
+@pytest.mark.parametrize("batch_nbytes", [0, 3 * 7800])
 @pytest.mark.parametrize("collectives", ["nccl", SYMMETRIC], ids=["nccl", "symmetric"])
-def test_bf16_captured_equals_bf16_eager(collectives: Any) -> None:
-    for apart, moved in run(bf16_against_eager, collectives):
+def test_bf16_captured_equals_bf16_eager(collectives: Any, batch_nbytes: int) -> None:
+    for apart, moved in run(bf16_against_eager, collectives, batch_nbytes):
         assert moved > 1e-2
         assert apart < 1e-5
 

@@ -139,8 +139,8 @@ def test_the_users_stream_need_not_be_the_default_one() -> None:
         assert parameters < 1e-10
 
 
-#: Two blocks of float64 travel together, all of them, none of them.
-@pytest.mark.parametrize("batch_nbytes", [2 * 8 * 3700, "16 MiB", 0])
+#: Two blocks of float64 travel together, three of bfloat16 that are not merged, all of them, none of them.
+@pytest.mark.parametrize("batch_nbytes", [2 * 8 * 3700, 3 * 2 * 3900, "16 MiB", 0])
 @pytest.mark.parametrize("precision", ["none", "bf16"])
 def test_units_that_travel_together_train_alike(batch_nbytes: int | str, precision: str) -> None:
     dtype = torch.float64 if precision == "none" else torch.float32

@@ -1,17 +1,23 @@
-"""Reductions of small units that follow each other, sent as one.
+"""Reductions of units that follow each other, sent together.
 
 [Note: buckets]
 A reduction of few bytes takes as long as one of several times as many, and so does the copy that brings few gradients
 together, on the device and on the host. So the gradients of small units wait, in the order in which backward brings
-them, until the bucket is full, until a large unit is reduced, or until backward ends. Then, on the stream that reduces,
-one copy brings all of them into their units' inputs, another one writes the inputs next to each other, rank by rank,
-and one communication reduces them. Its result is cut into the units' gradient shards. What waits for what follows from
-sizes and order alone, so that all ranks fill their buckets alike.
+them, until the bucket is full, until another kind of unit is reduced, or until backward ends. Then, on the stream that
+reduces, one copy brings all of them into their units' inputs, another one writes the inputs next to each other, rank by
+rank, and one communication reduces them. Its result is cut into the units' gradient shards.
+
+Units of medium size have enough bytes for a communication, and copying them twice would cost the device more than it
+saves. But whatever is launched costs the host, which small batches keep busier than the device. So they wait for each
+other as small ones do, and are then brought together by one copy and reduced by one launch of several communications.
+
+What waits for what follows from sizes and order alone, so that all ranks fill their buckets alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import enum
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain
 from typing import NamedTuple, Protocol
@@ -25,12 +31,15 @@ from .lanes import Lanes
 from .layout import round_up
 from .ranks import RankGrid
 
-#: The most bytes of a bucket. Longer reductions gain little from each other, and hold all of their memory while they
-#: wait; the last one of a backward has nothing left to run beside.
-BUCKET_NBYTES = 16 * 2**20
-#: A unit joins a bucket if at least so many inputs of its size fit. Larger ones gain less than they lose by waiting for
-#: each other.
+#: The most bytes that are merged. Longer reductions gain little from each other, and hold all of their memory while
+#: they wait; the last one of a backward has nothing left to run beside.
+MERGED_NBYTES = 16 * 2**20
+#: A unit is merged with others if at least so many inputs of its size fit. Larger ones gain less than the second copy
+#: costs.
 SHARE = 4
+#: The most bytes that go in one launch. A unit of more than half of them computes for longer than launching takes, and
+#: waiting would hold the gradients of two.
+GROUPED_NBYTES = 64 * 2**20
 #: Ranks up to which each rank's part of an input is copied by itself. One launch takes some 64 copies.
 _ROWS_TOGETHER = 8
 #: In elements. What optimizers and NCCL read in wide accesses begins at multiples of it.
@@ -61,13 +70,37 @@ class Copies(NamedTuple):
             buffer.release()
 
 
-class Mergeable(Protocol):
+class PendingReduction(NamedTuple):
+    """One unit's reduction, ready to be issued."""
+
+    input: torch.Tensor
+    """``[world_size * n]``. Without shards the mean replaces it, and it is ``result`` as well."""
+    result: torch.Tensor
+    """``[n]``, not written yet."""
+    copies: Copies
+    """What is still to be written into the input."""
+    taken_at: object
+    """Where the input was given memory."""
+
+
+class Way(enum.Enum):
+    """How a unit is reduced."""
+
+    ALONE = "alone"
+    """At once, by itself."""
+    GROUPED = "grouped"
+    """By a communication of its own, in one launch with its neighbours'."""
+    MERGED = "merged"
+    """By one communication with its neighbours."""
+
+
+class Reducible(Protocol):
     """What a bucket needs of a unit's gradients."""
 
     grid: RankGrid
 
     @property
-    def merges_with(self) -> object:
+    def goes_with(self) -> object:
         """What two units must agree in to be reduced together; None for a unit that never is."""
 
     @property
@@ -91,8 +124,11 @@ class Mergeable(Protocol):
     def new_result(self, numel: int) -> torch.Tensor:
         """Memory for ``numel`` reduced elements, from the current stream's pool."""
 
-    def send(self, places: Sequence[object], lanes: Lanes) -> None:
-        """Reduce its gradients, computed at ``places``, by themselves."""
+    def prepare(self, lanes: Lanes) -> PendingReduction:
+        """Its reduction, with what it takes in memory."""
+
+    def issue(self, reduction: PendingReduction) -> Work:
+        """Start what ``prepare`` returned, by itself."""
 
     def expect(self, result: torch.Tensor) -> None:
         """``result`` will hold the gradient shard."""
@@ -108,36 +144,42 @@ class Bucket:
     """The reductions that wait for each other.
 
     Args:
-        limit: bytes of a full bucket; 0 to send each reduction by itself.
+        limit: bytes that wait at most; 0 to send each reduction by itself.
     """
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._waiting: list[Mergeable] = []
+        #: Bytes up to which units that go that way are sent together.
+        self.room = {Way.ALONE: 0, Way.GROUPED: min(limit, GROUPED_NBYTES), Way.MERGED: min(limit, MERGED_NBYTES)}
+        self._waiting: list[Reducible] = []
         self._nbytes = 0
+        self._way = Way.ALONE
         # Where the gradients that wait were computed.
         self._places: list[object] = []
         # By the first of its members: backward brings units in the same order in each step.
-        self._merged: dict[Mergeable, _Merged] = {}
+        self._merged: dict[Reducible, _Merged] = {}
 
-    def holds(self, unit: Mergeable) -> bool:
-        """Whether the gradients of ``unit`` may wait for others."""
-        return unit.wire_nbytes * SHARE <= self.limit and unit.merges_with is not None
-
-    def reduce(self, unit: Mergeable, places: Sequence[object], lanes: Lanes) -> None:
-        """Reduce the gradients that ``unit`` has, computed at ``places``, now or with those that follow."""
-        if not self.holds(unit):
-            self.flush(lanes)
-            with lanes.between(places):
-                unit.send(places, lanes)
-            return
+    def way_of(self, unit: Reducible) -> Way:
+        """How ``unit`` is reduced."""
         nbytes = unit.wire_nbytes
-        if self._waiting and (self._nbytes + nbytes > self.limit or self._waiting[0].merges_with != unit.merges_with):
+        if unit.goes_with is None:
+            return Way.ALONE
+        if nbytes * SHARE <= self.room[Way.MERGED]:
+            return Way.MERGED
+        return Way.GROUPED if nbytes * 2 <= self.room[Way.GROUPED] else Way.ALONE
+
+    def reduce(self, unit: Reducible, places: Sequence[object], lanes: Lanes) -> None:
+        """Reduce the gradients that ``unit`` has, computed at ``places``, now or with those that follow."""
+        way, nbytes = self.way_of(unit), unit.wire_nbytes
+        room = self.room[way]
+        if self._waiting and (
+            way is not self._way or self._nbytes + nbytes > room or self._waiting[0].goes_with != unit.goes_with
+        ):
             self.flush(lanes)
+        self._way = way
         self._places += [place for place in places if place not in self._places]
         self._waiting.append(unit)
         self._nbytes += nbytes
-        if self._nbytes + nbytes > self.limit:
+        if self._nbytes + nbytes > room:
             # The next one is likely of the same size: do not wait for it.
             self.flush(lanes)
 
@@ -147,12 +189,12 @@ class Bucket:
         self._forget()
         if members:
             with lanes.between(places):
-                if len(members) == 1:
-                    members[0].send(places, lanes)
+                if self._way is Way.MERGED and len(members) > 1:
+                    self._send_merged(members, places, lanes)
                 else:
-                    self._send_together(members, places, lanes)
+                    _send(members, places, lanes)
 
-    def _send_together(self, members: tuple[Mergeable, ...], places: Sequence[object], lanes: Lanes) -> None:
+    def _send_merged(self, members: tuple[Reducible, ...], places: Sequence[object], lanes: Lanes) -> None:
         merged = self._merged.get(members[0])
         if merged is None or merged.members != members:
             merged = self._merged[members[0]] = _Merged(members)
@@ -175,7 +217,7 @@ class Bucket:
 class _Merged:
     """The inputs of several units as one, and where each has its place; made once for units that go together."""
 
-    def __init__(self, members: tuple[Mergeable, ...]) -> None:
+    def __init__(self, members: tuple[Reducible, ...]) -> None:
         self.members = members
         first = members[0]
         shard = first.grid.shard
@@ -214,14 +256,13 @@ class _Merged:
 
     def send(self, places: Sequence[object], lanes: Lanes) -> None:
         """Reduce what the members have, computed at ``places``."""
-        collected = [member.collect() for member in self.members]
-        copies = Copies(*(list(chain.from_iterable(kind)) for kind in zip(*collected, strict=True)))
+        copies = _together(member.collect() for member in self.members)
         # Those that a gradient was computed in.
         copies.spent.extend(each for each in self._inputs if each.attached)
         result = self.members[0].new_result(self._numel)
         for member, part, numel in zip(self.members, torch.split(result, self._columns), self._numels, strict=True):
             member.expect(part[:numel])
-        lanes.reduce(partial(self._start, result, copies), self._finish, partial(_retire, result, copies), places)
+        lanes.reduce(partial(self._start, result, copies), self._finish, partial(self._retire, result, copies), places)
 
     def _start(self, result: torch.Tensor, copies: Copies) -> Work:
         for member in self.members:
@@ -239,10 +280,44 @@ class _Merged:
 
     def _finish(self) -> None:
         self.release()
-        for member in self.members:
-            member.finish()
+        _finish(self.members)
+
+    def _retire(self, result: torch.Tensor, copies: Copies) -> None:
+        """Let go of both. ``result`` was the source of a cast, or of a copy to the host."""
+        copies.let_go()
 
 
-def _retire(result: torch.Tensor, copies: Copies) -> None:
-    """Let go of both, and of the gradients. ``result`` was the source of a cast, or of a copy to the host."""
-    copies.let_go()
+def _send(members: tuple[Reducible, ...], places: Sequence[object], lanes: Lanes) -> None:
+    """Reduce what ``members`` have, computed at ``places``, each by itself and all in one launch."""
+    pending = [member.prepare(lanes) for member in members]
+    lanes.reduce(
+        partial(_start, members, pending),
+        partial(_finish, members),
+        partial(_retire, pending),
+        (*[each.taken_at for each in pending], *places),
+    )
+
+
+def _start(members: tuple[Reducible, ...], pending: Sequence[PendingReduction]) -> Work:
+    for member in members:
+        member.starting()
+    # Here, on the stream that reduces: compute goes on meanwhile.
+    _together(each.copies for each in pending).run()
+    if len(members) == 1:
+        return members[0].issue(pending[0])
+    return members[0].grid.reduce_many([(each.result, each.input) for each in pending])
+
+
+def _finish(members: tuple[Reducible, ...]) -> None:
+    for member in members:
+        member.finish()
+
+
+def _retire(pending: Sequence[PendingReduction]) -> None:
+    """Let go of inputs, gradients, and results, which were sources of a cast or of a copy to the host."""
+    for each in pending:
+        each.copies.let_go()
+
+
+def _together(copies: Iterable[Copies]) -> Copies:
+    return Copies(*(list(chain.from_iterable(kind)) for kind in zip(*copies, strict=True)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,23 +57,39 @@ class RankGrid:
         """
         if self.shard is None:
             return COMPLETED if self.replicate is None else self.replicate.all_reduce(wire, op=ReduceOp.MEAN)
-        nbytes = self.shard.scratch_nbytes(BufferRole.REDUCE, wire.numel(), wire.dtype, result.dtype)
-        scratch = torch.empty(nbytes, dtype=torch.uint8, device=wire.device) if nbytes else None
+        scratch = self._scratch(self.shard, result, wire)
         work = self.shard.reduce_scatter(result, wire, op=ReduceOp.MEAN, scratch=scratch)
-        return work if self.replicate is None else _ThenAllReduce(work, self.replicate, result)
+        return work if self.replicate is None else _ThenAllReduce(work, self.replicate, [result])
+
+    def reduce_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
+        """``reduce(result, wire)`` of units that have shards, in one launch where the backend can."""
+        shard = self.shard
+        assert shard is not None
+        work = shard.reduce_scatter_many(
+            [(result, wire, self._scratch(shard, result, wire)) for result, wire in pairs], op=ReduceOp.MEAN
+        )
+        if self.replicate is None:
+            return work
+        return _ThenAllReduce(work, self.replicate, [result for result, _ in pairs])
+
+    @staticmethod
+    def _scratch(shard: Collectives, result: torch.Tensor, wire: torch.Tensor) -> torch.Tensor | None:
+        nbytes = shard.scratch_nbytes(BufferRole.REDUCE, wire.numel(), wire.dtype, result.dtype)
+        return torch.empty(nbytes, dtype=torch.uint8, device=wire.device) if nbytes else None
 
 
 class _ThenAllReduce:
-    """A reduction over shards, then over the replicas of each shard."""
+    """Reductions over shards, then over the replicas of each shard."""
 
-    def __init__(self, first: Work, replicate: Collectives, result: torch.Tensor) -> None:
+    def __init__(self, first: Work, replicate: Collectives, results: Sequence[torch.Tensor]) -> None:
         self._first = first
         self._replicate = replicate
-        self._result = result
+        self._results = results
         self._done = False
 
     def wait(self) -> None:
         if not self._done:
             self._first.wait()
-            self._replicate.all_reduce(self._result, op=ReduceOp.MEAN).wait()
+            for work in [self._replicate.all_reduce(result, op=ReduceOp.MEAN) for result in self._results]:
+                work.wait()
             self._done = True

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 import torch
 
 from ..errors import StateError
 from ..interfaces import BufferRole, Observer, OffloadManager, UnitDtypes, UnitSpec, Work
 from . import _torch_private
-from .bucket import Copies
+from .bucket import Copies, PendingReduction
 from .buffer import FlatBuffer, view_of
 from .lanes import REDUCTIONS_ALIVE, Lanes
 from .layout import FlatLayout
@@ -161,13 +160,13 @@ class Gradients:
         self._claimed.clear()
         return copies
 
-    def send(self, places: Sequence[object], lanes: Lanes) -> None:
-        """Reduce the gradients, computed at ``places``, by themselves. Called by buckets."""
+    def prepare(self, lanes: Lanes) -> PendingReduction:
+        """The reduction of what has arrived, with its memory. Called by buckets."""
         if self.grid.shard is None:
             # Reduced in place, and then what ``.grad`` views: not memory that comes and goes.
             whole = torch.empty(self._layout.padded_numel, dtype=self._dtypes.reduce, device=self.spec.device)
             self._wire = FlatBuffer(whole, self._layout, resizable=False)
-        if not self._claimed and self.grid.shard is not None:
+        elif not self._claimed:
             self._attach(self._take_wire(), lanes)
         wire = self.input
         copies = self.collect()
@@ -184,11 +183,14 @@ class Gradients:
             result = self.new_result(self.shard_numel)
             copies.spent.append(wire)
         self._results.append(result)
-        start = partial(self._start, wire.flat, copies)
-        lanes.reduce(start, self.finish, partial(_retire, result, copies), (self.taken_at, *places))
+        return PendingReduction(wire.flat, result, copies, self.taken_at)
+
+    def issue(self, reduction: PendingReduction) -> Work:
+        """Start what ``prepare`` returned. Called by buckets."""
+        return self.grid.reduce(reduction.result, reduction.input)
 
     @property
-    def merges_with(self) -> object:
+    def goes_with(self) -> object:
         """What the gradients of two units must agree in to be reduced together; None where they never are."""
         grid = self.grid
         return None if grid.shard is None else (grid.shard, grid.replicate, self._wire_dtype, self._dtypes.reduce)
@@ -308,15 +310,6 @@ class Gradients:
             zeroed += [view for view, gradient in zip(all_views, gradients, strict=True) if gradient is None]
         return Copies(zeroed, views, present, [])
 
-    def _start(self, wire: torch.Tensor, copies: Copies) -> Work:
-        self.starting()
-        # Here, on the stream that reduces: compute goes on meanwhile.
-        copies.run()
-        return self._issue(wire)
-
-    def _issue(self, wire: torch.Tensor) -> Work:
-        return self.grid.reduce(self._results[-1], wire)
-
     def _deliver(self) -> None:
         if not self._results:
             return
@@ -377,11 +370,6 @@ class Gradients:
             return [view_of(flat, each.shape, each.stride, each.offset) for each in self._recipients]
         parts = torch.split_with_sizes(flat, self._sizes)
         return [parts[index] for index in self._picks]
-
-
-def _retire(result: torch.Tensor, copies: Copies) -> None:
-    """Let go of both, and of the gradients. ``result`` was the source of a cast, or of a copy to the host."""
-    copies.let_go()
 
 
 def _present(

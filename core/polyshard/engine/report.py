@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .bucket import Bucket
+from .bucket import Bucket, Way
 from .lanes import REDUCTIONS_ALIVE
 from .reduction import Gradients
 from .root import Root
@@ -83,8 +83,16 @@ def _prefetched_nbytes(released: Sequence[int], root: Root) -> int:
 
 def _reduced_nbytes(gradients: Sequence[Gradients], bucket: Bucket) -> int:
     """Of the two largest inputs, whether they are one unit's or a bucket's."""
-    merged = sum(each.wire_nbytes for each in gradients if bucket.holds(each))
-    inputs = [each.wire_nbytes for each in gradients if not bucket.holds(each)]
-    inputs += [min(merged, bucket.limit), min(max(0, merged - bucket.limit), bucket.limit)]
+    inputs: list[int] = []
+    nbytes = dict.fromkeys(Way, 0)
+    for each in gradients:
+        way = bucket.way_of(each)
+        nbytes[way] += each.wire_nbytes
+        if way is Way.ALONE:
+            inputs.append(each.wire_nbytes)
+    for way in (Way.GROUPED, Way.MERGED):
+        total, room = nbytes[way], bucket.room[way]
+        inputs += [min(total, room), min(max(0, total - room), room)]
     # Both go back to the pool of the stream that reduces before the next bucket's come from there.
-    return sum(sorted(inputs, reverse=True)[:REDUCTIONS_ALIVE]) + 2 * min(merged, bucket.limit)
+    copied = 2 * min(nbytes[Way.MERGED], bucket.room[Way.MERGED])
+    return sum(sorted(inputs, reverse=True)[:REDUCTIONS_ALIVE]) + copied

@@ -10,7 +10,7 @@ from ..errors import UnshardedUseError
 from ..events import Events
 from ..interfaces import Collectives, OffloadManager, PrecisionCaster
 from . import _torch_private
-from .bucket import BUCKET_NBYTES, Bucket
+from .bucket import Bucket
 from .budget import Budget
 from .lanes import Lanes
 from .outputs import refuse_escape
@@ -34,7 +34,7 @@ class Root(Step):
         *,
         check_ranks: bool,
     ) -> None:
-        super().__init__(collectives, lanes, Bucket(min(schedule.batch_nbytes, BUCKET_NBYTES)), check_ranks=check_ranks)
+        super().__init__(collectives, lanes, Bucket(schedule.batch_nbytes), check_ranks=check_ranks)
         self.stages = tuple(stages)
         #: Every unit, in module order, whichever stage it goes to later.
         self.units = tuple(unit for stage in self.stages for unit in stage.units)

@@ -200,6 +200,16 @@ class Collectives(ABC):
         may be overwritten. ``scratch``: uint8, of at least ``scratch_nbytes(...)`` bytes, or None.
         """
 
+    def reduce_scatter_many(
+        self, triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], *, op: ReduceOp
+    ) -> Work:
+        """Do ``reduce_scatter(out, full, op=op, scratch=scratch)`` for each of ``triples``; one ``Work`` for all.
+
+        The engine reduces neighbouring units of medium size by it. A backend overrides it for the same reason as
+        ``all_gather_many``. ``triples`` are the same on every rank, in number, sizes and order.
+        """
+        return _Together([self.reduce_scatter(out, full, op=op, scratch=scratch) for out, full, scratch in triples])
+
     def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
         """Bytes of scratch that ``reduce_scatter`` wants for a ``full`` of ``numel`` elements; 0 for none."""
         return 0

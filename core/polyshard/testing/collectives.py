@@ -74,6 +74,15 @@ class CollectivesSuite:
                     self.run_ranks(world_size, check)
 
     @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN])
+    def test_many_reductions_at_once(self, world_size: int, op: ReduceOp) -> None:
+        capabilities = self._capabilities(world_size)
+        if op not in capabilities.reduce_ops:
+            return
+        for wire in capabilities.dtypes & {torch.float32, torch.bfloat16}:
+            for wide in {wire, torch.float32} if capabilities.widening else {wire}:
+                self.run_ranks(world_size, partial(checks.check_reduce_scatter_many, wire=wire, wide=wide, op=op))
+
+    @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN])
     def test_widening_accumulates_in_the_output_dtype(self, world_size: int, op: ReduceOp) -> None:
         capabilities = self._capabilities(world_size)
         if not capabilities.widening:

@@ -164,6 +164,29 @@ def check_widening(collectives: Collectives, wire: torch.dtype, wide: torch.dtyp
         assert_near(out, torch.full((n,), expected, dtype=torch.float64, device=device), f"{wire} into {wide}")
 
 
+def check_reduce_scatter_many(collectives: Collectives, wire: torch.dtype, wide: torch.dtype, op: ReduceOp) -> None:
+    """Several reductions at once, of several sizes, do what each of them would by itself."""
+    world_size, rank, device = collectives.world_size, collectives.rank, collectives.device
+    for chosen in (SIZES[:1], SIZES):
+        triples = []
+        for number, n in enumerate(chosen):
+            full = buffer(collectives, world_size * n, wire, BufferRole.REDUCE)
+            full.copy_(values(rank + number, world_size * n, wire, device))
+            nbytes = collectives.scratch_nbytes(BufferRole.REDUCE, world_size * n, wire, wide)
+            scratch = torch.empty(nbytes, dtype=torch.uint8, device=device) if number % 2 else None
+            triples.append((torch.zeros(n, dtype=wide, device=device), full, scratch))
+        work = collectives.reduce_scatter_many(triples, op=op)
+        for _ in range(2):
+            work.wait()
+            for number, n in enumerate(chosen):
+                sent = [
+                    values(sender(collectives, r) + number, world_size * n, wire, device) for r in range(world_size)
+                ]
+                own = [whole[rank * n : (rank + 1) * n] for whole in sent]
+                what = f"reduction {number} of {len(chosen)}: {op.name} of {n} {wire} a rank into {wide}"
+                assert_near(triples[number][0], reduced(own, op), what)
+
+
 def check_all_reduce(collectives: Collectives, dtype: torch.dtype, op: ReduceOp, postscale: float) -> None:
     """In place, any shape, the same on every rank."""
     world_size, rank, device = collectives.world_size, collectives.rank, collectives.device
