@@ -29,7 +29,7 @@ def test_defaults_shard_everything_without_extra_units() -> None:
     config = ShardConfig()
     assert (config.collectives, config.precision, config.offload, config.policy) == ("auto", "none", "none", "never")
     assert config.strategy is Strategy.FULL_SHARD
-    assert (config.forward_prefetch, config.backward_prefetch, config.batch_nbytes) == (1, 1, 64 * 2**20)
+    assert (config.forward_prefetch, config.backward_prefetch, config.batch_nbytes) == (1, 1, 128 * 2**20)
     assert config.listeners == ()
     assert config.timeout_s == 600.0
 
