@@ -16,6 +16,7 @@ share of the operations' own time alone. ``--check`` compares the backends' gath
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import math
 import statistics
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from clocks import DeviceClock, Gemm, HostClock
 from measure import output_of, spread, undisturbed
 from polyshard.engine.layout import PARAMETER_ALIGNMENT_BYTES, FlatLayout, plan_layout
 from polyshard.interfaces import BufferRole, Collectives, PluginContext, ReduceOp
@@ -41,8 +43,10 @@ from ranks import Ranks
 
 _MIB = 2**20
 _ITEMSIZE = torch.bfloat16.itemsize
-#: Seconds that a rank may stay away.
-_TIMEOUT = timedelta(seconds=60)
+#: Seconds that a rank may stay away. One group takes some 20.
+_TIMEOUT = timedelta(seconds=90)
+#: Seconds after which a group's ranks say where they hang, before the others give them up.
+_HANG_S = 75
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,97 +116,6 @@ class Variant:
     def release(self) -> None:
         """Let go of the memory."""
         self._run = None
-
-
-class Gemm:
-    """A matrix product that keeps the device busy."""
-
-    def __init__(self, shape: tuple[int, int, int], device: torch.device) -> None:
-        rows, inner, columns = shape
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self._left = torch.randn(rows, inner, device=device, dtype=dtype)
-        self._right = torch.randn(inner, columns, device=device, dtype=dtype)
-        self._out = torch.empty(rows, columns, device=device, dtype=dtype)
-
-    def run(self, count: int) -> None:
-        """Issue ``count`` products on the current stream."""
-        for _ in range(count):
-            torch.mm(self._left, self._right, out=self._out)
-
-
-class DeviceClock:
-    """Times on CUDA, by events on the streams themselves. Seconds."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._compute = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # As the engine's: a collective that waits behind compute kernels would not overlap with them.
-        self._communication = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-
-    def alone(self, variant: Variant, repeats: int) -> float:
-        """One operation."""
-        with torch.cuda.stream(self._communication):
-            variant.run()
-            begin = self._mark()
-            for _ in range(repeats):
-                variant.run()
-            end = self._mark()
-        torch.cuda.synchronize(self._device)
-        return float(begin.elapsed_time(end)) / 1e3 / repeats
-
-    def products(self, gemm: Gemm, count: int) -> float:
-        """``count`` products."""
-        with torch.cuda.stream(self._compute):
-            gemm.run(2)
-            begin = self._mark()
-            gemm.run(count)
-            end = self._mark()
-        torch.cuda.synchronize(self._device)
-        return float(begin.elapsed_time(end)) / 1e3
-
-    def together(self, variant: Variant, repeats: int, gemm: Gemm, count: int) -> tuple[float, float]:
-        """One operation, and ``count`` products, at once."""
-        with torch.cuda.stream(self._compute):
-            gemm.run(2)
-            first = self._mark()
-            gemm.run(count)
-            last = self._mark()
-        with torch.cuda.stream(self._communication):
-            self._communication.wait_event(first)
-            variant.run()
-            begin = self._mark()
-            for _ in range(repeats):
-                variant.run()
-            end = self._mark()
-        torch.cuda.synchronize(self._device)
-        return float(begin.elapsed_time(end)) / 1e3 / repeats, float(first.elapsed_time(last)) / 1e3
-
-    def _mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-
-class HostClock:
-    """The same on the CPU, one after the other: shows that everything runs, and no more."""
-
-    def alone(self, variant: Variant, repeats: int) -> float:
-        """One operation."""
-        variant.run()
-        begin = time.perf_counter()
-        for _ in range(repeats):
-            variant.run()
-        return (time.perf_counter() - begin) / repeats
-
-    def products(self, gemm: Gemm, count: int) -> float:
-        """``count`` products."""
-        begin = time.perf_counter()
-        gemm.run(count)
-        return time.perf_counter() - begin
-
-    def together(self, variant: Variant, repeats: int, gemm: Gemm, count: int) -> tuple[float, float]:
-        """One operation, then ``count`` products."""
-        return self.alone(variant, repeats), self.products(gemm, count)
 
 
 def block_shapes(nbytes: int) -> list[tuple[int, ...]]:
@@ -425,6 +338,7 @@ def run(ranks: Ranks, whole: Collectives, settings: Settings, *, check: bool) ->
     begin = time.monotonic()
     for world_size in settings.worlds:
         lists = [list(range(world_size)), list(range(world_size, ranks.world_size))]
+        faulthandler.dump_traceback_later(_HANG_S, exit=True)
         part = whole.partition([members for members in lists if members])
         error = ""
         if ranks.rank < world_size:
@@ -442,6 +356,7 @@ def run(ranks: Ranks, whole: Collectives, settings: Settings, *, check: bool) ->
             messages = dict.fromkeys(str(warning.message) for warning in said)
             problems += [f"{world_size} ranks: {text}" for text in messages if text.startswith("collectives ")]
         error = ranks.meet(error)
+        faulthandler.cancel_dump_traceback_later()
         if error:
             problems.append(error)
             break
