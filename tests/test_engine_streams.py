@@ -148,14 +148,25 @@ def test_gradients_of_several_streams_share_a_bucket(device: PretendedDevice, li
     assert reductions == 3 * (3 if limit == 4 * 1024 else 1)
 
 
+@pytest.mark.parametrize("held_nbytes", [1024, 0])
+def test_gradients_of_several_streams_are_reduced_by_one_launch(
+    device: PretendedDevice, monkeypatch: pytest.MonkeyPatch, held_nbytes: int
+) -> None:
+    monkeypatch.setattr(reduction, "_HELD_NBYTES", held_nbytes)
+    model, collectives = sharded(device, factors(device, 9), batch_nbytes=2 * 1024)
+    train(device, model, TURNS)
+    assert list(collectives.reduction_batches) == 3 * [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("limit", [0, 2 * 1024])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 @pytest.mark.parametrize(("first", "second"), [("main", "side"), ("side", "main")])
-def test_two_streams_use_one_unit(device: PretendedDevice, strategy: str, first: str, second: str) -> None:
+def test_two_streams_use_one_unit(device: PretendedDevice, strategy: str, first: str, second: str, limit: int) -> None:
     calls = on(first, 3, 4, 0) + on(second, 0) + on(first, 1) + on(second, 1, 2, 0)
-    train(device, sharded(device, factors(device, 5), strategy=strategy)[0], calls)
+    train(device, sharded(device, factors(device, 5), strategy=strategy, batch_nbytes=limit)[0], calls)
 
 
-@pytest.mark.parametrize("limit", [0, 4 * 1024])
+@pytest.mark.parametrize("limit", [0, 2 * 1024, 4 * 1024])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 def test_gradients_are_copied_behind_the_stream_that_computed_them(
     device: PretendedDevice, strategy: str, limit: int
@@ -182,17 +193,22 @@ def test_large_gradients_give_their_memory_back_before_they_are_reduced(
     train(device, model, [(index, "main", "side") for index in range(9)])
 
 
-@pytest.mark.parametrize("limit", [0, 1024])
+#: By themselves, by launches of two, and merged.
+@pytest.mark.parametrize(("limit", "launches"), [(0, []), (128, [2, 2, 2, 2]), (1024, [])])
 def test_weight_gradients_of_two_streams_go_into_one_input(
-    device: PretendedDevice, monkeypatch: pytest.MonkeyPatch, limit: int
+    device: PretendedDevice, monkeypatch: pytest.MonkeyPatch, limit: int, launches: list[int]
 ) -> None:
     monkeypatch.setattr(weight_gradients, "DIRECT_NUMEL", 1)
-    model, _ = sharded(device, [TwoLinears(device) for _ in range(9)], batch_nbytes=limit)
+    model, collectives = sharded(device, [TwoLinears(device) for _ in range(9)], batch_nbytes=limit)
     train(device, model, on("main", *range(9)))
+    assert list(collectives.reduction_batches) == 3 * launches
 
 
-def test_gradients_that_wait_for_a_later_backward_may_come_from_other_streams(device: PretendedDevice) -> None:
-    model, _ = sharded(device, factors(device, 4))
+@pytest.mark.parametrize("limit", [0, 2 * 1024])
+def test_gradients_that_wait_for_a_later_backward_may_come_from_other_streams(
+    device: PretendedDevice, limit: int
+) -> None:
+    model, _ = sharded(device, factors(device, 4), batch_nbytes=limit)
     train(device, model, on("side", 0, 1, 2, 3), on("main", 0, 1, 2, 3), on("side", 0, 1) + on("main", 2, 3))
 
 

@@ -79,8 +79,6 @@ class PendingReduction(NamedTuple):
     """``[n]``, not written yet."""
     copies: Copies
     """What is still to be written into the input."""
-    taken_at: object
-    """Where the input was given memory."""
 
 
 class Way(enum.Enum):
@@ -290,12 +288,8 @@ class _Merged:
 def _send(members: tuple[Reducible, ...], places: Sequence[object], lanes: Lanes) -> None:
     """Reduce what ``members`` have, computed at ``places``, each by itself and all in one launch."""
     pending = [member.prepare(lanes) for member in members]
-    lanes.reduce(
-        partial(_start, members, pending),
-        partial(_finish, members),
-        partial(_retire, pending),
-        (*[each.taken_at for each in pending], *places),
-    )
+    # Inputs were given memory here, or where the first gradient in them was computed.
+    lanes.reduce(partial(_start, members, pending), partial(_finish, members), partial(_retire, pending), places)
 
 
 def _start(members: tuple[Reducible, ...], pending: Sequence[PendingReduction]) -> Work:

@@ -183,7 +183,7 @@ class Gradients:
             result = self.new_result(self.shard_numel)
             copies.spent.append(wire)
         self._results.append(result)
-        return PendingReduction(wire.flat, result, copies, self.taken_at)
+        return PendingReduction(wire.flat, result, copies)
 
     def issue(self, reduction: PendingReduction) -> Work:
         """Start what ``prepare`` returned. Called by buckets."""
