@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from .layout import FlatLayout, Piece, product
 
 _address_of = torch.Tensor.data_ptr
 _is_trained = attrgetter("requires_grad")
+_dtype_of = attrgetter("dtype")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +106,11 @@ class Originals(MasterViews):
         self._whole = whole
         self._rank = rank
         self.tensors = [parameter.original for parameter in parameters]
-        modules = {module: None for parameter in parameters for module, _ in parameter.sites}
-        self._holders: list[dict[str, Any]] = [module._parameters for module in modules]
+        # Where modules hold the originals: which dict, under which name, and which one.
+        sites = [(module._parameters, key, each.original) for each in parameters for module, key in each.sites]
+        self._holders: list[dict[str, Any]] = [holder for holder, _, _ in sites]
+        self._keys = [key for _, key, _ in sites]
+        self._held = [original for _, _, original in sites]
         self.expose()
 
     @property
@@ -137,8 +141,8 @@ class Originals(MasterViews):
         self._addresses = list(map(_address_of, self.tensors))
         # An empty tensor has no address: on a rank without a part, only its dtype shows that it was replaced.
         self._empty = [original for original in self.tensors if not original.numel()]
+        self._empty_dtypes = [self._master.dtype] * len(self._empty)
         self._trained = list(map(_is_trained, self.tensors))
-        self._held = [list(map(id, holder.values())) for holder in self._holders]
 
     def _shard_of(self, index: int) -> torch.Tensor:
         slot = self._layout.slots[index]
@@ -196,10 +200,10 @@ class Originals(MasterViews):
     def _moved(self) -> bool:
         if list(map(_address_of, self.tensors)) != self._addresses:
             return True
-        return any(original.dtype != self._master.dtype for original in self._empty)
+        return list(map(_dtype_of, self._empty)) != self._empty_dtypes
 
     def _replaced(self) -> bool:
-        return [list(map(id, holder.values())) for holder in self._holders] != self._held
+        return not all(map(is_, map(dict.get, self._holders, self._keys), self._held))
 
     def _write_back(self, index: int, parameter: ManagedParameter) -> None:
         original = parameter.original
