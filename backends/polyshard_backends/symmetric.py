@@ -33,6 +33,10 @@ class SymmetricCollectives(NcclCollectives):
     Where ranks are on several hosts, devices cannot access each other, torch has no symmetric memory (before 2.10) or
     would set up multicast, every gather is NCCL's, on all ranks alike, with a warning from the first one.
 
+    torch numbers a process's meetings over such memory through all groups (``StoreExchange`` in its headers, 2.13). So
+    the ranks of a group must have met equally often before: groups side by side do, a group of some ranks and one of
+    all do not, and the larger one's ranks then wait for each other until the process group's timeout.
+
     Ranks must gather and release units in one order, as those do that run the same program: what is copied is what lies
     at the same place of another rank's memory. A rank that never arrives is found by the device, which fails after the
     context's timeout; the error is CUDA's.
