@@ -26,7 +26,7 @@ from parity import (
     units_of,
 )
 from polyshard.engine.schedule import batch_ends
-from polyshard.interfaces import Observer, PluginContext, UnitSpec
+from polyshard.interfaces import Observer, PluginContext, UnitSpec, Work
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
@@ -184,13 +184,13 @@ def watched(rank: int, world: ThreadedWorld, blocks: int, **settings: Any) -> tu
 FORWARD = """
     unshard root, unsharded root, forward root, unshard 0,
     unsharded 0, forward 0, unshard 1, unshard 2, reshard 0,
-    unsharded 1, unsharded 2, forward 1, reshard 1, forward 2, unshard 3, unshard 4, reshard 2,
+    unsharded 1, unsharded 2, forward 1, unshard 3, unshard 4, reshard 1, forward 2, reshard 2,
     unsharded 3, unsharded 4, forward 3, reshard 3, forward 4, reshard 4
 """
 BACKWARD = """
     backward root, unshard 4,
     unsharded 4, backward 4, unshard 3, unshard 2, reshard 4,
-    unsharded 3, unsharded 2, backward 3, reshard 3, reduce 4, reduce 3, backward 2, unshard 1, unshard 0, reshard 2,
+    unsharded 3, unsharded 2, backward 3, unshard 1, unshard 0, reshard 3, reduce 4, reduce 3, backward 2, reshard 2,
     unsharded 1, unsharded 0, backward 1, reshard 1, reduce 2, reduce 1, backward 0, reshard 0,
     reshard root, reduce 0, reduce root
 """
@@ -200,7 +200,7 @@ def listed(text: str) -> list[str]:
     return [event.strip() for event in text.split(",")]
 
 
-def test_a_batch_is_issued_with_its_first_unit_and_arrives_as_one() -> None:
+def test_a_batch_is_issued_when_the_one_before_is_entered_and_arrives_as_one() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> None:
         model, log = watched(rank, world, 5, batch_nbytes=pairs(2))
         square_step(model, 0, rank)
@@ -225,8 +225,8 @@ def test_no_more_is_gathered_at_once_than_the_report_says(ahead: int, together: 
         estimate = polyshard.report(model).gathered_nbytes
         assert log.peak <= estimate
         assert log.gathered == set()
-        # The estimate is not idle: with eight blocks in one batch, it says at most two blocks too many.
-        assert together < 8 or estimate - log.peak <= 2 * log.nbytes["blocks.0"]
+        # The estimate is not idle: with eight blocks in one batch, it says at most three blocks too many.
+        assert together < 8 or estimate - log.peak <= 3 * log.nbytes["blocks.0"]
 
     on_ranks(2, on_rank)
 
@@ -409,3 +409,47 @@ def test_units_of_a_batch_are_cast_on_their_way() -> None:
         return len(seen)
 
     assert on_ranks(3, on_rank) == [18] * 3
+
+
+class SlowLink(FakeCollectives):
+    """Gathers that take time on a clock of their own, one after the other. ``now`` is where the program stands."""
+
+    now = free = 0.0
+    #: What one takes, where a block computes for 1.
+    each = 0.5
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
+        super().all_gather(out, shard).wait()
+        self.free = max(self.now, self.free) + self.each
+        return Arrival(self, self.free)
+
+
+class Arrival:
+    def __init__(self, link: SlowLink, at: float) -> None:
+        self.link, self.at = link, at
+
+    def wait(self) -> None:
+        self.link.now = max(self.link.now, self.at)
+
+
+@pytest.mark.parametrize("together", [1, 2, 5, 16])
+def test_compute_waits_for_no_batch_that_takes_half_as_long_as_its_units_compute(together: int) -> None:
+    link = SlowLink(PluginContext("fake", torch.device("cpu")), 0, 4)
+
+    def compute(*_: Any) -> None:
+        link.now += 1
+
+    model = seeded(lambda: Net(24))
+    for block in model.get_submodule("blocks").children():
+        block.register_forward_hook(compute)
+        block.register_full_backward_hook(compute)
+    polyshard.shard(model, polyshard.ShardConfig(collectives=link, batch_nbytes=pairs(together), **BLOCKS))
+    for turn in range(3):
+        begin = link.now = link.free
+        loss = model(draw(4, 3)).square().mean()
+        between = link.now
+        loss.backward()
+        # The root's gather and the first block's are waited for. In backward, only a block's: the root is there.
+        if turn:
+            assert between - begin == 24 + 2 * link.each
+            assert link.now - between == 24 + link.each

@@ -77,8 +77,9 @@ def _prefetched_nbytes(released: Sequence[int], root: Root) -> int:
     single = sum(released[: 1 + ahead])
     if not ahead:
         return single
-    # The last stage ahead may be the first of a batch.
-    return min(sum(released), max(single, sum(released[:ahead]) + root.schedule.batch_nbytes))
+    # The last stage ahead may be the first of a batch, and the stage that computes the first of the batch before it.
+    batch = root.schedule.batch_nbytes
+    return min(sum(released), max(single, sum(released[:ahead]) + batch, 2 * batch))
 
 
 def _reduced_nbytes(gradients: Sequence[Gradients], bucket: Bucket) -> int:

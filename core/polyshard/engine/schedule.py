@@ -6,8 +6,9 @@ runs the same program prefetches alike.
 [Note: batches]
 Small stages that follow each other are gathered together, since a gather of few bytes takes as long as one of several
 times as many. The recorded order is divided into batches once, by the stages' sizes alone, and whoever asks for a stage
-gets the rest of its batch with it. So a batch is issued when the first of its stages is, all ranks divide alike, and
-nothing is asked for between one batch and the next.
+gets the rest of its batch with it. So a batch is issued when the first of its stages is, and all ranks divide alike. It
+is asked for as soon as the batch before it is entered, not with that one's last stage: it then has as much compute to
+travel beside as it has bytes, where links are slow.
 
 Compute waits for the whole of a batch before it enters its first stage. At the start there is little compute beside
 which a large one could travel, so batches begin with one stage, and each may have twice as many as the one before, up
@@ -69,8 +70,10 @@ class _Order(Generic[S]):
         self._ends = [1, *(1 + end for end in batch_ends(sizes, batch_nbytes))]
 
     def behind(self, position: int, ahead: int) -> list[list[S]]:
-        """The ``ahead`` stages behind ``position``, and what is gathered with them, batch by batch."""
-        last = min(position + ahead, len(self.stages) - 1)
+        """The ``ahead`` stages behind ``position``, at least one of the next batch, and what is gathered with them."""
+        if not ahead:
+            return []
+        last = min(max(position + ahead, self._ends[position]), len(self.stages) - 1)
         batches = []
         position += 1
         while position <= last:
