@@ -43,7 +43,7 @@ from .buffer import FlatBuffer
 
 _HERE: AbstractContextManager[Any] = nullcontext()
 
-#: Reductions whose input buffers may be alive at once: one travels while another is filled.
+#: Reductions, or launches of several, whose inputs may be alive at once: one travels while another is filled.
 REDUCTIONS_ALIVE = 2
 
 
