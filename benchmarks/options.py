@@ -71,7 +71,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--deterministic",
         action="store_true",
-        help="no operation whose result differs between two runs, where there is another; slower",
+        help="no operation whose result differs between two runs: another in its place, or an error; slower",
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--commit", help="recorded instead of what git says")

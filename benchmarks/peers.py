@@ -408,7 +408,8 @@ def main() -> int:
     if given.deterministic:
         # Read when cuBLAS is first used.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        # Not ``warn_only``: that leaves the backward of fused attention as it is, whose sums depend on timing.
+        torch.use_deterministic_algorithms(True)
         # A guard against reading memory that nothing wrote; it writes every new tensor once more.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     ranks = Ranks(given.device, timedelta(seconds=2 * settings.hang_timeout_s))
