@@ -6,10 +6,12 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
+from unittest import mock
 
 import polyshard
 import pytest
 import torch
+from polyshard.engine import weight_gradients
 from polyshard.engine.root import Root
 from processes import KeptRanks
 from torch import nn
@@ -128,6 +130,23 @@ def test_training_equals_the_unsharded_model(strategy: str, offload: str) -> Non
 @pytest.mark.parametrize("kind", [{"recurrent": True}, {"recomputes": True}])
 def test_recurrent_and_recomputed_models_train_alike(kind: dict[str, bool]) -> None:
     for loss, _, parameters, gathered in run(train, torch.float64, kind, {}, False):
+        assert loss < 1e-12
+        assert parameters < 1e-10
+        assert gathered == 0
+
+
+def train_recorded(rank: int) -> list[float]:
+    torch.cuda.memory._record_memory_history(device=torch.device("cuda", rank))
+    try:
+        # Every linear layer is an autograd function of ours, the one that ends a recomputation, too.
+        with mock.patch.object(weight_gradients, "DIRECT_NUMEL", 1):
+            return train(rank, torch.float64, {"recomputes": True}, {}, False)
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def test_recomputed_models_train_while_the_allocator_records_its_history() -> None:
+    for loss, _, parameters, gathered in run(train_recorded):
         assert loss < 1e-12
         assert parameters < 1e-10
         assert gathered == 0

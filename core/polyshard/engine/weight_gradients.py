@@ -27,7 +27,7 @@ Claim = Callable[[], torch.Tensor | None]
 
 
 class DirectLinear(torch.autograd.Function):
-    """``functional.linear`` whose weight gradient is written where ``claim`` says.
+    """``functional.linear`` whose weight gradient is written where ``direct.claim`` says.
 
     Autograd keeps the tensor that backward returns as the leaf's ``.grad`` when nothing else holds it, so the gradient
     is produced in its place and neither copied nor held twice.
@@ -35,15 +35,17 @@ class DirectLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, claim: Claim, unfilled: bool
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, direct: _Direct, unfilled: bool
     ) -> torch.Tensor:
         """``x``: ``[*, in]``; ``weight``: ``[out, in]``; ``bias``: ``[out]`` or None; returns ``[*, out]``.
 
         ``unfilled``: the output is memory without values.
         """
         ctx.save_for_backward(x, weight)
-        ctx.claim = claim
-        return x.new_empty((*x.shape[:-1], weight.shape[0])) if unfilled else functional.linear(x, weight, bias)
+        ctx.claim = direct.claim
+        output = x.new_empty((*x.shape[:-1], weight.shape[0])) if unfilled else functional.linear(x, weight, bias)
+        direct.output = output
+        return output
 
     @staticmethod
     def backward(
@@ -82,13 +84,17 @@ def write_directly(unit: Unit) -> None:
 class _Direct:
     """What the direct forward of one linear layer needs to know."""
 
-    __slots__ = ("claim", "ends_recomputation")
+    __slots__ = ("claim", "ends_recomputation", "output")
 
     def __init__(self, claim: Claim) -> None:
         self.claim = claim
         # A checkpoint ends its recomputation at the last tensor that was saved, by an exception. torch's own product
         # saves its inputs before it computes, ours after: what ends here would be computed in vain.
         self.ends_recomputation = False
+        # That exception is raised as autograd saves, and lets go of the output on its way. While the CUDA allocator
+        # records its history with Python stacks, memory that is freed under an exception loses it (pytorch#179536, seen
+        # in torch 2.11): so the output is held until the exception has been caught.
+        self.output: torch.Tensor | None = None
 
 
 def _forward(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
@@ -108,11 +114,13 @@ def _forward(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     unfilled = recomputes and direct.ends_recomputation
     try:
         output: torch.Tensor = DirectLinear.apply(  # type: ignore[no-untyped-call]
-            input, weight, bias, direct.claim, unfilled
+            input, weight, bias, direct, unfilled
         )
     except BaseException:
         direct.ends_recomputation |= recomputes
         raise
+    finally:
+        direct.output = None
     if unfilled:
         direct.ends_recomputation = False
         with torch.no_grad():
