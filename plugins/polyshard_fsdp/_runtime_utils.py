@@ -58,14 +58,14 @@ def _register_pre_backward_hooks(
     """``outputs``, each of which starts the instance's backward before a gradient goes through it."""
     hook = state._stage.gradient_hook()
     for tensor in iter_hidden_tensors(outputs):
-        if tensor.requires_grad:
+        if tensor.grad_fn is not None:
             _torch_private.on_gradient(tensor, hook)
-    found = [tensor for tensor in iter_tensors(outputs) if tensor.requires_grad]
+    found = [tensor for tensor in iter_tensors(outputs) if tensor.grad_fn is not None]
     if any(tensor._is_view() for tensor in found):
         # An in-place change of a view rewrites its history, and a hook on it would be lost: hang it on what is none.
         found = list(pass_through(_nothing, found))
         passed = iter(found)
-        outputs = map_tensors(lambda tensor: next(passed) if tensor.requires_grad else tensor, outputs)
+        outputs = map_tensors(lambda tensor: next(passed) if tensor.grad_fn is not None else tensor, outputs)
     for tensor in found:
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
     return outputs

@@ -99,7 +99,7 @@ class FSDPStage(Stage):
         return pending
 
     def _watch_output(self, output: Any) -> tuple[Any, bool]:
-        watched = any(tensor.requires_grad for tensor in (*iter_tensors(output), *iter_hidden_tensors(output)))
+        watched = any(tensor.grad_fn is not None for tensor in (*iter_tensors(output), *iter_hidden_tensors(output)))
         if watched:
             instance = self.instance
             output = _runtime_utils._register_pre_backward_hooks(instance, self.module, output, instance._handle)
@@ -113,7 +113,7 @@ class FSDPStage(Stage):
         assert stage is None or isinstance(stage, FSDPStage)
         return stage
 
-    def pre_backward(self, *_: Any) -> None:
+    def pre_backward(self) -> None:
         if not self.in_backward:
             self._mark(HandleTrainingState.BACKWARD_PRE)
         super().pre_backward()

@@ -196,6 +196,9 @@ class Bucket:
         merged = self._merged.get(members[0])
         if merged is None or merged.members != members:
             merged = self._merged[members[0]] = _Merged(members)
+        if merged.travels:
+            # A backward came through these units twice: their memory serves one reduction at a time.
+            lanes.make_room(0)
         for member in members:
             member.make_room(lanes)
         merged.send(places, lanes)
@@ -247,6 +250,11 @@ class _Merged:
         for each in bare:
             each.release()
         self.release()
+
+    @property
+    def travels(self) -> bool:
+        """Whether a reduction is reading the memory."""
+        return self._storage.nbytes() > 0
 
     def release(self) -> None:
         """Take the memory away, wherever it came from."""

@@ -20,16 +20,17 @@ Hook = Callable[..., None]
 def watch_output(output: Any, hook: Hook) -> tuple[Any, bool]:
     """``output``, with ``hook`` called before a backward goes through any tensor in it; and whether it can.
 
-    Tensors are found in containers, and in the attributes of objects that are none.
+    Tensors are found in containers, and in the attributes of objects that are none. Through a leaf no backward goes on,
+    and a hook on it would outlive the step.
     """
     if isinstance(output, torch.Tensor):
-        if not output.requires_grad:
+        if not _has_graph(output):
             return output, False
         if not output._is_view():
             _torch_private.on_gradient(output, hook)
             return output, True
-    hidden = [tensor for tensor in iter_hidden_tensors(output) if tensor.requires_grad]
-    found = [tensor for tensor in iter_tensors(output) if tensor.requires_grad]
+    hidden = [tensor for tensor in iter_hidden_tensors(output) if _has_graph(tensor)]
+    found = [tensor for tensor in iter_tensors(output) if _has_graph(tensor)]
     for tensor in hidden:
         _torch_private.on_gradient(tensor, hook)
     if not any(tensor._is_view() for tensor in found):
@@ -39,7 +40,7 @@ def watch_output(output: Any, hook: Hook) -> tuple[Any, bool]:
     # An in-place change of a view rewrites its history and would drop a hook on it, and backward would then read
     # released memory. The boundary's output is no view.
     passed = iter(pass_through(hook, found))
-    return map_tensors(lambda tensor: next(passed) if tensor.requires_grad else tensor, output), True
+    return map_tensors(lambda tensor: next(passed) if _has_graph(tensor) else tensor, output), True
 
 
 class SideOutputs:

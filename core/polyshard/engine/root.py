@@ -12,6 +12,7 @@ from ..interfaces import Collectives, OffloadManager, PrecisionCaster
 from . import _torch_private
 from .bucket import Bucket
 from .budget import Budget
+from .itinerary import Act, Itinerary, Mark, Walk
 from .lanes import Lanes
 from .outputs import refuse_escape
 from .phase import Phase
@@ -44,6 +45,10 @@ class Root(Step):
         self.budget: Budget | None = None
         #: Whether ``unsharded_parameters`` shows whole parameters now.
         self.unsharded = False
+        self._walk: Walk[Stage] = Walk()
+        # The last itinerary of each inner stage that was called by itself, with gradients on, since the last backward.
+        self._apart: dict[object, Itinerary[Stage]] = {}
+        self._followed = False
         for stage in self.stages:
             stage.root = self
             stage.schedule = schedule
@@ -73,6 +78,7 @@ class Root(Step):
             unit.expire()
         self.phase = Phase.FORWARD
         self.active = outermost
+        self.itinerary = Itinerary(outermost)
         for unit in self.units:
             unit.hide()
         self.lanes.begin_forward()
@@ -89,6 +95,8 @@ class Root(Step):
         except UnshardedUseError:
             self.abandon()
             raise
+        if self.active is not self.stages[0]:
+            self._keep_apart(self.itinerary)
         self.active = None
         self.phase = Phase.IDLE
         self.schedule.end_forward()
@@ -120,8 +128,72 @@ class Root(Step):
             )
             _torch_private.queue_after_backward(self.end_backward)
 
+    def arrive(self, itinerary: Itinerary[Stage], mark: Mark[Stage]) -> bool:
+        """Do what comes before ``mark``, so that every rank does it here, whichever outputs this one used.
+
+        A forward that was called before the one that the backward leaves behind is next, and those of inner stages in
+        between, whose outputs nobody used on this rank.
+        """
+        walk = self._walk
+        if not walk.follows(itinerary):
+            self._follow(walk.rest())
+            for between in self._behind(itinerary):
+                self._go_through(between)
+            walk.begin(itinerary)
+            itinerary.walked = True
+        before = walk.until(itinerary, mark)
+        if before is None:
+            return False
+        if before:
+            self._follow(before)
+        if mark.act is Act.FINISH:
+            mark.stage.owes = self.accumulates
+        return True
+
+    def _behind(self, itinerary: Itinerary[Stage]) -> list[Itinerary[Stage]]:
+        """What was called apart after ``itinerary``, from the last one on, and was not followed yet."""
+        found: list[Itinerary[Stage]] = []
+        if self.accumulates and itinerary in self._apart.values():
+            for other in reversed(self._apart.values()):
+                if other is itinerary:
+                    break
+                if not other.walked:
+                    found.append(other)
+        return found
+
+    def _go_through(self, itinerary: Itinerary[Stage]) -> None:
+        itinerary.walked = True
+        self._walk.begin(itinerary)
+        self._follow(self._walk.rest())
+
+    def _follow(self, marks: Sequence[Mark[Stage]]) -> None:
+        """Take part in what other ranks may do at ``marks``, where this one's backward went past."""
+        for mark in marks:
+            stage = mark.stage
+            if mark.act is Act.FINISH:
+                stage.owes = self.accumulates
+                if self.accumulates or stage.in_backward:
+                    stage.catch_up()
+            elif self.accumulates:
+                stage.pass_by()
+
+    def _keep_apart(self, itinerary: Itinerary[Stage]) -> None:
+        if itinerary:
+            if self._followed:
+                self._apart.clear()
+                self._followed = False
+            # Behind those that came before.
+            self._apart.pop(itinerary.outermost, None)
+            self._apart[itinerary.outermost] = itinerary
+
     def end_backward(self) -> None:
         """All gradients of this backward have been accumulated."""
+        self._follow(self._walk.rest())
+        if self.accumulates:
+            for itinerary in [each for each in reversed(self._apart.values()) if not each.walked]:
+                self._go_through(itinerary)
+            self._followed = True
+        self._walk.end()
         # In one order on all ranks, whichever of them got gradients.
         for stage in reversed(self.stages):
             if stage.late():
@@ -157,6 +229,7 @@ class Root(Step):
         self.active = None
         self.phase = Phase.IDLE
         self.schedule.end_backward()
+        self._walk.end()
         for unit in self.units:
             unit.gradients.forget()
         self.lanes.drain()

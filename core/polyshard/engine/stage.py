@@ -15,6 +15,7 @@ from ..errors import StateError, UnshardedUseError
 from ..interfaces import InputCast, OutputCast
 from . import _torch_private
 from .boundary import pass_through
+from .itinerary import Act, Itinerary, Mark
 from .outputs import SideOutputs, refuse_escape, watch_output
 from .ranks import RankGrid
 from .schedule import Schedule
@@ -23,8 +24,8 @@ from .tensors import iter_tensors, map_tensors
 from .unit import Unit, UnitState, unshard_together
 
 
-class _Call:
-    """One forward of a stage, alive as long as its graph."""
+class _Recomputation:
+    """One forward of a stage inside a backward, on no itinerary; alive as long as its graph."""
 
     __slots__ = ("__weakref__",)
 
@@ -75,15 +76,21 @@ class Stage:
         self.signature = signature
         self._own(units)
         self._entered = 0
-        # Forwards whose backward is still to come. Weak: a graph that the user dropped takes its call along.
-        self._outstanding: WeakSet[_Call] = WeakSet()
+        #: What a backward does where a forward left the stage, and where it first entered it.
+        self.exit: Mark[Stage] = Mark(self, Act.GATHER)
+        self.entry: Mark[Stage] = Mark(self, Act.FINISH)
+        # That of the forward that it was entered in last, and whether that was the first time in it.
+        self._itinerary: Itinerary[Stage] | None = None
+        self._enters_first = True
+        # Recomputations whose backward is still to come. Weak: a graph that was dropped takes its own along.
+        self._outstanding: WeakSet[_Recomputation] = WeakSet()
         self._outer_error: BaseException | None = None
         self._backward_mode = True
         self._reached = False
         self._side_outputs: SideOutputs | None = None
         self.awaits_backward = False
         self.in_backward = False
-        #: Entered with gradients on: other ranks may have gradients for it, so that this one must reduce with them.
+        #: Other ranks may have gradients for it where this one has none, so that it must reduce with them.
         self.owes = False
         if host is not None:
             for unit in self.units:
@@ -138,14 +145,21 @@ class Stage:
             ahead = [] if self._gave_back else self._order.enter(self)
         else:
             ahead = []
+        if torch.is_grad_enabled():
+            self._enter_on(None if recomputes else root.itinerary)
         _show_whole(self.units, self._ruled_by.training, recomputes=recomputes)
         _unshard_ahead(ahead)
         if self.input_cast is not None and not self._in_full_precision:
             args, kwargs = self.input_cast(args, kwargs)
         if self._managed and torch.is_grad_enabled() and not (recomputes and self.awaits_backward):
-            self.owes = True
             args, kwargs = self._watch_inputs(args, kwargs)
         return args, kwargs
+
+    def _enter_on(self, itinerary: Itinerary[Stage] | None) -> None:
+        self._enters_first = itinerary is None or itinerary is not self._itinerary
+        self._itinerary = itinerary
+        if itinerary is not None and not self._gave_back:
+            itinerary.add(self.entry)
 
     def _post_forward(self, module: nn.Module, output: Any) -> Any:
         root = self.root
@@ -181,24 +195,26 @@ class Stage:
                     self._refuse_escape(unit, output, outermost)
                     unit.reshard()
         self.awaits_backward |= watched
-        if (watched or self.owes) and self.reads_in_backward and not self._gave_back:
-            self._order.leave(self)
+        self._leave()
         if outermost:
             root.end_forward(output)
         return output
+
+    def _leave(self) -> None:
+        if self._gave_back or self._unmanaged or not torch.is_grad_enabled():
+            return
+        assert self.root is not None
+        self.root.itinerary.add(self.exit)
+        if self.reads_in_backward:
+            self._order.leave(self)
 
     def unshard(self) -> None:
         """Issue the gathers of all units."""
         for unit in self.units:
             unit.unshard()
 
-    def pre_backward(self, *_: Any) -> None:
-        """Make the parameters whole again, before the first of the module's nodes runs."""
-        if self.in_backward:
-            for unit in self.units:
-                # This output may have been computed on another stream than the first.
-                unit.wait()
-            return
+    def come_back(self, itinerary: Itinerary[Stage] | None, *_: Any) -> None:
+        """A gradient reached an output of the forward that was on ``itinerary``; None for a recomputation's."""
         root = self.root
         assert root is not None
         if torch.is_grad_enabled():
@@ -206,10 +222,23 @@ class Stage:
                 f"FSDP does not support gradients of gradients: backward(create_graph=True) reached "
                 f"'{self.name or '(root)'}' on rank {self._rank}. Differentiate twice outside of sharded modules."
             )
+        root.enter_backward()
+        if itinerary is None:
+            # On no way that other ranks would know of: they must recompute, too.
+            self.owes = True
+        else:
+            root.arrive(itinerary, self.exit)
+        self.pre_backward()
+
+    def pre_backward(self) -> None:
+        """Make the parameters whole again, before the first of the module's nodes runs."""
+        if self.in_backward:
+            for unit in self.units:
+                # This output may have been computed on another stream than the first.
+                unit.wait()
+            return
         self.in_backward = True
         self._reached = True
-        root.enter_backward()
-        self.owes = True
         for unit in self.units:
             unit.refuse_changes()
             if self.reads_in_backward:
@@ -223,11 +252,27 @@ class Stage:
                 observer.compute(unit.spec, True)
         self._prefetch(self._order.enter_backward(self))
 
+    def pass_by(self) -> None:
+        """Gather with the other ranks, whose backward may come by here where this one's went past."""
+        if self.in_backward:
+            return
+        if self.reads_in_backward:
+            self.unshard()
+        self._prefetch(self._order.enter_backward(self))
+
     def _prefetch(self, batches: Sequence[Sequence[Stage]]) -> None:
         _unshard_ahead(batches)
 
-    def post_backward(self, call: _Call) -> None:
-        """The gradients of one call's inputs are there; after the last call, reduce."""
+    def post_backward(self, itinerary: Itinerary[Stage]) -> None:
+        """The gradients of the inputs of its first forward on ``itinerary`` are there, and so are all others."""
+        if not self.in_backward:
+            self._refuse_back_door()
+        root = self.root
+        assert root is not None
+        if root.arrive(itinerary, self.entry) or self.in_backward:
+            self.finish()
+
+    def _post_recomputation(self, call: _Recomputation) -> None:
         if not self.in_backward:
             self._refuse_back_door()
         self._outstanding.discard(call)
@@ -241,7 +286,7 @@ class Stage:
         self._outstanding.clear()
         self.in_backward = False
         self.awaits_backward = False
-        owes, self.owes = self.owes, self.owes and not root.accumulates
+        owes, self.owes = self.owes, False
         for unit in self.units:
             if unit.resident:
                 continue
@@ -269,13 +314,9 @@ class Stage:
                 unit.gradients.keep(gradients, root.lanes)
 
     def catch_up(self) -> None:
-        """Finish at the end of a backward, whether or not it came by."""
-        if not self.in_backward:
-            if not self._reached and any(unit.pending for unit in self.units):
-                self._refuse_back_door()
-            if self.reads_in_backward:
-                # The other ranks may have gathered for a gradient that only they have.
-                self.unshard()
+        """Finish where a backward went past, or has ended."""
+        if not (self.in_backward or self._reached) and any(unit.pending for unit in self.units):
+            self._refuse_back_door()
         self.finish()
 
     @property
@@ -289,10 +330,10 @@ class Stage:
         return self._entered > 0
 
     def late(self) -> bool:
-        """Whether gradients arrived after ``finish``, or ``post_backward`` was not reached."""
+        """Whether gradients arrived after ``finish``, or nothing finished it."""
         root = self.root
         assert root is not None
-        if self.in_backward or (self.owes and root.accumulates):
+        if self.in_backward:
             return True
         if root.synchronises and root.accumulates and any(unit.gradients.unreduced for unit in self.units):
             return True
@@ -316,7 +357,6 @@ class Stage:
         moved, self.units, self._gave_back = self.units, (), True
         if moved:
             host._own((*host.units, *moved))
-            host.owes |= torch.is_grad_enabled()
             _show_whole(moved, host.module.training, recomputes=False)
         else:
             # In backward, where autograd kept a stand-in.
@@ -347,6 +387,7 @@ class Stage:
         self._reached = False
         self.in_backward = False
         self.awaits_backward = False
+        self.owes = False
         for unit in self.units:
             unit.reshard()
 
@@ -370,10 +411,10 @@ class Stage:
         if self.host is not None and self._gave_back:
             return self.host._gradient_hook()
         if not self._full_precision_in_eval:
-            return self.pre_backward
-        return partial(self._pre_backward_as, self._ruled_by.training)
+            return partial(self.come_back, self._itinerary)
+        return partial(self._come_back_as, self._ruled_by.training, self._itinerary)
 
-    def _pre_backward_as(self, training: bool, *_: Any) -> None:
+    def _come_back_as(self, training: bool, itinerary: Itinerary[Stage] | None, *_: Any) -> None:
         # Autograd saved views of the buffer that this forward computed with; the mode may have changed since.
         if self.in_backward and training is not self._backward_mode:
             raise StateError(
@@ -383,7 +424,7 @@ class Stage:
         self._backward_mode = training
         for unit in self.units:
             unit.choose_buffer(training)
-        self.pre_backward()
+        self.come_back(itinerary)
 
     @property
     def _order(self) -> Schedule[Stage]:
@@ -412,6 +453,8 @@ class Stage:
         assert root is not None
         # Nothing was entered where the error came from beginning the forward.
         self._entered = max(0, self._entered - 1)
+        # Other ranks may have come through. A module around this one may go on without it.
+        self._leave()
         if root.active is self and self._entered == 0:
             root.abandon()
         elif self._entered == 0:
@@ -419,21 +462,27 @@ class Stage:
                 unit.reshard()
 
     def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not self._enters_first:
+            # Further forwards have had their gradients when the first one's inputs get theirs.
+            return args, kwargs
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) and args[0].requires_grad:
-            call = _Call()
-            self._outstanding.add(call)
-            return pass_through(partial(self.post_backward, call), list(args)), kwargs
+            return pass_through(self._boundary_hook(), list(args)), kwargs
         found = [tensor for tensor in iter_tensors((args, kwargs)) if tensor.requires_grad]
         if not found:
             # The end of the backward takes over: an integer input, or the first unit of the model.
             return args, kwargs
-        call = _Call()
-        self._outstanding.add(call)
-        passed = iter(pass_through(partial(self.post_backward, call), found))
+        passed = iter(pass_through(self._boundary_hook(), found))
         replace: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: (  # noqa: E731
             next(passed) if tensor.requires_grad else tensor
         )
         return map_tensors(replace, args), map_tensors(replace, kwargs)
+
+    def _boundary_hook(self) -> Callable[[], None]:
+        if self._itinerary is not None:
+            return partial(self.post_backward, self._itinerary)
+        call = _Recomputation()
+        self._outstanding.add(call)
+        return partial(self._post_recomputation, call)
 
     def _watch_output(self, output: Any) -> tuple[Any, bool]:
         hook = self._gradient_hook()

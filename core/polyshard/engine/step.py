@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
 from ..interfaces import Collectives
 from .audit import Audit
 from .bucket import Bucket
+from .itinerary import Itinerary, Mark
 from .lanes import Lanes
 from .phase import Phase
 
@@ -25,6 +27,8 @@ class Step(ABC):
         self.phase = Phase.IDLE
         #: The outermost stage, while its forward runs.
         self.active: object | None = None
+        #: Which stages that forward, or the last one, entered and left with gradients on.
+        self.itinerary: Itinerary[Any] = Itinerary(None)
         #: False under ``no_sync``.
         self.synchronises = True
         #: Whether the backward that runs adds to gradients: ``autograd.grad`` does not.
@@ -53,6 +57,10 @@ class Step(ABC):
     @abstractmethod
     def enter_backward(self) -> None:
         """A gradient reached one of the outputs."""
+
+    @abstractmethod
+    def arrive(self, itinerary: Itinerary[Any], mark: Mark[Any]) -> bool:
+        """A backward came to ``mark`` of ``itinerary``: do what comes before it; whether it was not done itself yet."""
 
     @abstractmethod
     def abandon(self) -> None:
