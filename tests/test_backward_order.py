@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import polyshard
 import pytest
 import torch
-from parity import Block, Net, assert_parity, draw, seeded, units_of
+from parity import (
+    Block,
+    Net,
+    adam,
+    assert_parity,
+    draw,
+    on_ranks,
+    seeded,
+    sharded_copy,
+    train_reference,
+)
+from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
-BLOCKS: dict[str, Any] = {"policy": units_of(Block)}
+BLOCKS: dict[str, Any] = {"policy": {"name": "lambda", "fn": lambda module: isinstance(module, Block)}}
 #: Each collective by itself; one unit ahead; the defaults.
 SCHEDULES: list[dict[str, Any]] = [
     {"batch_nbytes": 0, "forward_prefetch": 0, "backward_prefetch": 0},
@@ -81,3 +93,95 @@ def test_blocks_called_without_the_root_of_which_one_rank_drops_one(schedule: di
         return [x.grad]
 
     assert_parity(seeded(Dropping), step, world_size=2, settings={**BLOCKS, **schedule})
+
+
+class Gated(Block):
+    """A unit that is used without one of its parameters at times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor, gates: bool = True) -> torch.Tensor:
+        return super().forward(x) * self.gate if gates else super().forward(x)
+
+
+class Parts(nn.Module):
+    """A unit and a parameter that are used or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 5)
+        self.spare = Gated()
+        self.used = Gated()
+
+    def forward(self, x: torch.Tensor, uses: bool) -> torch.Tensor:
+        x = self.first(x)
+        y = self.spare(x)
+        return self.used(y if uses else x, gates=uses)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("users", [(), (1,), (0, 2), (0, 1, 2)])
+def test_an_optimizer_leaves_alone_what_no_rank_used(users: tuple[int, ...], strategy: str, world_size: int) -> None:
+    """AdamW decays a weight whose gradient is zero, and not one that has none; units and single parameters alike."""
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        # In the first turn everybody uses everything: later ones find averages, and gradients that were taken away.
+        loss = model(draw(4, 3, turn=turn, rank=rank), turn in (0, 3) or rank in users).square().mean()
+        loss.backward()
+        return [loss.detach()]
+
+    settings = {**BLOCKS, "strategy": strategy, "precision": "mixed" if world_size == 1 else "none"}
+    assert_parity(seeded(Parts), step, world_size, turns=5, optimizer=adam, settings=settings)
+
+
+@pytest.mark.parametrize("users", [(), (1,)])
+def test_what_no_microbatch_used_has_no_gradient_after_no_sync(users: tuple[int, ...]) -> None:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        losses = []
+        for part in range(3):
+            uses = turn == 0 or (rank in users and part == 0)
+            loss = model(draw(4, 3, turn=3 * turn + part, rank=rank), uses).square().mean()
+            if part < 2 and hasattr(model, "_polyshard_stage"):
+                with polyshard.no_sync(model):
+                    loss.backward()
+            else:
+                loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    assert_parity(seeded(Parts), step, world_size=2, optimizer=adam, settings=BLOCKS)
+
+
+def test_the_optimizer_of_flat_parameters_leaves_a_unit_alone_that_no_rank_used() -> None:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        loss = model(draw(4, 3, turn=turn, rank=rank), turn == 0).square().mean()
+        loss.backward()
+        return [loss.detach()]
+
+    model = seeded(Parts)
+    # Of units that are used as a whole or not at all, for a flat parameter is decayed as one.
+    del model.get_submodule("used").gate
+    model.get_submodule("used").register_buffer("gate", torch.ones(5, dtype=torch.float64))
+
+    def flat(each: nn.Module) -> torch.optim.Optimizer:
+        if hasattr(each, "_polyshard_stage"):
+            return torch.optim.AdamW(polyshard.flat_parameters(each), lr=1e-2)
+        return adam(each)
+
+    reference = train_reference(model, step, 2, optimizer=adam)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        mine = sharded_copy(model, rank, world, **BLOCKS)
+        optimizer = flat(mine)
+        for turn in range(3):
+            step(mine, turn, rank)
+            optimizer.step()
+            optimizer.zero_grad()
+        with polyshard.unsharded(mine):
+            return {name: each.detach().clone() for name, each in mine.named_parameters()}
+
+    for parameters in on_ranks(2, on_rank):
+        torch.testing.assert_close(parameters, reference.parameters, rtol=1e-12, atol=1e-12)

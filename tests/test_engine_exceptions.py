@@ -8,7 +8,20 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Block, Net, adam, assert_parity, draw, on_ranks, root_of, seeded, sharded_copy, square_step, units_of
+from parity import (
+    Block,
+    Net,
+    adam,
+    assert_parity,
+    draw,
+    on_ranks,
+    root_of,
+    seeded,
+    sharded_copy,
+    square_step,
+    units_of,
+    whole_of,
+)
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
@@ -20,15 +33,18 @@ class PlannedError(Exception):
 
 
 class RaisesInBackward(torch.autograd.Function):
-    """The identity, but for its backward."""
+    """The identity, but for its backward while ``module`` says so."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, module: Fragile) -> torch.Tensor:
+        ctx.module = module
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise PlannedError("in backward")
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.module.raises == "backward":
+            raise PlannedError("in backward")
+        return gradient, None
 
 
 class Fragile(Block):
@@ -43,7 +59,7 @@ class Fragile(Block):
         if self.raises == "middle":
             raise PlannedError("in the middle")
         if self.raises == "backward":
-            y = RaisesInBackward.apply(y)
+            y = RaisesInBackward.apply(y, self)
         z = x + self.down(torch.tanh(y))
         if self.raises == "end":
             raise PlannedError("at the end")
@@ -236,6 +252,33 @@ def test_a_backward_that_raised_on_a_graph_that_is_walked_again() -> None:
     plain = seeded(FragileNet)
     for rank, values in enumerate(on_ranks(2, on_rank)):
         torch.testing.assert_close(values, square_step(plain, 0, rank), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("index", [0, 1, 3])
+def test_a_backward_after_one_that_raised_has_all_gradients(index: int, strategy: str) -> None:
+    """No forward comes in between, which would clean up."""
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        mine = sharded_copy(seeded(FragileNet), rank, world, **FRAGILE, strategy=strategy)
+        mine.blocks[index].raises = "backward"
+        first, second = (mine(draw(4, 3, turn=turn, rank=rank)).square().mean() for turn in range(2))
+        with pytest.raises(PlannedError):
+            second.backward(retain_graph=True)
+        mine.blocks[index].raises = None
+        for loss in (first, second):
+            loss.backward()
+        assert root_of(mine).gathered == ()
+        return {name: each.grad for name, each in mine.named_parameters() if each.grad is not None}
+
+    ranks = on_ranks(2, on_rank)
+    plain = seeded(FragileNet)
+    for rank in range(2):
+        for turn in range(2):
+            (plain(draw(4, 3, turn=turn, rank=rank)).square().mean() / 2).backward()
+    for name, parameter in plain.named_parameters():
+        whole = whole_of(parameter, [rank.get(name, torch.zeros(0, dtype=torch.float64)) for rank in ranks])
+        torch.testing.assert_close(whole, parameter.grad, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("fails_in", ["forward", "backward"])

@@ -67,6 +67,9 @@ class FSDPRoot(Root):
                 assert isinstance(unit, FlatUnit)
                 unit.flat_gradients.show_unreduced()
 
+    def _presence_of_gradients(self) -> None:
+        """A parameter that was not used in a unit that was has a gradient of zeros in FSDP; of units, see ``_idle``."""
+
     def abandon(self) -> None:
         super().abandon()
         self._idle.clear()

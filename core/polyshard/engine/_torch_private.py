@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -35,12 +36,18 @@ def will_accumulate(leaf: torch.Tensor) -> bool:
     return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node))
 
 
-def queue_after_backward(callback: Callable[[], None]) -> None:
+def queue_after_backward(callback: Callable[[], None]) -> Callable[[], bool]:
     """Run ``callback`` when the current backward has ended, on the thread that called it.
+
+    Returns a function that tells whether it may still run: autograd lets go of it when the backward has ended, and also
+    when that raises, in which case nothing is called.
 
     No public hook fires once per backward after all gradients have been accumulated.
     """
-    Variable._execution_engine.queue_callback(callback)
+    once = partial(callback)
+    alive = weakref.ref(once)
+    Variable._execution_engine.queue_callback(once)
+    return lambda: alive() is not None
 
 
 def in_transform() -> bool:

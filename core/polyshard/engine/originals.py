@@ -42,6 +42,8 @@ class Recipient:
     """First element within this rank's shard."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    index: int | None = None
+    """Which parameter of the layout it is; None where it is all of them."""
 
     @property
     def numel(self) -> int:
@@ -120,9 +122,9 @@ class Originals(MasterViews):
         for index, piece in self._pieces.items():
             if self._whole:
                 slot = self._layout.slots[index]
-                found.append(Recipient(self.tensors[index], slot.offset, slot.shape, slot.stride))
+                found.append(Recipient(self.tensors[index], slot.offset, slot.shape, slot.stride, index))
             else:
-                found.append(Recipient(self.tensors[index], piece.shard_offset, (piece.numel,), (1,)))
+                found.append(Recipient(self.tensors[index], piece.shard_offset, (piece.numel,), (1,), index))
         return found
 
     @property

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import repeat
+from operator import is_
 
 import torch
 
@@ -53,6 +55,15 @@ class Gradients:
         self._wire: FlatBuffer | None = None
         self._unreduced: FlatBuffer | None = None
         self._has_unreduced = False
+        # Which parameters had no gradient in any of them.
+        self._unreduced_missed: frozenset[int] = frozenset()
+        #: Which parameters had no gradient on this rank in the backward that runs.
+        self.missed: frozenset[int] = frozenset()
+        #: Which of them have their ``.grad`` here, and had none before.
+        self.bare: frozenset[int] = frozenset()
+        #: Which had a gradient on no rank, when that was asked last.
+        self.unused: frozenset[int] = frozenset()
+        self._reduced_once = False
         #: Waiting in a bucket.
         self._arrived: list[torch.Tensor | None] | None = None
         self._claimed: set[int] = set()
@@ -73,6 +84,7 @@ class Gradients:
         self._flat, self._views = None, []
         self._recipients = tuple(recipients)
         self._owners = [recipient.parameter for recipient in recipients]
+        self._owner_of = {recipient.index: recipient.parameter for recipient in recipients}
         self._sizes: list[int] = []
         self._picks: list[int] = []
         cursor = 0
@@ -111,6 +123,8 @@ class Gradients:
             self._add_unreduced(self._unreduced, gradients)
 
     def _add_unreduced(self, buffer: FlatBuffer, gradients: list[torch.Tensor | None]) -> None:
+        missed = _missing(gradients)
+        self._unreduced_missed = self._unreduced_missed & missed if self._has_unreduced else missed
         if self._has_unreduced:
             views, present = _present(buffer.views, gradients)
             if present:
@@ -129,12 +143,45 @@ class Gradients:
             # A unit used twice in one backward.
             step.bucket.flush(step.lanes)
         self._arrived = gradients
+        self._note_missed(gradients)
         if step.audit is not None:
             step.audit.agree(self.grid.world, self.spec.name or "(root)", "reduce", self._take_wire().flat)
         self.computed_at((step.lanes.here(),))
         places = tuple(self._places)
         self._places.clear()
         step.bucket.reduce(self, places, step.lanes)
+
+    def _note_missed(self, gradients: list[torch.Tensor | None]) -> None:
+        missed = _missing(gradients)
+        if missed and self._has_unreduced:
+            missed &= self._unreduced_missed
+        if self._reduced_once:
+            self.missed &= missed
+            self.bare &= missed
+            return
+        self._reduced_once = True
+        self.missed = missed
+        if missed:
+            self.bare = frozenset(index for index in missed if self._is_bare(index))
+
+    def _is_bare(self, index: int) -> bool:
+        owner = self._owner_of.get(None if None in self._owner_of else index)
+        return owner is not None and owner.requires_grad and owner.grad is None
+
+    def _forget_missed(self) -> None:
+        self.missed = self.bare = frozenset()
+        self._reduced_once = False
+
+    def drop(self, indices: frozenset[int]) -> None:
+        """Take ``.grad`` away from parameters for which no rank had a gradient."""
+        if None in self._owner_of:
+            # One for all of them, which are here together or not at all.
+            if len(indices) == len(self._layout.slots):
+                self._owner_of[None].grad = None
+        else:
+            for index in indices:
+                self._owner_of[index].grad = None
+        self.let_go()
 
     def make_room(self, lanes: Lanes) -> None:
         """Retire earlier reductions, so that one more may be issued. Called by buckets."""
@@ -254,6 +301,7 @@ class Gradients:
     def discard(self) -> None:
         """Release what a backward that failed left behind."""
         self._arrived = None
+        self._forget_missed()
         self._claimed.clear()
         self._places.clear()
         if self._wire is not None:
@@ -274,9 +322,12 @@ class Gradients:
         """Let reductions in flight end without a result."""
         self._results.clear()
 
-    def run_post_accumulate_hooks(self) -> None:
+    def end_backward(self) -> None:
         """Run the hooks that the user put on the originals: there, autograd accumulates nothing that would."""
+        self._forget_missed()
         for owner in self._owners:
+            if owner.grad is None:
+                continue
             for hook in _torch_private.post_accumulate_grad_hooks(owner):
                 hook(owner)
 
@@ -370,6 +421,13 @@ class Gradients:
             return [view_of(flat, each.shape, each.stride, each.offset) for each in self._recipients]
         parts = torch.split_with_sizes(flat, self._sizes)
         return [parts[index] for index in self._picks]
+
+
+def _missing(gradients: list[torch.Tensor | None]) -> frozenset[int]:
+    # Nearly always none is missing, which is found out at C speed.
+    if any(map(is_, gradients, repeat(None))):
+        return frozenset(index for index, gradient in enumerate(gradients) if gradient is None)
+    return frozenset()
 
 
 def _present(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
@@ -16,6 +16,7 @@ from .itinerary import Act, Itinerary, Mark, Walk
 from .lanes import Lanes
 from .outputs import refuse_escape
 from .phase import Phase
+from .presence import Presence
 from .schedule import Schedule
 from .stage import Stage
 from .step import Step
@@ -45,6 +46,9 @@ class Root(Step):
         self.budget: Budget | None = None
         #: Whether ``unsharded_parameters`` shows whole parameters now.
         self.unsharded = False
+        self._presence: Presence | None = None
+        # Whether the backward that was entered last may still end.
+        self._goes_on: Callable[[], bool] = bool
         self._walk: Walk[Stage] = Walk()
         # The last itinerary of each inner stage that was called by itself, with gradients on, since the last backward.
         self._apart: dict[object, Itinerary[Stage]] = {}
@@ -117,16 +121,19 @@ class Root(Step):
 
     def enter_backward(self) -> None:
         """A gradient reached one of the outputs."""
-        if self.phase is not Phase.BACKWARD:
-            self.phase = Phase.BACKWARD
-            self.accumulates = any(
-                leaf.requires_grad and _torch_private.will_accumulate(leaf)
-                for stage in reversed(self.stages)
-                if stage.awaits_backward
-                for unit in stage.units
-                for leaf in unit.leaves
-            )
-            _torch_private.queue_after_backward(self.end_backward)
+        if self.phase is Phase.BACKWARD:
+            if self._goes_on():
+                return
+            # One before this one raised.
+            self.abandon()
+        self.phase = Phase.BACKWARD
+        self.accumulates = any(
+            leaf.requires_grad and _torch_private.will_accumulate(leaf)
+            for stage in reversed(self.stages)
+            for unit in stage.units
+            for leaf in unit.leaves
+        )
+        self._goes_on = _torch_private.queue_after_backward(self.end_backward)
 
     def arrive(self, itinerary: Itinerary[Stage], mark: Mark[Stage]) -> bool:
         """Do what comes before ``mark``, so that every rank does it here, whichever outputs this one used.
@@ -140,7 +147,7 @@ class Root(Step):
             for between in self._behind(itinerary):
                 self._go_through(between)
             walk.begin(itinerary)
-            itinerary.walked = True
+            itinerary.walked |= self.accumulates
         before = walk.until(itinerary, mark)
         if before is None:
             return False
@@ -199,13 +206,18 @@ class Root(Step):
             if stage.late():
                 stage.catch_up()
         self.bucket.flush(self.lanes)
+        presence = self._presence_of_gradients()
+        if presence is not None:
+            presence.exchange(self.lanes)
         self.lanes.drain()
         for offload in self._parking:
             offload.sync_for_step()
+        if presence is not None:
+            presence.settle()
         for unit in self.units:
             if unit.reduced:
                 unit.reduced = False
-                unit.gradients.run_post_accumulate_hooks()
+                unit.gradients.end_backward()
         for stage in self.stages:
             if not stage.entered:
                 stage.reset()
@@ -223,6 +235,14 @@ class Root(Step):
         self.audit = None
         if self.events.active:
             self.events.step_end(self.stages[0].module)
+
+    def _presence_of_gradients(self) -> Presence | None:
+        """What tells parameters that no rank used from those whose gradient is zero; None where nothing is reduced."""
+        if not (self.synchronises and self.accumulates):
+            return None
+        if self._presence is None:
+            self._presence = Presence(self.units, self.collectives)
+        return self._presence
 
     def abandon(self) -> None:
         """Give up an unfinished forward or backward: release everything, drop its gradients."""
