@@ -91,14 +91,13 @@ class FlatGradients(Gradients):
 
     def reduced_shard(self) -> torch.Tensor | None:
         """This rank's reduced gradient (``[shard_numel]``), zero where a parameter has none; None where none has."""
+        if self._reduced_before is None and (whole := self.delivered) is not None:
+            return whole
         shown = {parameter: parameter.grad for parameter in self._owners}
         shown.update(self._reduced_before or ())
         gradients = [shown[owner] for owner in self._owners]
         if all(gradient is None for gradient in gradients):
             return None
-        held = zip(gradients, self._views, strict=False)
-        if self._flat is not None and self._views and all(gradient is view for gradient, view in held):
-            return self._flat
         shard = torch.zeros(self._layout.shard_numel, dtype=self._dtypes.grad, device=self._unit.master.device)
         for recipient, gradient in zip(self._recipients, gradients, strict=True):
             if gradient is not None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import repeat
-from operator import is_
+from operator import attrgetter, is_
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from ..errors import StateError
 from ..interfaces import BufferRole, Observer, OffloadManager, UnitDtypes, UnitSpec, Work
 from . import _torch_private
 from .bucket import Copies, PendingReduction
-from .buffer import FlatBuffer, view_of
+from .buffer import FlatBuffer
 from .lanes import REDUCTIONS_ALIVE, Lanes
 from .layout import FlatLayout
 from .originals import Recipient
@@ -23,6 +24,9 @@ from .step import Step
 #: More bytes of gradients are copied where they were computed, and give their memory back at once, as do those of units
 #: that are not sharded, of which any number may be on their way. Fewer are held until they were reduced.
 _HELD_NBYTES = 64 * 2**20
+
+_gradient_of = attrgetter("grad")
+_is_trained = attrgetter("requires_grad")
 
 
 class Gradients:
@@ -73,15 +77,16 @@ class Gradients:
         self.taken_at: object = None
         # Of reductions in flight, the oldest first.
         self._results: deque[torch.Tensor] = deque()
-        self._flat: torch.Tensor | None = None
-        self._views: list[torch.Tensor] = []
+        # The last reduced gradient, which lives as long as any ``.grad`` that views it: ``zero_grad`` frees its memory.
+        self._delivered: TensorWeakRef | None = None
+        self._shown: list[int] = []
         self._addresses: list[int] = []
         self.observers: tuple[Observer, ...] = ()
         self.deliver_to(recipients)
 
     def deliver_to(self, recipients: Sequence[Recipient]) -> None:
         """Which parameters receive which parts of the reduced gradient, in order of offset."""
-        self._flat, self._views = None, []
+        self._delivered = None
         self._recipients = tuple(recipients)
         self._owners = [recipient.parameter for recipient in recipients]
         self._owner_of = {recipient.index: recipient.parameter for recipient in recipients}
@@ -181,7 +186,6 @@ class Gradients:
         else:
             for index in indices:
                 self._owner_of[index].grad = None
-        self.let_go()
 
     def make_room(self, lanes: Lanes) -> None:
         """Retire earlier reductions, so that one more may be issued. Called by buckets."""
@@ -308,15 +312,13 @@ class Gradients:
             self._wire.release()
 
     def let_go(self) -> None:
-        """Do not keep the last reduced gradient alive once the user has dropped it."""
+        """Forget what a backward left that reduced nothing of it."""
         if self._claimed:
             # Written to, and then not part of any reduction.
             self.discard()
         if not self._has_unreduced:
             # Of gradients that were none: a backward that accumulates nowhere.
             self._places.clear()
-        if self._views and self._owners[0].grad is None:
-            self._flat, self._views = None, []
 
     def forget(self) -> None:
         """Let reductions in flight end without a result."""
@@ -367,22 +369,17 @@ class Gradients:
         result = self._results.popleft()
         if result.dtype != self._dtypes.grad:
             result = result.to(self._dtypes.grad)
-        present = [owner.grad for owner in self._owners]
-        # The same objects may stand on other memory: a user may set ``.grad.data``.
-        accumulates = (
-            bool(self._views)
-            and all(current is view for current, view in zip(present, self._views, strict=True))
-            and list(map(torch.Tensor.data_ptr, self._views)) == self._addresses
-        )
-        if accumulates and self._flat is not None:
+        whole = self.delivered
+        if whole is not None:
             if self._parks:
-                flat = self._offload.store_grad(self.spec, result, self._flat)
-                if flat is not self._flat:
+                flat = self._offload.store_grad(self.spec, result, whole)
+                if flat is not whole:
                     self._assign(flat)
             else:
-                self._flat.add_(result)
+                whole.add_(result)
             return
-        fresh = all(current is None for current in present)
+        present = list(map(_gradient_of, self._owners))
+        fresh = all(map(is_, present, repeat(None)))
         if self._parks:
             result = self._offload.store_grad(self.spec, result, None)
             if not fresh:
@@ -404,21 +401,38 @@ class Gradients:
                 )
             else:
                 current.add_(view)
-        self._flat, self._views = None, []
+        self._delivered = None
+
+    @property
+    def delivered(self) -> torch.Tensor | None:
+        """The reduced gradient (``[shard_numel]``) if every ``.grad`` is still the part of it that it was made."""
+        flat = None if self._delivered is None else self._delivered()
+        if flat is None:
+            return None
+        present = list(map(_gradient_of, self._owners))
+        # Objects of other gradients may come to have the same ids, but not while they lie in this memory. And the same
+        # objects may stand on other memory: a user may set ``.grad.data``.
+        same = list(map(id, present)) == self._shown and list(map(torch.Tensor.data_ptr, present)) == self._addresses
+        return flat if same else None
 
     def _assign(self, flat: torch.Tensor) -> None:
-        self._flat = flat
-        self._views = self._split(flat)
-        self._addresses = list(map(torch.Tensor.data_ptr, self._views))
-        for owner, view in zip(self._owners, self._views, strict=True):
+        # Views keep their base alive, and that of a view's view is not the view.
+        if flat._is_view():
+            flat = flat.data
+        views = self._split(flat)
+        for owner, view in zip(self._owners, views, strict=True):
             if owner.requires_grad:
                 owner.grad = view
-        if not all(owner.requires_grad for owner in self._owners):
-            self._flat, self._views = None, []
+        self._delivered = None
+        if all(map(_is_trained, self._owners)):
+            self._delivered = TensorWeakRef(flat)
+            self._shown = list(map(id, views))
+            self._addresses = list(map(torch.Tensor.data_ptr, views))
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         if self.grid.shard is None:
-            return [view_of(flat, each.shape, each.stride, each.offset) for each in self._recipients]
+            start = flat.storage_offset()
+            return [flat.as_strided(each.shape, each.stride, start + each.offset) for each in self._recipients]
         parts = torch.split_with_sizes(flat, self._sizes)
         return [parts[index] for index in self._picks]
 

@@ -1,0 +1,82 @@
+"""That ``zero_grad`` gives the memory of gradients back to the allocator; CPU twin: ``test_engine_gradient_memory``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import polyshard
+import pytest
+import torch
+from processes import KeptRanks
+from torch import nn
+
+pytestmark = pytest.mark.gpu
+
+T = TypeVar("T")
+
+WORLD_SIZE = max(1, min(torch.cuda.device_count(), 2))
+RANKS = KeptRanks("nccl")
+#: The CUDA allocator hands out multiples of so many bytes.
+GRANULE = 512
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_ranks() -> Iterator[None]:
+    yield
+    RANKS.close()
+
+
+def run(fn: Callable[..., T], *args: Any) -> list[T]:
+    return RANKS.run(WORLD_SIZE, fn, *args)
+
+
+def held_by(parameters: list[torch.Tensor]) -> int:
+    """Bytes that the allocator gave to the gradients of ``parameters``."""
+    found = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            storage = parameter.grad.untyped_storage()
+            found[storage.data_ptr()] = -(-storage.nbytes() // GRANULE) * GRANULE
+    return sum(found.values())
+
+
+def freed_by_zero_grad(settings: dict[str, Any], flat: bool) -> list[tuple[int, int]]:
+    """(bytes of gradients, bytes that ``zero_grad`` freed) of three steps."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4))).to(device)
+    policy = {"name": "module_class", "classes": [nn.Linear]}
+    model = polyshard.shard(model, polyshard.ShardConfig(policy=policy, **settings))
+    parameters = list(polyshard.flat_parameters(model)) if flat else list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    seen = []
+    for _ in range(3):
+        model(torch.randn(8, 512, device=device)).square().sum().backward()
+        optimizer.step()
+        torch.cuda.synchronize()
+        held, before = held_by(parameters), torch.cuda.memory_allocated()
+        optimizer.zero_grad(set_to_none=True)
+        seen.append((held, before - torch.cuda.memory_allocated()))
+    return seen
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"batch_nbytes": 0},
+        {"strategy": "shard_grad_op"},
+        {"strategy": "no_shard"},
+        {"precision": {"name": "mixed", "param": "bfloat16", "reduce": "bfloat16"}},
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*switching to use `NO_SHARD`")
+def test_zero_grad_frees_gradients_at_once(settings: dict[str, Any], flat: bool) -> None:
+    ranks = run(freed_by_zero_grad, settings, flat)
+    # 4 x 512 x 512 values of 4 bytes.
+    shards = 1 if settings.get("strategy") == "no_shard" else WORLD_SIZE
+    for seen in ranks:
+        assert all(freed == held for held, freed in seen), seen
+        assert all(held >= 4 * 2**20 // shards for held, _ in seen), seen
