@@ -7,16 +7,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from polyshard.engine.bucket import PendingReduction
+from polyshard.engine.bucket import Copies, PendingReduction
 from polyshard.engine.buffer import FlatBuffer, view_of
 from polyshard.engine.lanes import Lanes
 from polyshard.engine.reduction import Gradients
 from polyshard.engine.step import Step
+from polyshard.errors import StateError
 from polyshard.interfaces import COMPLETED, UnitDtypes, Work
 from torch import nn
+from torch.utils.weak import TensorWeakRef
 
 if TYPE_CHECKING:
     from ._unit import FlatUnit
+
+#: Attribute of a gradient that was given other data: the tensor whose data they are.
+_SHOWS = "_polyshard_shows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,9 @@ class FlatGradients(Gradients):
         self._training_dtypes = unit.dtypes
         #: ``.grad`` of the parameters from before the first backward under ``no_sync``; None while that shows.
         self._reduced_before: list[tuple[nn.Parameter, torch.Tensor | None]] | None = None
+        # Unreduced gradients live as long as any ``.grad`` that shows them, as reduced ones do.
+        self._whole: TensorWeakRef | None = None
+        self._shown_at: list[int] = []
 
     def choose(self, full_precision: bool) -> None:
         """In which dtypes the next backward accumulates and reduces."""
@@ -54,35 +62,51 @@ class FlatGradients(Gradients):
         self._wire_dtype = dtypes.reduce
 
     def keep(self, gradients: list[torch.Tensor | None], lanes: Lanes) -> None:
+        self._take_back()
         if self._unreduced is None:
-            self._unreduced = FlatBuffer.allocate(self._layout, self._dtypes.compute, self.spec.device)
+            self._unreduced = self._new_unreduced()
         super().keep(gradients, lanes)
 
     def reduce(self, gradients: list[torch.Tensor | None], step: Step) -> None:
+        self._take_back()
         self._restore_reduced()
         super().reduce(gradients, step)
 
+    def collect(self) -> Copies:
+        copies = super().collect()
+        # Not kept for the next accumulation: a user may still hold what ``.grad`` was.
+        self._unreduced = None
+        return copies
+
     def show_unreduced(self) -> None:
         """Let ``.grad`` be what waits for a synchronising backward; called when a backward under ``no_sync`` ended."""
-        if not self._has_unreduced or self._reduced_before is not None:
+        if not self._has_unreduced or self._unreduced is None:
             return
-        assert self._unreduced is not None
-        shown = self._unit.unreduced_gradients(self._unreduced)
-        self._reduced_before = [(parameter, parameter.grad) for parameter, _ in shown]
+        whole, self._unreduced = self._unreduced.flat, None
+        if self._whole is not None and self._whole() is whole:
+            return
+        shown = self._unit.unreduced_gradients(whole)
+        if self._reduced_before is None:
+            self._reduced_before = [(parameter, parameter.grad) for parameter, _ in shown]
         for parameter, gradient in shown:
-            if not parameter.requires_grad:
-                continue
             self.show(parameter, gradient)
+        self._whole = TensorWeakRef(whole)
+        self._shown_at = [gradient.data_ptr() for _, gradient in shown]
 
     def show(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
         """Let ``parameter.grad`` be ``gradient``, a shard's or a whole one."""
-        if gradient is None or (gradient.shape == parameter.shape and gradient.dtype == self._unit.dtypes.grad):
+        if gradient is None or (
+            gradient.shape == parameter.shape
+            and gradient.dtype == self._unit.dtypes.grad
+            and gradient.device == parameter.device
+        ):
             parameter.grad = gradient
             return
-        # Through ``.data``: the parameter is a shard in the original dtype, the gradient a whole one in the compute
-        # dtype, and autograd would refuse the pair.
-        parameter.grad = torch.empty_like(parameter, dtype=self._unit.dtypes.grad)
-        parameter.grad.data = gradient
+        # Through ``.data``: the parameter is a shard in the original dtype, on the host where it is offloaded, and the
+        # gradient a whole one in the compute dtype where it was computed. Autograd would refuse the pair.
+        shown = parameter.grad = torch.empty_like(parameter, dtype=self._unit.dtypes.grad)
+        shown.data = gradient
+        setattr(shown, _SHOWS, gradient)
 
     @property
     def shows_unreduced(self) -> bool:
@@ -108,16 +132,53 @@ class FlatGradients(Gradients):
         """Honour a ``zero_grad(set_to_none=True)`` between backwards under ``no_sync``."""
         before = self._reduced_before
         if before is not None and all(parameter.grad is None for parameter, _ in before):
-            assert self._unreduced is not None
-            self._unreduced.release()
+            self._unreduced = self._whole = self._reduced_before = None
             self._has_unreduced = False
-            self._reduced_before = None
+
+    def _take_back(self) -> None:
+        """Have the buffer again that ``.grad`` shows, with what the user did to ``.grad`` since then.
+
+        Raises:
+            StateError: the user gave it another shape.
+        """
+        if self._unreduced is not None or not self._has_unreduced:
+            return
+        self.drop_unreduced_if_cleared()
+        if not self._has_unreduced:
+            return
+        whole = None if self._whole is None else self._whole()
+        if whole is None:
+            self._unreduced = self._new_unreduced()
+            self._unreduced.flat.zero_()
+        else:
+            self._unreduced = FlatBuffer(whole, self._layout, resizable=False)
+        shown = self._unit.unreduced_gradients(self._unreduced.flat)
+        current = [parameter.grad for parameter, _ in shown]
+        if whole is not None and [None if each is None else each.data_ptr() for each in current] == self._shown_at:
+            return
+        self._whole = None
+        for (_, gradient), given in zip(shown, current, strict=True):
+            if given is None:
+                gradient.zero_()
+            elif given.shape != gradient.shape:
+                raise StateError(
+                    f"Cannot writeback when the gradient shape changes\nExpects {gradient.shape} but got {given.shape} "
+                    f"in unit '{self._unit.name}' on rank {self.grid.world.rank}, whose gradients under no_sync() are "
+                    "whole. Set .grad to a tensor of the whole shape, or to None."
+                )
+            elif given.data_ptr() != gradient.data_ptr():
+                gradient.copy_(given)
+
+    def _new_unreduced(self) -> FlatBuffer:
+        with torch.inference_mode(False):
+            flat = torch.empty(self._layout.padded_numel, dtype=self._dtypes.compute, device=self.spec.device)
+            return FlatBuffer(flat, self._layout, resizable=False)
 
     def _restore_reduced(self) -> None:
         if self._reduced_before is not None:
             for parameter, gradient in self._reduced_before:
                 parameter.grad = gradient
-            self._reduced_before = None
+            self._reduced_before = self._whole = None
 
     def issue(self, reduction: PendingReduction) -> Work:
         registered = self._unit.comm_hook

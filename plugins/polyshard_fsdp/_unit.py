@@ -14,7 +14,7 @@ from polyshard.engine.originals import MasterViews, Originals, become
 from polyshard.engine.phase import Phase
 from polyshard.engine.ranks import RankGrid
 from polyshard.engine.unit import Reshard, Unit, UnitState
-from polyshard.errors import DeviceError, ParameterChangedError, ParameterMovedError
+from polyshard.errors import DeviceError, ParameterChangedError, ParameterMovedError, StateError
 from polyshard.interfaces import OffloadManager, PrecisionCaster, UnitDtypes, UnitSpec
 from torch import nn
 
@@ -220,12 +220,12 @@ class FlatUnit(Unit):
         if self.prepared and self.bindings.shown is not Shown.ORIGINALS:
             self.conceal()
             self.bindings.show(Shown.ORIGINALS)
+        self.flat_gradients.drop_unreduced_if_cleared()
         self.take_up_home()
         if self._checks_writeback or not self.handle.use_orig_params:
             super().take_up_changes()
         elif self.originals.retrained() and self.prepared:
             self.follow_requires_grad()
-        self.flat_gradients.drop_unreduced_if_cleared()
 
     @property
     def misplaced(self) -> bool:
@@ -238,6 +238,7 @@ class FlatUnit(Unit):
         Raises:
             DeviceError: it left host memory although it is offloaded, or is not where the unit computes.
             ParameterChangedError: it has another number of elements.
+            StateError: gradients wait for a backward that synchronises.
         """
         if self.whole_for_user is not None:
             return
@@ -254,7 +255,23 @@ class FlatUnit(Unit):
                 raise misplaced_offload(data.device, self.name, self.grid.world.rank)
             # Left where the user put it: the next use says what is wrong with that.
             return
+        self.refuse_unreduced(data)
         self.rehome(data)
+
+    def refuse_unreduced(self, data: torch.Tensor) -> None:
+        """Refuse a master of another dtype or device, that of ``data``, while gradients wait to be reduced.
+
+        Raises:
+            StateError: they do.
+        """
+        self.flat_gradients.drop_unreduced_if_cleared()
+        moves = data.dtype != self.master.dtype or data.device != self.master.device
+        if moves and self.flat_gradients.unreduced:
+            raise StateError(
+                f"The parameters of '{self.name}' on rank {self.grid.world.rank} cannot become {data.dtype} on "
+                f"{data.device} while gradients of backwards under no_sync() wait to be reduced. Move or cast the "
+                "model after a backward outside of no_sync(), or after zero_grad(set_to_none=True)."
+            )
 
     def rehome(self, master: torch.Tensor) -> None:
         """Let ``master`` (``[shard_numel]``), of whatever dtype and device, be the master from now on."""
@@ -310,11 +327,19 @@ class FlatUnit(Unit):
             for module, attribute in parameter.sites
         )
 
-    def unreduced_gradients(self, buffer: FlatBuffer) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
-        """The parameters that the user sees, with the whole gradients in ``buffer`` that belong to them."""
+    def unreduced_gradients(self, whole: torch.Tensor) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
+        """The trained parameters that the user sees, and their gradients as views that keep ``whole`` alive.
+
+        ``whole``: ``[padded_numel]``.
+        """
         if self.handle.use_orig_params:
-            return list(zip(self.originals.tensors, buffer.views, strict=True))
-        return [(self.flat_param, buffer.flat.narrow(0, 0, self.handle.unsharded_numel))]
+            pairs = zip(self.originals.tensors, self.layout.slots, strict=True)
+            return [
+                (each, whole.as_strided(slot.shape, slot.stride, whole.storage_offset() + slot.offset))
+                for each, slot in pairs
+                if each.requires_grad
+            ]
+        return [(self.flat_param, whole.narrow(0, 0, self.handle.unsharded_numel))]
 
     def expose_whole(self) -> None:
         """Let the user see whole parameters in the original dtype, over ``whole_for_user``."""

@@ -509,6 +509,9 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         _assert_in_training_states(self, [state] if isinstance(state, TrainingState) else state)
 
     def _apply(self, fn: Any, recurse: bool = True) -> FullyShardedDataParallel:
+        for unit in (each._handle.unit for each in _get_fsdp_states(self) if each._handle is not None):
+            # Asked of all before any is changed, and without their memory.
+            unit.refuse_unreduced(fn(torch.empty(0, dtype=unit.master.dtype, device=unit.master.device)))
         # `to`, `half`, `cuda` act on the flat parameter: applied to shards that view it, they would tear it apart.
         with self._as_flat_parameters():
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
