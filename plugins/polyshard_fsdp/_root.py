@@ -204,8 +204,8 @@ def _refuse_misplaced(instances: Sequence[FSDPInstance]) -> None:
                 raise misplaced_offload(device, name, each.rank)
         elif device != each.compute_device:
             raise DeviceError(
-                f"An FSDP-managed module unexpectedly has parameters on {device}: '{name}' on rank {each.rank}. Make "
-                f"sure to move the module to {each.compute_device} before training."
+                f"An FSDP-managed module unexpectedly has parameters on {device}. Make sure to move the module to "
+                f"{each.compute_device} before training. The first of them is '{name}' (rank {each.rank})."
             )
 
 

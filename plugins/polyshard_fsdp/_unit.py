@@ -410,6 +410,6 @@ class FlatUnit(Unit):
 def misplaced_offload(device: torch.device, name: str, rank: int) -> DeviceError:
     """The error for offloaded parameters that a user moved off the CPU."""
     return DeviceError(
-        f"An FSDP-managed module with parameter CPU offloading enabled has parameters on {device}: '{name}' on rank "
-        f"{rank}. Make sure to not move the module from CPU when offloading parameters."
+        f"An FSDP-managed module with parameter CPU offloading enabled has parameters on {device}. Make sure to not "
+        f"move the module from CPU when offloading parameters. The first of them is '{name}' (rank {rank})."
     )

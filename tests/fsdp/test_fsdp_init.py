@@ -12,7 +12,9 @@ from fsdp_parity import initialisation as bodies
 from fsdp_parity.initialisation import DummyGroup, Filled
 from fsdp_parity.ranks import Pools
 from polyshard.errors import PolyshardError
-from polyshard_fsdp import FullyShardedDataParallel, ShardingStrategy
+from polyshard.interfaces import PluginContext
+from polyshard_backends.fake import FakeCollectives
+from polyshard_fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy, _root
 from polyshard_fsdp import _init_utils as init
 from polyshard_fsdp._init_values import materialize
 from polyshard_fsdp.wrap import ModuleWrapPolicy
@@ -21,6 +23,7 @@ from torch import nn
 FSDP = FullyShardedDataParallel
 HYBRID = ShardingStrategy.HYBRID_SHARD
 PAIR = DummyGroup(0, 2)
+CONTEXT = PluginContext("test", torch.device("cpu"))
 
 
 class Net(nn.Module):
@@ -28,6 +31,9 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Linear(2, 3)
         self.second = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
 
 
 class WithScalar(Net):
@@ -359,3 +365,48 @@ def test_modules_compute_where_they_are_told_to(ranks: Pools) -> None:
 def test_wrapping_uses_the_given_group_in_every_instance() -> None:
     model = FSDP(Net(), PAIR, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     assert [instance.process_group for instance in FSDP.fsdp_modules(model)] == [PAIR] * 3
+
+
+class TestMisplacedParameters:
+    """FSDP's sentences, whole, and what is wrong where behind them."""
+
+    @pytest.mark.parametrize("use_orig_params", [False, True])
+    def test_on_the_cpu_before_training_elsewhere(self, use_orig_params: bool) -> None:
+        model = FSDP(Net(), FakeCollectives(CONTEXT, rank=1, world_size=2), use_orig_params=use_orig_params)
+        model.compute_device = torch.device("cuda", 0)
+        with pytest.raises(RuntimeError) as refused:
+            model(torch.ones(4, 2))
+        assert str(refused.value) == (
+            "An FSDP-managed module unexpectedly has parameters on cpu. Make sure to move the module to cuda:0 before "
+            "training. The first of them is 'first.weight' (rank 1)."
+        )
+        model.compute_device = torch.device("cpu")
+        model(torch.ones(4, 2)).sum().backward()
+
+    def test_away_from_the_host_although_offloaded(self) -> None:
+        model = FSDP(
+            Net(),
+            FakeCollectives(CONTEXT, rank=0, world_size=2),
+            cpu_offload=CPUOffload(offload_params=True),
+            use_orig_params=True,
+        )
+        flat = model._flat_param
+        assert flat is not None
+        with pytest.raises(RuntimeError) as refused:
+            _root._refuse_misplaced([_Elsewhere(model)])  # type: ignore[list-item]
+        assert str(refused.value) == (
+            "An FSDP-managed module with parameter CPU offloading enabled has parameters on cuda:0. Make sure to not "
+            "move the module from CPU when offloading parameters. The first of them is 'first.weight' (rank 0)."
+        )
+
+
+class _Elsewhere:
+    """An instance whose flat parameter says that it is on a device that is not here."""
+
+    def __init__(self, instance: FSDP) -> None:
+        self.cpu_offload, self.rank = instance.cpu_offload, instance.rank
+        self._handle = self
+        self.flat_param = self
+        self.device = torch.device("cuda", 0)
+        assert instance._flat_param is not None
+        self._fqns = instance._flat_param._fqns
