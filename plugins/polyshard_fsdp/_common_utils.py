@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Collection, Iterable
-from enum import Enum, auto
+from enum import auto
 from typing import Any, Protocol, cast
 
 import torch
@@ -13,6 +13,8 @@ from polyshard.engine.tensors import iter_tensors
 from polyshard.errors import TrainingStateError
 from polyshard_plugins.casts import make_input_cast, make_output_cast
 from torch import nn
+
+from ._torch_settings import TorchNamed
 
 #: The name under which a wrapper registers the module that it wraps.
 FSDP_WRAPPED_MODULE = "_fsdp_wrapped_module"
@@ -27,7 +29,7 @@ FSDP_FLATTENED = "_fsdp_flattened"
 WRAP_OVERRIDES = "_wrap_overrides"
 
 
-class TrainingState(Enum):
+class TrainingState(TorchNamed):
     """Where an FSDP instance is in its step."""
 
     #: Between steps.
@@ -38,7 +40,7 @@ class TrainingState(Enum):
     SUMMON_FULL_PARAMS = auto()
 
 
-class HandleTrainingState(Enum):
+class HandleTrainingState(TorchNamed):
     """Where one flat parameter is in its step."""
 
     #: Between steps.

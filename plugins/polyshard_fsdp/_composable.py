@@ -25,9 +25,10 @@ from ._init_utils import (
     resolve_groups,
 )
 from ._state import FSDPInstance
+from ._torch_settings import own
 from ._wrap_utils import _auto_wrap
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from .wrap import _Policy
+from .wrap import _Policy, is_policy_object
 
 __all__ = ["fully_shard"]
 
@@ -66,7 +67,10 @@ def fully_shard(
     Raises:
         ConfigError: (a ``ValueError``) ``policy`` is no policy object, or ``module`` is sharded already.
     """
-    if policy is not None and not isinstance(policy, _Policy):
+    strategy = own(strategy, ShardingStrategy, "strategy")
+    mixed_precision = own(mixed_precision, MixedPrecision, "mixed_precision")
+    cpu_offload = own(cpu_offload, CPUOffload, "cpu_offload")
+    if policy is not None and not is_policy_object(policy):
         raise ConfigError(
             f"Expects an `_FSDPPolicy` but got {policy} for {type(module).__name__}. Pass a ModuleWrapPolicy or "
             "another policy object."

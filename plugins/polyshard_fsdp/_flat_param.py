@@ -10,11 +10,12 @@ import torch
 from polyshard.engine.buffer import view_of
 from polyshard.engine.layout import FlatLayout, plan_layout
 from polyshard.engine.originals import ManagedParameter, become
-from polyshard.errors import ParameterError, UnsupportedError
+from polyshard.errors import ParameterChangedError, ParameterError, UnsupportedError
 from torch import nn
 
 from ._collectives import rank_and_size
 from ._common_utils import FLAT_PARAM, HandleTrainingState, _set_fsdp_flattened
+from ._torch_settings import TorchNamed, own
 
 if TYPE_CHECKING:
     from ._unit import FlatUnit
@@ -28,7 +29,7 @@ _FSDP_USE_FULL_PREC_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 _tensor_grad: Any = torch.Tensor.grad
 
 
-class HandleShardingStrategy(enum.Enum):
+class HandleShardingStrategy(TorchNamed):
     """What of a flat parameter is cut over ranks, and when it is gathered."""
 
     FULL_SHARD = enum.auto()
@@ -196,6 +197,8 @@ class FlatParamHandle:
         """
         params = list(params)
         self.rank, self.world_size = rank_and_size(process_group)
+        strategy = own(sharding_strategy, HandleShardingStrategy, "sharding_strategy")
+        assert strategy is not None
         if fsdp_extension is not None:
             raise UnsupportedError(
                 f"FSDP extensions are not served (rank {self.rank}). Write a polyshard.interfaces plugin instead."
@@ -209,7 +212,7 @@ class FlatParamHandle:
         _refuse_unflattenable(found, use_orig_params, self.rank)
         self.device = device
         self.process_group = process_group
-        self.sharding_strategy = sharding_strategy
+        self.sharding_strategy = strategy
         self.offload_params = offload_params
         self.keep_low_precision_grads = keep_low_precision_grads
         self.use_orig_params = use_orig_params
@@ -240,6 +243,19 @@ class FlatParamHandle:
     def _orig_param_dtype(self) -> torch.dtype:
         """The dtype of the shard that an optimizer updates."""
         return self.orig_dtype if self.unit is None else self.unit.spec.master_dtype
+
+    @_orig_param_dtype.setter
+    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
+        # Set by trainers that keep shards in another dtype than the model came in, once they have cast the flat
+        # parameter's data.
+        if self.unit is not None:
+            self.unit.take_up_home(refuse_offload=False)
+        if self._orig_param_dtype != dtype:
+            raise ParameterChangedError(
+                f"The flat parameter of '{self.flat_param._fqns[0]}' on rank {self.rank} is in "
+                f"{self._orig_param_dtype}, and cannot be told to be in {dtype}. Give it data of that dtype first: "
+                "flat_param.data = flat_param.data.to(dtype)."
+            )
 
     @property
     def _fwd_bwd_param_dtype(self) -> torch.dtype:

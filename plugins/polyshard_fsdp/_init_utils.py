@@ -362,7 +362,9 @@ def device_type_of(module: nn.Module, ignored: Ignored, device_id: int | torch.d
 
 
 def _as_device(device_id: int | torch.device) -> torch.device:
-    return device_id if isinstance(device_id, torch.device) else torch.device(device_id)
+    device = device_id if isinstance(device_id, torch.device) else torch.device(device_id)
+    # There is one, and its tensors say so without an index.
+    return torch.device("cpu") if device.type == "cpu" else device
 
 
 def current_device(device_type: str) -> torch.device:

@@ -150,6 +150,11 @@ class FSDPInstance:
         return self._handle.flat_param if self._handle is not None else None
 
     @property
+    def _has_params(self) -> bool:
+        """Whether it has a flat parameter. Trainers ask."""
+        return self._handle is not None
+
+    @property
     def params(self) -> list[FlatParameter]:
         """The flat parameter, or nothing."""
         return [self._handle.flat_param] if self._handle is not None else []

@@ -8,9 +8,10 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from polyshard.errors import ConfigAssertionError, StateError
+from polyshard.errors import ConfigAssertionError, ConfigTypeError, StateError
 from torch import nn
 
+from ._torch_settings import own
 from ._traversal_utils import _get_fsdp_states
 from .api import (
     FullOptimStateDictConfig,
@@ -111,14 +112,19 @@ def _change(
     state_dict_config: StateDictConfig | None,
     optim_state_dict_config: OptimStateDictConfig | None,
 ) -> StateDictSettings:
-    classes = _CLASSES[state_dict_type]
+    kind = own(state_dict_type, StateDictType, "state_dict_type")
+    if kind is None:
+        raise ConfigTypeError("`state_dict_type` should be a StateDictType but got None. Pass one of its members.")
+    classes = _CLASSES[kind]
+    model_config = own(state_dict_config, StateDictConfig, "state_dict_config")
+    optim_config = own(optim_state_dict_config, OptimStateDictConfig, "optim_state_dict_config")
     chosen = StateDictSettings(
-        state_dict_type,
-        classes.model() if state_dict_config is None else state_dict_config,
-        classes.optimizer() if optim_state_dict_config is None else optim_state_dict_config,
+        kind,
+        classes.model() if model_config is None else model_config,
+        classes.optimizer() if optim_config is None else optim_config,
     )
     instances: list[FSDPInstance] = _get_fsdp_states(module)
-    where = f"in {type(module).__name__}, for {state_dict_type}"
+    where = f"in {type(module).__name__}, for {kind}"
     if type(chosen.state_dict_config) is not classes.model:
         raise StateError(
             f"Expected state_dict_config of type {classes.model} but got {type(state_dict_config)} {where}. Pass a "

@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Collection
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from polyshard.errors import AlreadyShardedError, ConfigError
 from torch import nn
@@ -22,6 +22,7 @@ from .wrap import (
     _recursive_wrap,
     _run_mixed_precision_override_policy,
     _wrap_module_cls_individually,
+    is_policy_object,
 )
 
 
@@ -57,7 +58,8 @@ def _auto_wrap(
     if mixed_precision is not None:
         apart = tuple(mixed_precision._module_classes_to_ignore)
 
-    if not isinstance(policy, _Policy):
+    if not is_policy_object(policy):
+        policy = cast("FunctionPolicy", policy)
         if mixed_precision is not None:
             policy = partial(
                 _or_policy, policies=[policy, partial(_wrap_module_cls_individually, module_classes=apart)]
@@ -70,7 +72,7 @@ def _auto_wrap(
 
     # A policy object plans the whole tree at once: the wrappers inside must not plan theirs again.
     root_kwargs = {**root_kwargs, "auto_wrap_policy" if inspect.isclass(fsdp_fn) else "policy": None}
-    plan = policy._run_policy(root_module, ignored_modules, root_kwargs)
+    plan = cast("_Policy", policy)._run_policy(root_module, ignored_modules, root_kwargs)
     if mixed_precision is not None:
         plan = _run_mixed_precision_override_policy(root_module, apart, ignored_modules, root_kwargs, plan)
     _validate_frozen_params(root_module, set(plan), ignored_params, root_kwargs.get("use_orig_params", False))

@@ -1,5 +1,7 @@
 """The settings of ``FullyShardedDataParallel``: enums and dataclasses, compared and printed by value.
 
+Those of ``torch.distributed.fsdp`` are taken wherever these are.
+
 The dataclasses are not frozen: scripts written for ``torch.distributed.fsdp`` set fields of a settings object before
 they pass it on.
 """
@@ -8,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import auto
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from ._torch_settings import TorchNamed
 
 __all__ = [
     "BackwardPrefetch",
@@ -32,7 +36,7 @@ __all__ = [
 ]
 
 
-class ShardingStrategy(Enum):
+class ShardingStrategy(TorchNamed):
     """What is cut over the ranks, and when the parameters are whole."""
 
     #: Parameters, gradients and optimizer state are cut; parameters are freed after each forward and each backward.
@@ -47,7 +51,7 @@ class ShardingStrategy(Enum):
     _HYBRID_SHARD_ZERO2 = auto()
 
 
-class BackwardPrefetch(Enum):
+class BackwardPrefetch(TorchNamed):
     """When backward asks for the parameters of the unit that comes after the current one; ``None`` is never ahead."""
 
     #: Before the current unit's gradients are computed: most overlap, two units whole at a time.
@@ -84,7 +88,7 @@ class CPUOffload:
     offload_params: bool = False
 
 
-class StateDictType(Enum):
+class StateDictType(TorchNamed):
     """What ``state_dict`` returns and ``load_state_dict`` takes."""
 
     #: Whole parameters under their own names, as an unsharded model has them.

@@ -34,6 +34,7 @@ from ._init_utils import (
     warn_about_container,
 )
 from ._state import FSDPInstance
+from ._torch_settings import TorchNamed, is_torchs, own
 from ._traversal_utils import _get_fsdp_states
 from ._wrap_utils import _auto_wrap
 from .api import (
@@ -73,7 +74,7 @@ __all__ = [
 ]
 
 
-class OptimStateKeyType(enum.Enum):
+class OptimStateKeyType(TorchNamed):
     """By what an optimizer state dict names its parameters."""
 
     PARAM_NAME = enum.auto()
@@ -152,6 +153,10 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
             ConfigError, ParameterError, DeviceError, AlreadyShardedError: before anything is changed or sent.
         """
         nn.Module.__init__(self)
+        sharding_strategy = own(sharding_strategy, ShardingStrategy, "sharding_strategy")
+        cpu_offload = own(cpu_offload, CPUOffload, "cpu_offload")
+        backward_prefetch = own(backward_prefetch, BackwardPrefetch, "backward_prefetch")
+        mixed_precision = own(mixed_precision, MixedPrecision, "mixed_precision")
         warn_about_container(module)
         ignored = find_ignored(module, ignored_modules, ignored_states)
         device_type = device_type_of(module, ignored, device_id)
@@ -470,6 +475,8 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
             KeyError: one of them stands for no parameter of the optimizer.
             AssertionError: no ``OptimStateKeyType``.
         """
+        if is_torchs(optim_state_key_type, "OptimStateKeyType"):
+            optim_state_key_type = OptimStateKeyType[optim_state_key_type.name]
         if not isinstance(optim_state_key_type, OptimStateKeyType):
             raise _optim_legacy.refuse_key_type(optim_state_key_type)
         to_names = optim_state_key_type is OptimStateKeyType.PARAM_NAME

@@ -19,6 +19,7 @@ from polyshard_policies.recursive import RecursivePolicy
 from torch import nn
 
 from ._common_utils import WRAP_OVERRIDES
+from ._torch_settings import is_torchs
 
 __all__ = [
     "CustomPolicy",
@@ -123,6 +124,11 @@ class _Policy(ABC):
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
         """For each module to wrap, the arguments of its wrapper; ``root_kwargs`` are those of the root's."""
+
+
+def is_policy_object(policy: object) -> bool:
+    """Whether ``policy`` plans whole models; torch's own policy objects do it in the same way."""
+    return isinstance(policy, _Policy) or is_torchs(policy, "_Policy")
 
 
 class ModuleWrapPolicy(_Policy):
