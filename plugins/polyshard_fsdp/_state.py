@@ -31,6 +31,7 @@ from ._init_utils import SHARDING_STRATEGY_MAP, Groups, Ignored, managed_modules
 from ._precision import FSDPPrecision
 from ._root import FSDPRoot, establish_root
 from ._stage import FSDPStage
+from ._torch_checkpoint import CheckpointGuard
 from ._unit import FlatUnit
 from .api import (
     BackwardPrefetch,
@@ -144,6 +145,7 @@ class FSDPInstance:
             self, staged, module, units, full_precision_in_eval=self._use_full_prec_in_eval, observed=observed
         )
         staged.__dict__[STAGE_ATTRIBUTE] = self._stage
+        CheckpointGuard.put(self, staged)
 
     @property
     def _flat_param(self) -> FlatParameter | None:

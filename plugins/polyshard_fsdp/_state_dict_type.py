@@ -182,7 +182,8 @@ def _assign(instances: Sequence[FSDPInstance], settings: StateDictSettings) -> N
 def _warn_of_deprecation() -> None:
     warnings.warn(
         "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated. Please use APIs, get_state_dict() "
-        "and set_state_dict(), which can support different parallelisms, FSDP1, FSDP2, DDP.",
+        "and set_state_dict(), which can support different parallelisms, FSDP1, FSDP2, DDP. Of those, polyshard_fsdp "
+        "supports the ones for models alone; optimizers need this one.",
         FutureWarning,
         stacklevel=4,
     )
