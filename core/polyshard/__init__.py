@@ -7,12 +7,14 @@ from .composable import (
     flat_parameters,
     fully_shard,
     no_sync,
+    placement,
     register_forward_method,
     report,
     shard,
     unsharded,
 )
 from .config import ShardConfig, Strategy
+from .engine.placement import Placement
 from .engine.report import MemoryReport
 from .hookspecs import hookimpl
 from .wrapper import FullyShardedDataParallel
@@ -23,6 +25,7 @@ __all__ = [
     "CapturedStep",
     "FullyShardedDataParallel",
     "MemoryReport",
+    "Placement",
     "ShardConfig",
     "Strategy",
     "clip_grad_norm_",
@@ -32,6 +35,7 @@ __all__ = [
     "hookimpl",
     "interfaces",
     "no_sync",
+    "placement",
     "register_forward_method",
     "report",
     "shard",

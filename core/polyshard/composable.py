@@ -15,10 +15,12 @@ from .config import ShardConfig
 from .engine.gathered import unsharded_parameters
 from .engine.materialize import Initializer
 from .engine.norms import clip_grad_norm
+from .engine.placement import Placement, placement_of
 from .engine.plan import STAGE_ATTRIBUTE
 from .engine.report import MemoryReport, memory_report
 from .engine.root import Root
 from .engine.stage import Stage
+from .engine.torch_utilities import follow
 from .errors import ConfigError, StateError
 
 M = TypeVar("M", bound=nn.Module)
@@ -52,9 +54,8 @@ def shard(
 
         On an error the model is as it was.
     """
-    shard_module(
-        Request(model, config or ShardConfig(), initializer, ignored_modules, ignored_parameters, composes=False)
-    )
+    request = Request(model, config or ShardConfig(), initializer, ignored_modules, ignored_parameters, composes=False)
+    follow(shard_module(request))
     return model
 
 
@@ -84,7 +85,7 @@ def fully_shard(
             f"fully_shard makes one unit of {type(module).__name__}, so policy={config.policy!r} has no meaning. "
             "Leave policy out, or call polyshard.shard."
         )
-    shard_module(Request(module, config, initializer, ignored_modules, ignored_parameters, composes=True))
+    follow(shard_module(Request(module, config, initializer, ignored_modules, ignored_parameters, composes=True)))
     return module
 
 
@@ -109,7 +110,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale gradients in place so that their norm over all ranks is at most ``max_norm``; returns the norm before.
 
-    ``torch.nn.utils.clip_grad_norm_`` would see this rank's shards alone and clip by a norm that is too small.
+    ``torch.nn.utils.clip_grad_norm_``, given parameters instead of the module, does the same.
 
     Args:
         model: The outermost sharded module.
@@ -124,6 +125,16 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         ConfigError: ``norm_type`` is not positive.
     """
     return clip_grad_norm(outermost_root(model, "clip_grad_norm_()"), model, float(max_norm), float(norm_type))
+
+
+def placement(parameter: torch.Tensor) -> Placement:
+    """Which elements of ``parameter`` this rank holds, and what shape the whole has.
+
+    A sharded parameter is a 1-D tensor, empty on ranks without a part of it: what is decided by shape, such as which
+    parameters decay, is to be decided by ``placement(parameter).shape``. Nothing is communicated. A parameter that is
+    not sharded lies here as a whole. A flat parameter is that of its unit's padded elements.
+    """
+    return placement_of(parameter)
 
 
 def flat_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from functools import partial
+from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -203,3 +203,48 @@ def default_store() -> Any | None:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
     return distributed_c10d._get_default_store()
+
+
+def exchange_total_norm(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Let ``torch.nn.utils.get_total_norm`` call ``function``; returns what it called before."""
+    return _exchange_behind(torch.nn.utils.get_total_norm, function)
+
+
+def exchange_clip_grad_norm(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Let ``torch.nn.utils.clip_grad_norm_`` call ``function``; returns what it called before."""
+    return _exchange_behind(torch.nn.utils.clip_grad_norm_, function)
+
+
+def exchange_unscale(
+    function: Callable[..., dict[torch.device, torch.Tensor]],
+) -> Callable[..., dict[torch.device, torch.Tensor]]:
+    """Let ``torch.amp.GradScaler`` call ``function`` to unscale and to look for infinities; returns its own method.
+
+    Its ``unscale_`` and its ``step`` with fused optimizers have this private method in common, and nothing public.
+    """
+    before = torch.amp.GradScaler._unscale_grads_
+
+    @wraps(before)
+    def unscale(self: Any, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
+        return function(self, *args, **kwargs)
+
+    torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign]
+    return before
+
+
+def _exchange_behind(public: Callable[..., _T], function: Callable[..., _T]) -> Callable[..., _T]:
+    """Exchange what ``public`` calls without gradients: it is a closure over a function of its own.
+
+    Programs have imported the name ``public`` before, where replacing it in torch's module would not reach them.
+    """
+    closure: Any = public
+    cell = closure.__closure__[closure.__code__.co_freevars.index("func")]
+    before: Callable[..., _T] = cell.cell_contents
+    hidden = hidden_from_compile(function)
+
+    @wraps(before)
+    def called(*args: Any, **kwargs: Any) -> _T:
+        return hidden(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
+
+    cell.cell_contents = called
+    return before

@@ -1,0 +1,310 @@
+"""``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` on shards: the norm of the whole, on every rank."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, units_of
+from polyshard.errors import ConfigError, StateError
+from polyshard_backends.threaded import ThreadedWorld
+from processes import RankPool
+from torch import nn
+
+# By name, as trainers do, long before anything is sharded.
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+BLOCKS = {"policy": units_of(Block)}
+STRATEGIES = [
+    (2, {"strategy": "full_shard"}),
+    (3, {"strategy": "shard_grad_op"}),
+    (2, {"strategy": "no_shard"}),
+    (4, {"strategy": "hybrid_shard", "shard_size": 2}),
+]
+
+
+def backward(model: nn.Module, rank: int) -> None:
+    model(draw(4, 3, rank=rank)).square().mean().backward()
+
+
+def averaged(world_size: int, make: Callable[[], nn.Module] = Net) -> nn.Module:
+    """The unsharded model with the mean gradient of ``world_size`` ranks."""
+    copies = [seeded(make) for _ in range(world_size)]
+    for rank, each in enumerate(copies):
+        backward(each, rank)
+    for same in zip(*(each.parameters() for each in copies), strict=True):
+        same[0].grad = sum(each.grad for each in same if each.grad is not None) / world_size  # type: ignore[assignment]
+    return copies[0]
+
+
+def norm_of(gradients: Iterable[torch.Tensor | None], order: float = 2.0) -> torch.Tensor:
+    """By the formula."""
+    flat = torch.cat([gradient.flatten() for gradient in gradients if gradient is not None]).abs()
+    return flat.max() if math.isinf(order) else flat.pow(order).sum().pow(1 / order)
+
+
+def pieces(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(0) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("world_size", "settings"), STRATEGIES)
+@pytest.mark.parametrize("order", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_clipping_by_torch_is_that_of_the_whole_model(
+    world_size: int, settings: dict[str, Any], order: float, foreach: bool | None
+) -> None:
+    wanted = averaged(world_size)
+    norm = norm_of((p.grad for p in wanted.parameters()), order)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, Any]]:
+        model = sharded_copy(seeded(Net), rank, world, **BLOCKS, **settings)
+        backward(model, rank)
+        before = pieces(model)
+        return clip_grad_norm_(model.parameters(), 0.01, order, foreach=foreach), before, pieces(model)
+
+    for got, before, after in on_ranks(world_size, on_rank):
+        assert not got.requires_grad
+        torch.testing.assert_close(got, norm, rtol=1e-12, atol=0)
+        for name, gradient in after.items():
+            torch.testing.assert_close(gradient, before[name] * (0.01 / (norm + 1e-6)), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        ["last.bias"],
+        ["first.bias", "last.weight"],
+        ["blocks.1.up.bias", "blocks.0.down.weight", "last.bias"],
+    ],
+)
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_of_some_parameters_it_is_their_norm_also_where_a_rank_holds_none_of_them(
+    chosen: list[str], world_size: int
+) -> None:
+    parameters = dict(averaged(world_size).named_parameters())
+    norm = norm_of(parameters[name].grad for name in chosen)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[torch.Tensor, bool, bool]:
+        model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
+        backward(model, rank)
+        before = pieces(model)
+        mine = dict(model.named_parameters())
+        # In an order of its own on each rank, as that of a set is.
+        given = [mine[name] for name in (chosen if rank % 2 else reversed(chosen))]
+        got = clip_grad_norm_(given[0] if len(given) == 1 else given, norm.item() / 2)
+        after = pieces(model)
+        others = all(torch.equal(after[name], before[name]) for name in mine if name not in chosen)
+        return got, others, any(parameter.numel() for parameter in given)
+
+    ranks = on_ranks(world_size, on_rank)
+    for got, others, _ in ranks:
+        torch.testing.assert_close(got, norm, rtol=1e-12, atol=0)
+        assert others
+    if world_size == 5:
+        assert not all(holds for _, _, holds in ranks)
+
+
+def test_parameters_outside_of_the_sharded_model_count_once() -> None:
+    outside = torch.tensor([3.0, -4.0], dtype=torch.float64)
+    norm = torch.hypot(norm_of(p.grad for p in averaged(3).parameters()), torch.tensor(5.0, dtype=torch.float64))
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
+        backward(model, rank)
+        loose = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        loose.grad = outside.clone()
+        given = [loose, *model.parameters()]
+        gradients = [p.grad for p in given if p.grad is not None]
+        return [get_total_norm(gradients), clip_grad_norm_(given, 1.0), loose.grad]
+
+    for total, clipped, gradient in on_ranks(3, on_rank):
+        torch.testing.assert_close([total, clipped], [norm, norm], rtol=1e-12, atol=0)
+        torch.testing.assert_close(gradient, outside / (norm + 1e-6), rtol=1e-12, atol=0)
+
+
+def test_two_sharded_models_are_clipped_together() -> None:
+    models = [averaged(2), averaged(2, lambda: Net(blocks=1, width=9))]
+    norm = norm_of(p.grad for model in models for p in model.parameters())
+
+    def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
+        one = sharded_copy(seeded(Net), rank, world, **BLOCKS)
+        other = sharded_copy(seeded(lambda: Net(blocks=1, width=9)), rank, world)
+        backward(one, rank)
+        backward(other, rank)
+        return clip_grad_norm_([*other.parameters(), *one.parameters()], 1.0)
+
+    for got in on_ranks(2, on_rank):
+        torch.testing.assert_close(got, norm, rtol=1e-12, atol=0)
+
+
+def test_the_norm_of_gradients_and_of_parameters() -> None:
+    wanted = averaged(3)
+    gradients, values = norm_of(p.grad for p in wanted.parameters()), norm_of(p.detach() for p in wanted.parameters())
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
+        backward(model, rank)
+        there = [p.grad for p in model.parameters() if p.grad is not None]
+        norms = [get_total_norm(there), get_total_norm(each.detach() for each in there)]
+        norms.append(get_total_norm(model.parameters()))
+        with polyshard.unsharded(model):
+            norms.append(get_total_norm(model.parameters()))
+            norms.append(clip_grad_norm_(model.parameters(), math.inf))
+        return norms
+
+    for got in on_ranks(3, on_rank):
+        torch.testing.assert_close(got, [gradients, gradients, values, values, gradients], rtol=1e-12, atol=0)
+
+
+def test_some_gradients_alone_are_refused_for_ranks_without_them_could_not_know() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> str:
+        model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
+        backward(model, rank)
+        with pytest.raises(StateError, match="some gradients of a sharded model") as caught:
+            get_total_norm([p.grad for p in model.blocks[1].parameters() if p.grad is not None])  # type: ignore[index]
+        clip_grad_norm_(model.parameters(), 1.0)
+        return str(caught.value)
+
+    for rank, message in enumerate(on_ranks(2, on_rank)):
+        assert f"rank {rank}" in message
+        assert "clip_grad_norm_(parameters, math.inf)" in message
+
+
+def test_gradients_are_refused_where_a_rank_has_none_at_all() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> str:
+        model = sharded_copy(seeded(lambda: nn.Linear(3, 2, bias=False)), rank, world)
+        backward(model, rank)
+        there = [p.grad for p in model.parameters() if p.grad is not None]
+        if there:
+            with pytest.raises(StateError, match="that they must take part"):
+                get_total_norm(there)
+        return f"{len(there)}"
+
+    # Six elements, two to a rank.
+    assert on_ranks(4, on_rank) == ["1", "1", "1", "0"]
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_what_is_not_finite_on_one_rank_is_an_error_on_all_where_that_is_asked_for(bad: float, order: float) -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[torch.Tensor, torch.Tensor]:
+        model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
+        backward(model, rank)
+        if rank == 1:
+            next(p.grad for p in model.parameters() if p.grad is not None)[0] = bad
+        before = pieces(model)
+        with pytest.raises(RuntimeError, match="non-finite"):
+            clip_grad_norm_(model.parameters(), 1.0, order, error_if_nonfinite=True)
+        for name, gradient in pieces(model).items():
+            assert torch.equal(gradient.nan_to_num(), before[name].nan_to_num())
+        return clip_grad_norm_(model.parameters(), math.inf, order), polyshard.clip_grad_norm_(model, math.inf, order)
+
+    for one, other in on_ranks(2, on_rank):
+        torch.testing.assert_close(one, torch.tensor(bad, dtype=torch.float64), equal_nan=True)
+        # The first call has multiplied by it.
+        assert not torch.isfinite(other)
+
+
+def test_an_order_that_does_not_combine_is_refused_and_nothing_is_sent() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model = sharded_copy(seeded(Net), rank, world)
+        backward(model, rank)
+        with pytest.raises(ConfigError, match=rf"norm_type=0.0 \(rank {rank}\)"):
+            clip_grad_norm_(model.parameters(), 1.0, 0.0)
+        clip_grad_norm_(model.parameters(), 1.0)
+
+    on_ranks(2, on_rank)
+
+
+@pytest.mark.parametrize(("world_size", "settings"), STRATEGIES)
+def test_flat_parameters_are_clipped_by_either_name(world_size: int, settings: dict[str, Any]) -> None:
+    wanted = averaged(world_size)
+    norm = norm_of(p.grad for p in wanted.parameters())
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        model = sharded_copy(seeded(Net), rank, world, **BLOCKS, **settings)
+        flat = polyshard.flat_parameters(model)
+        backward(model, rank)
+        norms = [get_total_norm([p.grad for p in flat if p.grad is not None]), clip_grad_norm_(flat, math.inf)]
+        return [*norms, clip_grad_norm_(model.parameters(), 0.01), clip_grad_norm_(flat, math.inf)]
+
+    clipped = torch.tensor(0.01, dtype=torch.float64) * norm / (norm + 1e-6)
+    for got in on_ranks(world_size, on_rank):
+        torch.testing.assert_close(got, [norm, norm, norm, clipped], rtol=1e-12, atol=0)
+
+
+def test_some_parameters_of_a_flat_unit_are_refused_by_name() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
+        polyshard.flat_parameters(model)
+        backward(model, rank)
+        with pytest.raises(StateError, match=rf"'blocks.0'.*'blocks.0.up.bias'.*rank {rank}"):
+            clip_grad_norm_([dict(model.named_parameters())["blocks.0.up.weight"]], 1.0)
+        clip_grad_norm_(model.parameters(), 1.0)
+
+    on_ranks(2, on_rank)
+
+
+def test_a_model_composed_from_the_inside_out_is_found_by_its_outermost_root() -> None:
+    norm = norm_of(p.grad for p in averaged(2).parameters())
+
+    def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
+        model = seeded(Net)
+        config = polyshard.ShardConfig(collectives={"name": "threaded", "world": world, "rank": rank})
+        for block in model.blocks:  # type: ignore[union-attr]
+            polyshard.fully_shard(block, config)
+        polyshard.fully_shard(model, config)
+        backward(model, rank)
+        return clip_grad_norm_(model.parameters(), 1.0)
+
+    for got in on_ranks(2, on_rank):
+        torch.testing.assert_close(got, norm, rtol=1e-12, atol=0)
+
+
+def test_whatever_is_not_sharded_is_left_to_torch() -> None:
+    polyshard.shard(seeded(Net), polyshard.ShardConfig(collectives={"name": "fake", "world_size": 2}))
+    model = averaged(1)
+    norm = norm_of(p.grad for p in model.parameters())
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 1.0), norm, rtol=1e-12, atol=0)
+    assert get_total_norm([]) == 0
+    with pytest.warns(UserWarning, match="empty generator"):
+        clip_grad_norm_((parameter for parameter in ()), 1.0)
+
+
+def _clip(rank: int) -> float:
+    model = polyshard.shard(seeded(Net), polyshard.ShardConfig(**BLOCKS))
+    backward(model, rank)
+    return clip_grad_norm_(model.parameters(), 1.0).item()
+
+
+def _clip_nothing(rank: int, bad_rank: int) -> tuple[float, float]:
+    model = polyshard.shard(seeded(Net), polyshard.ShardConfig(**BLOCKS))
+    backward(model, rank)
+    if rank == bad_rank:
+        next(p.grad for p in model.parameters() if p.grad is not None)[0] = math.nan
+    one = clip_grad_norm_(model.parameters(), math.inf, math.inf)
+    return one.item(), polyshard.clip_grad_norm_(model, math.inf, math.inf).item()
+
+
+def test_on_processes() -> None:
+    norm = norm_of(p.grad for p in averaged(2).parameters()).item()
+    with RankPool(2) as ranks:
+        assert ranks.run(_clip) == pytest.approx([norm, norm], rel=1e-12)
+        for bad_rank in range(2):
+            # The largest of two values, one of them not a number, depends on the backend and on their order.
+            for norms in ranks.run(_clip_nothing, bad_rank):
+                assert all(map(math.isnan, norms))
+
+
+def test_a_model_that_was_dropped_is_forgotten() -> None:
+    model = polyshard.shard(seeded(Net), polyshard.ShardConfig(collectives={"name": "fake", "world_size": 2}))
+    parameter = weakref.ref(model.get_parameter("last.bias"))
+    del model
+    gc.collect()
+    assert parameter() is None
