@@ -11,6 +11,7 @@ from torch import nn
 from ..engine.phase import Phase
 from ..engine.plan import STAGE_ATTRIBUTE
 from ..engine.root import Root
+from ..engine.state_dicts import state_dicts_of_pieces
 from ..errors import ConfigError, StateError
 from .places import Holding, holdings, places
 
@@ -32,7 +33,8 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     for name, parameter in module.named_parameters():
         if id(parameter) not in managed:
             state[name] = parameter.detach()
-    persistent = module.state_dict().keys()
+    with state_dicts_of_pieces():
+        persistent = module.state_dict().keys()
     for name, buffer in module.named_buffers():
         if name in persistent:
             state[name] = buffer.detach()
