@@ -211,14 +211,14 @@ def test_a_whole_new_parameter_is_taken_up_and_trained_by_the_old_optimizer() ->
         torch.testing.assert_close(whole, reference.parameters, rtol=1e-12, atol=1e-12)
 
 
-def test_load_state_dict_of_shards_is_honoured() -> None:
+def test_loading_shards_is_honoured() -> None:
     model = seeded(Net)
     other = seeded(Net, seed=5)
 
     def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
         mine = sharded_copy(model, rank, world, **BLOCKS)
         theirs = sharded_copy(other, rank, world, **BLOCKS)
-        mine.load_state_dict(theirs.state_dict())
+        polyshard.load_local_state_dict(mine, polyshard.local_state_dict(theirs))
         return mine(draw(4, 3)).detach()
 
     for output in on_ranks(3, on_rank):

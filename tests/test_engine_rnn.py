@@ -118,7 +118,7 @@ def test_values_loaded_after_sharding_are_computed_with() -> None:
         mine = sharded_copy(model, rank, world, policy=units_of(nn.LSTM))
         theirs = sharded_copy(other, rank, world, policy=units_of(nn.LSTM))
         mine(draw(2, 6, 3))
-        mine.load_state_dict(copy.copy(theirs.state_dict()))
+        polyshard.load_local_state_dict(mine, copy.copy(polyshard.local_state_dict(theirs)))
         return mine(draw(2, 6, 3)).detach()
 
     for output in on_ranks(2, on_rank):

@@ -112,7 +112,9 @@ def test_names_are_the_modules_own() -> None:
     assert all(p is parameters[name] for name, p in sharded.named_parameters())
     assert {id(p) for p in sharded.parameters()} == {id(p) for p in parameters.values()}
     assert [name for name, _ in sharded.named_buffers()] == list(buffers)
-    assert list(sharded.state_dict()) == state
+    assert list(polyshard.local_state_dict(sharded)) == state
+    with polyshard.unsharded(sharded):
+        assert list(sharded.state_dict()) == state
     assert [name for name, _ in sharded.named_parameters(prefix="outer")] == [f"outer.{name}" for name in parameters]
     assert [name for name, _ in sharded.named_parameters(recurse=False)] == []
 
@@ -212,12 +214,12 @@ def test_state_dicts_go_round_on_the_same_rank() -> None:
         square_step(source, 0, rank)
         optimizer.step()
         optimizer.zero_grad()
-        state = {name: value.clone() for name, value in source.state_dict().items()}
+        state = {name: value.clone() for name, value in polyshard.local_state_dict(source).items()}
         target = FullyShardedDataParallel(second, threaded(world, rank, **BLOCKS))
-        answer = target.load_state_dict(state)
+        answer = polyshard.load_local_state_dict(target, state)
         assert not answer.missing_keys
         assert not answer.unexpected_keys
-        for name, value in target.state_dict().items():
+        for name, value in polyshard.local_state_dict(target).items():
             assert torch.equal(value, state[name])
         # What was loaded computes, and is trained further alike.
         for each in (source, target):
@@ -234,9 +236,9 @@ def test_state_dicts_go_round_on_the_same_rank() -> None:
 
 def test_a_state_dict_with_other_names_is_refused() -> None:
     sharded = wrapped(seeded(Net))
-    state = {f"module.{name}": value for name, value in sharded.state_dict().items()}
+    state = {f"module.{name}": value for name, value in polyshard.local_state_dict(sharded).items()}
     with pytest.raises(RuntimeError, match=r"Missing key.*first\.weight"):
-        sharded.load_state_dict(state)
+        polyshard.load_local_state_dict(sharded, state)
 
 
 def test_arguments_of_shard_are_taken() -> None:
@@ -288,8 +290,8 @@ def test_the_state_dict_of_a_larger_model_goes_round() -> None:
     with torch.no_grad():
         for parameter in source.parameters():
             parameter.add_(1.0)
-    state = source.state_dict()
+    state = polyshard.local_state_dict(source)
     assert "1.first.weight" in state
-    target.load_state_dict(state)
+    polyshard.load_local_state_dict(target, state)
     for mine, theirs in zip(target.parameters(), source.parameters(), strict=True):
         assert torch.equal(mine, theirs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from .engine.plan import STAGE_ATTRIBUTE
 from .engine.report import MemoryReport, memory_report
 from .engine.root import Root
 from .engine.stage import Stage
+from .engine.state_dicts import state_dicts_of_pieces
 from .engine.torch_utilities import follow
 from .errors import ConfigError, StateError
 
@@ -172,6 +173,43 @@ def unsharded(model: nn.Module, *, writeback: bool = False) -> AbstractContextMa
     return unsharded_parameters(outermost_root(model, "unsharded()"), writeback=writeback)
 
 
+def local_state_dict(model: nn.Module) -> dict[str, Any]:
+    """This rank's pieces of sharded parameters, all others and buffers, under the model's names.
+
+    For the same rank of the same world and strategy alone: a 1-D tensor for each sharded parameter, which shares its
+    memory. ``model.state_dict()`` of a sharded model is refused outside of ``unsharded``.
+
+    Raises:
+        StateError: nothing in ``model`` is sharded.
+    """
+    _refuse_unsharded(model, "local_state_dict()")
+    with state_dicts_of_pieces():
+        state: dict[str, Any] = model.state_dict()
+    return state
+
+
+def load_local_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+    """Load what ``local_state_dict`` returned on the same rank of the same world and strategy.
+
+    ``model.load_state_dict`` takes whole parameters instead, of which each rank keeps its part.
+
+    Args:
+        model: A sharded module, or one with sharded modules inside.
+        state: Tensors by name; they are copied.
+        strict: Whether names that are missing or unknown are an error.
+
+    Returns:
+        What ``torch.nn.Module.load_state_dict`` does: the names that were missing, and those that were unknown.
+
+    Raises:
+        StateError: nothing in ``model`` is sharded.
+        RuntimeError: a tensor has another shape than this rank's piece, or the names are others.
+    """
+    _refuse_unsharded(model, "load_local_state_dict()")
+    with state_dicts_of_pieces():
+        return model.load_state_dict(state, strict=strict)
+
+
 def register_forward_method(module: nn.Module, name: str) -> None:
     """Let ``module.name(...)`` see whole parameters, as ``module.forward`` does: ``generate``, ``encode``.
 
@@ -220,6 +258,14 @@ def _stage(module: nn.Module, call: str) -> Stage:
             "Pass the module that was given to polyshard.shard or fully_shard."
         )
     return stage
+
+
+def _refuse_unsharded(model: nn.Module, call: str) -> None:
+    if not any(STAGE_ATTRIBUTE in module.__dict__ for module in model.modules()):
+        raise StateError(
+            f"{call} needs a sharded module, but nothing in this {type(model).__name__} is sharded. Call its own "
+            "state_dict() or load_state_dict()."
+        )
 
 
 def outermost_root(model: nn.Module, call: str) -> Root:

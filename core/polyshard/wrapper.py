@@ -70,7 +70,7 @@ class FullyShardedDataParallel(nn.Module):
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's state dict: this rank's shards under the module's own names."""
+        """The module's state dict, under the module's own names; refused while its parameters are sharded."""
         return self.module.state_dict(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -33,9 +33,15 @@ class GradientUtilities:
 
     def __init__(self, live: LiveRoots) -> None:
         self._live = live
-        self._total_norm: Callable[..., torch.Tensor] = _torch_private.exchange_total_norm(self.total_norm)
-        self._clip: Callable[..., torch.Tensor] = _torch_private.exchange_clip_grad_norm(self.clip_grad_norm)
-        self._unscale: Callable[..., dict[torch.device, torch.Tensor]] = _torch_private.exchange_unscale(self.unscale)
+        self._total_norm: Callable[..., torch.Tensor]
+        self._clip: Callable[..., torch.Tensor]
+        self._unscale: Callable[..., dict[torch.device, torch.Tensor]]
+
+    def install(self) -> None:
+        """Take torch's functions over, for good."""
+        self._total_norm = _torch_private.exchange_total_norm(self.total_norm)
+        self._clip = _torch_private.exchange_clip_grad_norm(self.clip_grad_norm)
+        self._unscale = _torch_private.exchange_unscale(self.unscale)
 
     def clip_grad_norm(
         self,
