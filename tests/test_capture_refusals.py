@@ -9,13 +9,12 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Net, draw, root_of, seeded, units_of
+from parity import Block, Net, draw, seeded, units_of
 from polyshard import CapturedStep, CaptureFallback, CaptureMode
-from polyshard.engine.replay import EngineWatch
 from polyshard.errors import CaptureError, ConfigError, ConfigTypeError, StateError
 from polyshard.interfaces import PrecisionCapabilities, PrecisionCaster, UnitDtypes, UnitSpec
 from refusal import Silent
-from rerun import Rerunning, alone, captured, momentum, stepping, whole
+from rerun import Pretended, Rerunning, alone, captured, momentum, stepping, whole
 from torch import nn
 
 
@@ -168,31 +167,137 @@ def test_a_loaded_optimizer_state_outdates_the_graph() -> None:
         step(draw(4, 3))
 
 
-def replace_data(model: nn.Module) -> None:
-    weight = next(each for each in model.blocks[1].parameters() if each.numel())  # type: ignore[union-attr, index]
+class Counted(Net):
+    """A layer outside of all units, a parameter of one element and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside = nn.Linear(3, 3, bias=False)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.outside(x)) * self.gain * self.scale
+
+
+def counted() -> tuple[nn.Module, torch.optim.Optimizer, CapturedStep[Any, Any]]:
+    """As ``captured``, on the rank that holds the element of ``gain``."""
+    model = seeded(Counted)
+    config = polyshard.ShardConfig(collectives=Pretended(0), policy=units_of(Block))
+    polyshard.shard(model, config, ignored_modules=[model.outside])  # type: ignore[list-item]
+    optimizer = momentum(model)
+    step = Rerunning(model, optimizer, stepping(model, optimizer), warmup=2)
+    for turn in range(3):
+        step(draw(4, 3, turn=turn))
+    assert step.mode is CaptureMode.CAPTURED
+    for turn in range(20):
+        step(draw(4, 3, turn=turn))
+    return model, optimizer, step
+
+
+def replace_data(model: nn.Module, _: Any) -> None:
+    weight = model.get_parameter("blocks.1.up.weight")
     weight.data = weight.data + 1.0
 
 
-def replace_object(model: nn.Module) -> None:
-    up = model.blocks[1].up  # type: ignore[union-attr, index]
-    up.weight = nn.Parameter(up.weight.detach() + 1.0)  # type: ignore[union-attr, operator]
+def replace_object(model: nn.Module, _: Any) -> None:
+    up = model.get_submodule("blocks.1.up")
+    up.weight = nn.Parameter(up.weight.detach() + 1.0)  # type: ignore[operator]
 
 
-def freeze(model: nn.Module) -> None:
-    model.blocks[1].down.requires_grad_(False)  # type: ignore[union-attr, index, operator]
+def replace_by_an_equal(model: nn.Module, _: Any) -> None:
+    assert model.get_parameter("gain").numel() == 1
+    model.gain = nn.Parameter(model.get_parameter("gain").detach().clone())
 
 
-@pytest.mark.parametrize("change", [replace_data, replace_object, freeze])
-def test_a_parameter_replaced_or_frozen_after_the_capture_is_noticed_within_sixteen_calls(
-    change: Callable[[nn.Module], None],
+def replace_by_one_element(model: nn.Module, _: Any) -> None:
+    model.get_submodule("last").bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+
+def freeze(model: nn.Module, _: Any) -> None:
+    model.get_submodule("blocks.1.down").requires_grad_(False)
+
+
+def replace_outside(model: nn.Module, _: Any) -> None:
+    model.outside = nn.Linear(3, 3, bias=False).double()
+
+
+def replace_weight_outside(model: nn.Module, _: Any) -> None:
+    model.outside.weight = nn.Parameter(torch.zeros(3, 3, dtype=torch.float64))  # type: ignore[union-attr]
+
+
+def freeze_outside(model: nn.Module, _: Any) -> None:
+    model.get_submodule("outside").requires_grad_(False)
+
+
+def replace_buffer(model: nn.Module, _: Any) -> None:
+    model.scale = torch.ones(1, dtype=torch.float64)
+
+
+def add_buffer(model: nn.Module, _: Any) -> None:
+    model.register_buffer("another", torch.ones(1))
+
+
+def replace_in_a_group(_: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["params"][2] = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+
+def replace_state(_: Any, optimizer: torch.optim.Optimizer) -> None:
+    values = next(values for values in optimizer.state.values() if values["momentum_buffer"].numel() > 1)
+    values["momentum_buffer"] = torch.zeros_like(values["momentum_buffer"])
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (replace_data, "'blocks.1.up.weight' was given other data"),
+        (replace_object, "'blocks.1.up.weight' was replaced"),
+        (replace_by_an_equal, "'gain' was replaced"),
+        (replace_by_one_element, "'last.bias' was replaced"),
+        (freeze, "'blocks.1.down.weight' was frozen"),
+        (replace_outside, "'outside' was replaced"),
+        (replace_weight_outside, "'outside.weight' was replaced"),
+        (freeze_outside, "'outside.weight' was frozen"),
+        (replace_buffer, "'scale' was replaced"),
+        (add_buffer, "a buffer or a module was added"),
+        (replace_in_a_group, "parameters of SGD changed"),
+        (replace_state, "state of SGD was replaced"),
+    ],
+)
+def test_what_was_replaced_or_frozen_after_the_capture_is_refused_by_the_next_call(
+    change: Callable[[nn.Module, torch.optim.Optimizer], None], what: str
 ) -> None:
-    model, *_ = captured()
-    watch = EngineWatch(root_of(model))
-    assert [watch.obstacle() for _ in range(20)] == [None] * 20
-    change(model)
-    found = [obstacle for obstacle in (watch.obstacle() for _ in range(16)) if obstacle is not None]
-    assert found
-    assert all(obstacle.lasting and "'blocks.1'" in obstacle.reason for obstacle in found)
+    model, optimizer, step = counted()
+    change(model, optimizer)
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(2):
+        with pytest.raises(CaptureError, match=rf"{what}.*reset\(\)"):
+            step(draw(4, 3))
+    assert all(torch.equal(p.detach(), was) for p, was in zip(model.parameters(), before, strict=True))
+
+
+def test_what_was_unfrozen_is_refused_and_captured_anew() -> None:
+    model, optimizer, step = counted()
+    freeze(model, optimizer)
+    step.reset()
+    for turn in range(4):
+        step(draw(4, 3, turn=turn))
+    assert step.mode is CaptureMode.CAPTURED
+    model.requires_grad_(True)
+    with pytest.raises(CaptureError, match=r"'blocks\.1\.down\.weight' was unfrozen"):
+        step(draw(4, 3))
+
+
+def test_flat_parameters_that_moved_are_refused() -> None:
+    model = alone()
+    flat = polyshard.flat_parameters(model)
+    optimizer = torch.optim.SGD(flat, lr=0.1, momentum=0.9)
+    step = Rerunning(model, optimizer, stepping(model, optimizer), warmup=2)
+    for turn in range(4):
+        step(draw(4, 3, turn=turn))
+    flat[1].data = flat[1].data.clone()
+    with pytest.raises(CaptureError, match=r"'flat parameter of blocks\.0' was given other data"):
+        step(draw(4, 3))
 
 
 def test_a_replay_in_eval_mode_is_refused() -> None:

@@ -462,6 +462,21 @@ def refusals(rank: int) -> dict[str, str]:
         pair.advance()
     found["shape"] = refused(lambda: pair.step(pair.mine()[:, :5]))
     found["type"] = refused(lambda: pair.step(pair.mine().int()))
+    parameter = next(each for each in pair.model.parameters() if each.numel() > 1)
+    old = parameter.data
+    parameter.data = old.clone()
+    found["data"] = refused(lambda: pair.step(pair.mine()))
+    parameter.data = old
+    parameter.requires_grad_(False)
+    found["frozen"] = refused(lambda: pair.step(pair.mine()))
+    parameter.requires_grad_(True)
+    values = pair.optimizer.state[parameter]
+    moments = values["exp_avg"]
+    values["exp_avg"] = moments.clone()
+    found["state"] = refused(lambda: pair.step(pair.mine()))
+    values["exp_avg"] = moments
+    pair.advance()
+    found["off"] = f"{pair.loss_off:.0e}"
     return found
 
 
@@ -470,6 +485,10 @@ def test_refusals_name_what_and_why() -> None:
         assert "CpuOffload" in found["parks"]
         assert "Argument 0 has shape (4, 5), and had (4, 12)" in found["shape"]
         assert "Argument 0 is torch.int32, and was torch.int64" in found["type"]
+        assert "was given other data since" in found["data"]
+        assert "was frozen since" in found["frozen"]
+        assert "state of AdamW was replaced" in found["state"]
+        assert float(found["off"]) < 1e-10
 
 
 def accumulating(rank: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any
 
 import torch
@@ -38,8 +39,8 @@ class OptimizerWatch:
         self._state = optimizer.state
         self._entries = {parameter: dict(values) for parameter, values in optimizer.state.items()}
         self._holders = list(optimizer.state.values())
-        self._identities = list(map(id, self._holders))
-        self._members = [len(group["params"]) for group in optimizer.param_groups]
+        self._values = list(map(dict.copy, self._holders))
+        self._members = [list(group["params"]) for group in optimizer.param_groups]
         self._settings = [
             {key: _frozen(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
@@ -73,10 +74,10 @@ class OptimizerWatch:
         """What no longer is as it was recorded, and what to do; None where all is."""
         optimizer = self._optimizer
         kind = type(optimizer).__name__
-        if optimizer.state is not self._state or list(map(id, optimizer.state.values())) != self._identities:
+        if self._state_replaced():
             return f"The state of {kind} was replaced since the step was captured. Call reset() to capture again."
         groups = optimizer.param_groups
-        if [len(group["params"]) for group in groups] != self._members:
+        if _differ([group["params"] for group in groups], self._members):
             return f"The parameters of {kind} changed since the step was captured. Call reset() to capture again."
         for index, (group, settings) in enumerate(zip(groups, self._settings, strict=True)):
             for key, recorded in settings.items():
@@ -84,6 +85,24 @@ class OptimizerWatch:
                 if not _same(value, recorded):
                     return _setting_changed(f"'{key}' of {kind}, parameter group {index},", value, recorded)
         return None
+
+    def _state_replaced(self) -> bool:
+        state = self._optimizer.state
+        return (
+            state is not self._state
+            or len(state) != len(self._holders)
+            or not all(map(is_, state.values(), self._holders))
+            or _differ(self._holders, self._values)
+        )
+
+
+def _differ(these: list[Any], those: list[Any]) -> bool:
+    """Whether two lists of lists or dicts hold other tensors, compared at C speed: what is identical is equal."""
+    try:
+        return these != those
+    except RuntimeError:
+        # Two tensors were compared, so they are not the same.
+        return True
 
 
 def _frozen(value: Any) -> Any:

@@ -20,7 +20,6 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import chain
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -29,6 +28,7 @@ import torch
 from ..errors import CaptureError
 from ..interfaces import Collectives
 from . import _torch_private
+from .held_tensors import HeldTensors
 from .lanes import lanes_for
 from .root import Root
 from .tensors import iter_tensors
@@ -39,11 +39,6 @@ T = TypeVar("T")
 _state_of = attrgetter("state")
 _master_of = attrgetter("master")
 _waits = attrgetter("gradients.unreduced")
-_is_trained = attrgetter("requires_grad")
-
-#: Replays after which every parameter has been looked at once. Looking at all of them before each replay would cost
-#: 0.3 µs a parameter, which a launch-bound model would notice.
-ROUND = 16
 
 
 class Recording(ABC, Generic[T]):
@@ -279,10 +274,7 @@ class EngineWatch:
         self._units = list(root.units)
         self._masters = _addresses(self._units)
         self._states = list(map(_state_of, self._units))
-        self._watched = [_WatchedUnit(unit) for unit in self._units]
-        self._facts = [watched.facts() for watched in self._watched]
-        self._next = 0
-        self._stride = -(-len(self._units) // ROUND)
+        self._tensors = HeldTensors(self._module, [(unit.name, unit.receivers) for unit in self._units])
 
     @property
     def released(self) -> bool:
@@ -290,10 +282,7 @@ class EngineWatch:
         return list(map(_state_of, self._units)) == self._states
 
     def obstacle(self) -> Obstacle | None:
-        """What keeps the recording from being replayed, or None.
-
-        Each call looks at every unit's master, and at the parameters of one unit in ``ROUND``.
-        """
+        """What keeps the recording from being replayed, or None."""
         reason = step_obstacle(self._root)
         if reason is not None:
             return Obstacle(reason, False)
@@ -304,35 +293,10 @@ class EngineWatch:
             )
         if _addresses(self._units) != self._masters:
             return Obstacle("Parameters moved since the step was captured. Call reset() to capture again.", True)
-        for _ in range(self._stride):
-            watched, facts = self._watched[self._next], self._facts[self._next]
-            self._next = (self._next + 1) % len(self._watched)
-            if watched.facts() != facts:
-                return Obstacle(
-                    f"A parameter of '{watched.unit.name}' was replaced, frozen or unfrozen since the step was "
-                    "captured. Call reset() to capture again.",
-                    True,
-                )
+        changed = self._tensors.changed()
+        if changed is not None:
+            return Obstacle(f"{changed} since the step was captured. Call reset() to capture again.", True)
         return None
-
-
-class _WatchedUnit:
-    """A unit, and where its parameters are held."""
-
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-        modules = {module: None for parameter in unit.parameters for module, _ in parameter.sites}
-        self._holders = [module._parameters for module in modules]
-
-    def facts(self) -> tuple[list[int], list[bool], list[int]]:
-        """Addresses, what is trained, and which objects modules hold."""
-        unit = self.unit
-        tensors = [*unit.originals.tensors, *unit.receivers]
-        return (
-            list(map(torch.Tensor.data_ptr, tensors)),
-            list(map(_is_trained, tensors)),
-            list(map(id, chain.from_iterable(map(dict.values, self._holders)))),
-        )
 
 
 def _addresses(units: list[Unit]) -> list[int]:
