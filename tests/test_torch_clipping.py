@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,7 +13,7 @@ import polyshard
 import pytest
 import torch
 from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, units_of
-from polyshard.errors import ConfigError, StateError
+from polyshard.errors import ConfigError, StateError, UnsupportedError
 from polyshard_backends.threaded import ThreadedWorld
 from processes import RankPool
 from torch import nn
@@ -292,6 +293,28 @@ def _clip_nothing(rank: int, bad_rank: int) -> tuple[float, float]:
     return one.item(), polyshard.clip_grad_norm_(model, math.inf, math.inf).item()
 
 
+def _clip_compiled(rank: int) -> tuple[float, int]:
+    """The norm, and how often an optimizer of whole matrices was refused."""
+    # Importing the compiler does this in some versions.
+    warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    warnings.filterwarnings("ignore", message="Dynamo")
+    model = polyshard.shard(seeded(Net), polyshard.ShardConfig(**BLOCKS))
+    backward(model, rank)
+
+    def clip() -> torch.Tensor:
+        return clip_grad_norm_(list(model.parameters()), 1.0) * 2
+
+    norm = torch.compile(clip, backend="eager")().item() / 2
+    refusals = 0
+    optimizer = torch.optim.Adafactor(model.parameters())
+    for step in (optimizer.step, lambda: optimizer.step()):
+        with pytest.raises(UnsupportedError, match="Adafactor"):
+            torch.compile(step, backend="eager")()
+        refusals += 1
+    return norm, refusals
+
+
 def test_on_processes() -> None:
     norm = norm_of(p.grad for p in averaged(2).parameters()).item()
     with RankPool(2) as ranks:
@@ -300,6 +323,15 @@ def test_on_processes() -> None:
             # The largest of two values, one of them not a number, depends on the backend and on their order.
             for norms in ranks.run(_clip_nothing, bad_rank):
                 assert all(map(math.isnan, norms))
+
+
+@pytest.mark.slow
+def test_inside_a_compiled_function() -> None:
+    norm = norm_of(p.grad for p in averaged(2).parameters()).item()
+    with RankPool(2) as ranks:
+        for got, refusals in ranks.run(_clip_compiled, timeout=120.0):
+            assert got == pytest.approx(norm, rel=1e-12)
+            assert refusals == 2
 
 
 def test_a_model_that_was_dropped_is_forgotten() -> None:

@@ -240,7 +240,10 @@ def _exchange_behind(public: Callable[..., _T], function: Callable[..., _T]) -> 
     closure: Any = public
     cell = closure.__closure__[closure.__code__.co_freevars.index("func")]
     before: Callable[..., _T] = cell.cell_contents
-    hidden = hidden_from_compile(function)
+
+    @hidden_from_compile
+    def hidden(*args: Any, **kwargs: Any) -> _T:
+        return function(*args, **kwargs)
 
     @wraps(before)
     def called(*args: Any, **kwargs: Any) -> _T:

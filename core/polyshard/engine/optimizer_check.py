@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from ..errors import ConfigError, StateError, UnsupportedError
+from . import _torch_private
 from .live_roots import Found, LiveRoots
 
 #: Names of ``torch.optim`` whose update of an element depends on others of the parameter, and on which.
@@ -40,8 +41,16 @@ class OptimizerCheck:
             UnsupportedError: it computes with whole parameters.
             ConfigError: its parameter groups were split by the shapes of pieces, or its parameters get no gradients.
         """
-        if self._passed.get(optimizer) == len(optimizer.param_groups) or torch.compiler.is_compiling():
-            return
+        if torch.compiler.is_compiling():
+            _hidden_look_at(self, optimizer)
+        elif self._passed.get(optimizer) != len(optimizer.param_groups):
+            self._look_at(optimizer)
+
+    def forget(self) -> None:
+        """Another model was sharded, whose parameters optimizers may hold already."""
+        self._passed.clear()
+
+    def _look_at(self, optimizer: torch.optim.Optimizer) -> None:
         groups: list[list[tuple[torch.Tensor, Found]]] = []
         for group in optimizer.param_groups:
             found = self._live.find(group["params"])
@@ -59,10 +68,6 @@ class OptimizerCheck:
             self._guard(optimizer)
         self._passed[optimizer] = len(optimizer.param_groups)
 
-    def forget(self) -> None:
-        """Another model was sharded, whose parameters optimizers may hold already."""
-        self._passed.clear()
-
     def _guard(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer not in self._guarded:
             self._guarded.add(optimizer)
@@ -70,6 +75,11 @@ class OptimizerCheck:
             guard = _StateGuard(fresh=_asked_for_states())
             optimizer.register_state_dict_pre_hook(guard.before_state_dict)
             optimizer.register_load_state_dict_pre_hook(guard.before_load)
+
+
+@_torch_private.hidden_from_compile
+def _hidden_look_at(check: OptimizerCheck, optimizer: torch.optim.Optimizer) -> None:
+    check._look_at(optimizer)
 
 
 class _StateGuard:
