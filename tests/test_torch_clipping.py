@@ -17,6 +17,8 @@ from polyshard.errors import ConfigError, StateError, UnsupportedError
 from polyshard_backends.threaded import ThreadedWorld
 from processes import RankPool
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 # By name, as trainers do, long before anything is sharded.
 from torch.nn.utils import clip_grad_norm_, get_total_norm
@@ -284,6 +286,18 @@ def _clip(rank: int) -> float:
     return clip_grad_norm_(model.parameters(), 1.0).item()
 
 
+def _clip_distributed(rank: int) -> tuple[float, list[float]]:
+    """Norm and gradient of torch's own distributed tensor, as FSDP2 has them, beside a sharded model."""
+    model = polyshard.shard(seeded(Net), polyshard.ShardConfig(**BLOCKS))
+    backward(model, rank)
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
+    parameter.grad = distribute_tensor(torch.full((4,), 3.0), mesh, [Shard(0)])
+    norm: Any = clip_grad_norm_([parameter], 1.0)
+    gradient: Any = parameter.grad
+    return norm.full_tensor().item(), gradient.full_tensor().tolist()
+
+
 def _clip_nothing(rank: int, bad_rank: int) -> tuple[float, float]:
     model = polyshard.shard(seeded(Net), polyshard.ShardConfig(**BLOCKS))
     backward(model, rank)
@@ -319,6 +333,9 @@ def test_on_processes() -> None:
     norm = norm_of(p.grad for p in averaged(2).parameters()).item()
     with RankPool(2) as ranks:
         assert ranks.run(_clip) == pytest.approx([norm, norm], rel=1e-12)
+        for total, gradient in ranks.run(_clip_distributed):
+            assert total == pytest.approx(6.0)
+            assert gradient == pytest.approx([0.5] * 4, rel=1e-5)
         for bad_rank in range(2):
             # The largest of two values, one of them not a number, depends on the backend and on their order.
             for norms in ranks.run(_clip_nothing, bad_rank):

@@ -165,7 +165,12 @@ class GradientUtilities:
 
     def _find_gradients(self, tensors: Sequence[torch.Tensor], found: list[Found | None]) -> None:
         """Find what among ``tensors`` is a gradient of a sharded model, by where it lies: views of one count as it."""
-        wanted = {(tensor.data_ptr(), tensor.numel()): index for index, tensor in enumerate(tensors) if tensor.numel()}
+        # Strangers' tensors may be of any kind, with no address to ask for.
+        wanted = {
+            (tensor.data_ptr(), tensor.numel()): index
+            for index, tensor in enumerate(tensors)
+            if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel()
+        }
         for age, root in enumerate(self._live.roots()):
             seen, missing = [], None
             for number, unit in enumerate(root.units):
