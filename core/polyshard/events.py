@@ -80,7 +80,7 @@ class Events:
                 missing = [name for name in _OBSERVER_METHODS if not hasattr(answer, name)]
                 raise PluginContractError(
                     f"make_observer of listener {asked} answered {type(answer).__module__}:{type(answer).__qualname__} "
-                    f"for unit {unit.name or '(root)'!r}, which is no Observer: it lacks {', '.join(missing)}. Add the "
+                    f"for unit {unit.label!r}, which is no Observer: it lacks {', '.join(missing)}. Add the "
                     "methods, or return None."
                 )
         return answers

@@ -203,7 +203,7 @@ class Recording:
         return [
             Span(
                 lane=_BEGINS[mark.kind],
-                unit=mark.unit.name or "(root)",
+                unit=mark.unit.label,
                 start_us=times[position],
                 end_us=ended.get(position, max(duration, times[position])),
                 backward=mark.backward,

@@ -154,7 +154,7 @@ class CpuOffload(OffloadManager):
                     raise
                 raise DeviceError(
                     f"cannot page-lock {tensor.numel() * tensor.element_size()} bytes of host memory for unit "
-                    f"{unit.name or 'root'!r}: {error}. Raise the limit on locked memory, or set pin_memory = false."
+                    f"{unit.label!r}: {error}. Raise the limit on locked memory, or set pin_memory = false."
                 ) from error
 
 

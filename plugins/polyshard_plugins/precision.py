@@ -64,7 +64,7 @@ class PrecisionSettings:
         compute = self.param or master
         reduce = self.reduce or compute
         wire = self.wire or narrower(compute, reduce)
-        _require_wide_reduction(reduce, wire, f"{where}, unit {unit.name or 'root'!r}")
+        _require_wide_reduction(reduce, wire, f"{where}, unit {unit.label!r}")
         grad = narrower(master, reduce) if self.keep_low_precision_grads else master
         return UnitDtypes(compute=compute, wire=wire, reduce=reduce, grad=grad, buffer=self.buffer)
 
@@ -209,8 +209,9 @@ class Mixed(_Configured):
         inputs are cast to it and their outputs back to ``param``.
 
         ``overrides``: for some units, settings that replace those of the model. A key is a module class,
-        ``"package.module:Name"``, or a shell pattern of the unit's fully-qualified name (``"layers.*"``; the root's is
-        empty). Settings that an entry does not name stay as they are; the first entry in order that fits a unit counts.
+        ``"package.module:Name"``, or a shell pattern of the fully-qualified name of the unit's module
+        (``"layers.*"``; the root's is empty). Settings that an entry does not name stay as they are; the first entry in
+        order that fits a unit counts.
 
         Raises ``ConfigError`` for an unknown dtype, setting or class, and for a ``reduce`` that is narrower than
         ``wire``.
@@ -241,7 +242,7 @@ class Mixed(_Configured):
             if isinstance(key, type):
                 if issubclass(unit.module_class, key):
                     return settings
-            elif fnmatchcase(unit.name, key):
+            elif fnmatchcase(unit.module_name, key):
                 return settings
         return self._settings
 

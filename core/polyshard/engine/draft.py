@@ -48,19 +48,21 @@ def draft_stage(
     is_root: bool,
 ) -> Draft:
     """Lay out the units of ``stage``."""
-    specs, layouts, dtypes = [], [], []
+    specs: list[UnitSpec] = []
+    layouts, dtypes = [], []
     for group in stage.groups:
+        suffix = _suffix(group) if specs else ""
         shapes = [tuple(parameter.original.shape) for parameter in group]
         strides = [parameter.original.stride() for parameter in group]
         # Alignment follows from what travels, which the caster tells from a spec: ask with the master's layout first.
         itemsize = group[0].original.dtype.itemsize
         layout = plan_layout(shapes, strides, world_size=grid.shard_size, itemsize=itemsize)
-        spec = _spec(stage, group, layout, device, is_root)
+        spec = _spec(stage, group, layout, device, suffix, is_root)
         chosen = caster.dtypes(spec)
         travels = min(chosen.compute.itemsize, chosen.wire.itemsize)
         if travels != itemsize:
             layout = plan_layout(shapes, strides, world_size=grid.shard_size, itemsize=travels)
-            spec = _spec(stage, group, layout, device, is_root)
+            spec = _spec(stage, group, layout, device, suffix, is_root)
         specs.append(spec)
         layouts.append(layout)
         dtypes.append(chosen)
@@ -133,10 +135,11 @@ def _spec(
     group: Sequence[ManagedParameter],
     layout: FlatLayout,
     device: torch.device,
+    suffix: str,
     is_root: bool,
 ) -> UnitSpec:
     return UnitSpec(
-        name=stage.name,
+        name=f"{stage.name}{suffix}",
         module_class=type(stage.governing),
         parameter_names=tuple(parameter.names[0] for parameter in group),
         numel=layout.padded_numel,
@@ -144,7 +147,14 @@ def _spec(
         master_dtype=group[0].original.dtype,
         device=device,
         is_root=is_root,
+        suffix=suffix,
     )
+
+
+def _suffix(group: Sequence[ManagedParameter]) -> str:
+    # All that parameters of one module are divided by: no two of its units have the same.
+    frozen = "" if group[0].original.requires_grad else ", frozen"
+    return f"[{str(group[0].original.dtype).removeprefix('torch.')}{frozen}]"
 
 
 def _cut(group: Sequence[ManagedParameter], layout: FlatLayout, grid: RankGrid, device: torch.device) -> torch.Tensor:

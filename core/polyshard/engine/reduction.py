@@ -150,7 +150,7 @@ class Gradients:
         self._arrived = gradients
         self._note_missed(gradients)
         if step.audit is not None:
-            step.audit.agree(self.grid.world, self.spec.name or "(root)", "reduce", self._take_wire().flat)
+            step.audit.agree(self.grid.world, self.spec.label, "reduce", self._take_wire().flat)
         self.computed_at((step.lanes.here(),))
         places = tuple(self._places)
         self._places.clear()
@@ -396,7 +396,7 @@ class Gradients:
             elif current.shape != view.shape:
                 raise StateError(
                     f"Cannot writeback when the gradient shape changes\nExpects {view.shape} but got {current.shape} "
-                    f"in unit '{self.spec.name or '(root)'}' on rank {self.grid.world.rank}. Set .grad to a tensor "
+                    f"in unit '{self.spec.label}' on rank {self.grid.world.rank}. Set .grad to a tensor "
                     "of the shard's shape."
                 )
             else:

@@ -111,10 +111,12 @@ class Stage:
 
     def join(self, name: str, grid: RankGrid | None) -> None:
         """Become part of a larger model, under ``name``, with its collectives where ``grid`` is given."""
-        prefix = name.removesuffix(self.name).rstrip(".") if self.name else name
-        self.name = name
+        before, self.name = self.name, name
+        prefix = name.removesuffix(before).rstrip(".") if before else name
         for unit in self.units:
-            unit.join(name, prefix, grid)
+            own = unit.spec.module_name
+            # A part that was given back keeps the name of its module.
+            unit.join(name if own == before else f"{prefix}.{own}" if prefix else own, prefix, grid)
 
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

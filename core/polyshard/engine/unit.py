@@ -175,8 +175,8 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """Fully-qualified name of the unit's module; ``(root)`` for the outermost."""
-        return self.spec.name or "(root)"
+        """Its name in messages: that of its module, ``(root)`` for the outermost, and what sets it apart there."""
+        return self.spec.label
 
     @property
     def resident(self) -> bool:
@@ -242,15 +242,20 @@ class Unit:
         self.bindings = self._make_bindings()
         self.follow_requires_grad()
 
-    def join(self, name: str, prefix: str, grid: RankGrid | None) -> None:
-        """Become part of a larger model: under ``name``, and among the ranks of ``grid`` where that is given."""
+    def join(self, module_name: str, prefix: str, grid: RankGrid | None) -> None:
+        """Become part of a larger model: of the module ``module_name`` there, names of parameters behind ``prefix``,
+        among the ranks of ``grid`` where that is given.
+        """
 
         def renamed(names: Sequence[str]) -> tuple[str, ...]:
             return tuple(f"{prefix}.{each}" if prefix else each for each in names)
 
         self.grid = self.gradients.grid = grid or self.grid
         self.spec = self.gradients.spec = dataclasses.replace(
-            self.spec, name=name, parameter_names=renamed(self.spec.parameter_names), is_root=False
+            self.spec,
+            name=f"{module_name}{self.spec.suffix}",
+            parameter_names=renamed(self.spec.parameter_names),
+            is_root=False,
         )
         self.parameters = tuple(dataclasses.replace(each, names=renamed(each.names)) for each in self.parameters)
 

@@ -44,7 +44,8 @@ class UnitSpec:
     """A unit as plugins see it: parameters that are gathered together, in one flat buffer."""
 
     name: str
-    """Fully-qualified name of the unit's module in the root; empty for the root itself."""
+    """Unique in the model: the fully-qualified name of the unit's module in the root, empty for the root itself. Behind
+    that ``suffix``, which the second and later units of one module have."""
     module_class: type[torch.nn.Module]
     """Class of the unit's module; where a module was split off the outermost one, the outermost one's class."""
     parameter_names: tuple[str, ...]
@@ -59,3 +60,17 @@ class UnitSpec:
     """Where the unit computes."""
     is_root: bool
     """Whether the unit's module is the outermost one, or was split off it."""
+    suffix: str = ""
+    """What ``name`` ends in where other parameters of the same module form a unit before this one: what tells this one
+    from them, ``"[float64]"`` or ``"[float32, frozen]"``. Otherwise empty."""
+
+    @property
+    def module_name(self) -> str:
+        """Fully-qualified name of the unit's module in the root; empty for the root itself. Several units may share it:
+        for settings by name, where ``name`` is for state."""
+        return self.name.removesuffix(self.suffix)
+
+    @property
+    def label(self) -> str:
+        """``name`` for people to read, with ``(root)`` for the outermost module."""
+        return f"{self.module_name or '(root)'}{self.suffix}"
