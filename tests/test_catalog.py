@@ -266,10 +266,16 @@ def test_any_object_is_a_listener(context: PluginContext) -> None:
 
 def test_fingerprint_tells_ranks_apart_by_package_version(site: Path) -> None:
     install(site, "acme-print", "1.0", [(POLICIES, "print", "acme_print:Blocks")], {"acme_print": POLICY_SOURCE})
-    assert fingerprint([resolve(Group.POLICIES, "print"), resolve(Group.POLICIES, EveryChild())]) == (
-        ("polyshard.policies", "print", "acme_print:Blocks", "acme-print", "1.0"),
-        ("polyshard.policies", "EveryChild", f"{__name__}:EveryChild", "", ""),
-    )
+    named, given = resolve(Group.POLICIES, "print"), EveryChild()
+    assert fingerprint(named, None) == ["polyshard.policies", "print", "acme_print:Blocks", "acme-print", "1.0", []]
+    assert fingerprint(resolve(Group.POLICIES, given), given) == [
+        "polyshard.policies",
+        "EveryChild",
+        f"{__name__}:EveryChild",
+        "",
+        "",
+        [],
+    ]
 
 
 def test_listing_shows_where_a_plugin_comes_from(site: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from .engine import _torch_private
 from .errors import RankMismatchError
+from .fingerprint import first_difference
 from .interfaces import Collectives
 
 #: How each rank's report starts in the store: everything went well, or it raised.
@@ -33,21 +34,21 @@ def agree(
         process_group: The ranks that shard together; None for all.
         timeout: How long to wait for the other ranks.
 
-    The launcher's store serves where there is one, so that a rank whose backend could not be loaded reports too;
-    otherwise the backend itself does. Backends that cannot communicate stand alone.
+    The launcher's store serves where there is one, so that a rank whose backend could not be loaded reports too, or one
+    whose backend only pretends to communicate; otherwise the backend itself does. A rank that pretends without a
+    launcher, or in a pretended process group, stands alone.
 
     Raises:
         RankMismatchError: another rank failed, or reports something else.
     """
-    speaks = collectives is None or collectives.capabilities.can_communicate
     message = json.dumps([_READY, report] if error is None else [_FAILED, f"{type(error).__name__}: {error}"])
     everyone: list[str] | None = None
-    store = _torch_private.default_store() if speaks else None
-    if store is not None and (collectives is None or collectives.process_group is not None):
+    store = _store_of(collectives, process_group)
+    if store is not None:
         group = process_group if isinstance(process_group, torch.distributed.ProcessGroup) else None
         ranks = torch.distributed.get_process_group_ranks(group)
-        everyone = _through_store(store, ranks, message, error is not None, timeout)
-    elif speaks and collectives is not None:
+        everyone = _through_store(store, ranks, message, error, timeout)
+    elif collectives is not None and collectives.capabilities.can_communicate:
         everyone = list(collectives.all_gather_object(message))
     if error is not None:
         raise error
@@ -55,28 +56,63 @@ def agree(
         _compare([json.loads(text) for text in everyone], json.loads(message))
 
 
+def _store_of(collectives: Collectives | None, process_group: Any | None) -> Any | None:
+    """The launcher's store, where the ranks that share the model are those of ``torch.distributed``."""
+    if collectives is not None and collectives.process_group is None:
+        if collectives.capabilities.can_communicate:
+            # Ranks of the backend's own.
+            return None
+        if process_group is not None and not isinstance(process_group, torch.distributed.ProcessGroup):
+            # An object that stands for a group of ranks that are not there.
+            return None
+    store = _torch_private.default_store()
+    # Torch's pretended process groups come with a store that holds nothing.
+    return None if store is None or torch.distributed.get_backend() == "fake" else store
+
+
 def _through_store(
-    store: Any, ranks: Sequence[int], message: str, failed: bool, timeout: timedelta
+    store: Any, ranks: Sequence[int], message: str, failure: Exception | None, timeout: timedelta
 ) -> list[str] | None:
     me = torch.distributed.get_rank()
     scope = "polyshard/" + ",".join(map(str, ranks))
-    # Each rank counts its own wraps in the store: the n-th of one rank is compared with the n-th of the others.
-    turn = store.add(f"{scope}/wraps/{me}", 1)
-    store.set(f"{scope}/{turn}/{me}", message)
-    if failed:
-        # The others read this and raise; there is nothing to wait for.
-        return None
-    keys = [f"{scope}/{turn}/{rank}" for rank in ranks]
     try:
-        store.wait(keys, timeout)
+        # Each rank counts its own reports in the store: the n-th of one rank is compared with the n-th of the others.
+        turn = store.add(f"{scope}/wraps/{me}", 1)
+        store.set(f"{scope}/{turn}/{me}", message)
+        if failure is not None:
+            # The others read this and raise; there is nothing to wait for.
+            return None
+        keys = [f"{scope}/{turn}/{rank}" for rank in ranks]
+        missing = _wait_for(store, keys, timeout)
+        if missing:
+            raise RankMismatchError(
+                f"Ranks {[ranks[index] for index in missing]} did not come to shard their model within "
+                f"{timeout.total_seconds():.0f} s, rank {me} waited. "
+                "Let every rank shard the same model; see the other ranks' logs. One that shards by itself, with "
+                "collectives that only pretend, needs check_ranks=False."
+            )
+        return [store.get(key).decode() for key in keys]
+    except RankMismatchError:
+        raise
     except Exception as error:
-        missing = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
+        if failure is not None:
+            return None
         raise RankMismatchError(
-            f"Ranks {missing} did not come to shard their model within {timeout.total_seconds():.0f} s, rank {me} "
-            "waited. "
-            "Let every rank shard the same model; see the other ranks' logs."
+            f"The launcher's store, through which ranks compare what they shard, could not be reached from rank {me}: "
+            f"{error}. The rank that holds it, usually rank 0, has probably failed: see its log."
         ) from error
-    return [store.get(key).decode() for key in keys]
+
+
+def _wait_for(store: Any, keys: Sequence[str], timeout: timedelta) -> list[int]:
+    """Wait until all ``keys`` are set; returns the indices of those that are not after ``timeout``."""
+    try:
+        store.wait(list(keys), timeout)
+    except Exception:
+        missing = [index for index, key in enumerate(keys) if not store.check([key])]
+        if not missing:
+            raise
+        return missing
+    return []
 
 
 def _compare(everyone: list[list[Any]], mine: list[Any]) -> None:
@@ -87,12 +123,12 @@ def _compare(everyone: list[list[Any]], mine: list[Any]) -> None:
     if not different:
         return
     other = different[0]
-    lines = [
-        f"  here: {ours!r}\n  rank {other}: {theirs!r}"
-        for ours, theirs in zip(mine[1], everyone[other][1], strict=False)
-        if ours != theirs
-    ] or [f"  here: {len(mine[1])} entries\n  rank {other}: {len(everyone[other][1])} entries"]
+    here, there = first_difference(mine[1], everyone[other][1]) or (
+        f"{len(mine[1])} entries",
+        f"{len(everyone[other][1])} entries",
+    )
     raise RankMismatchError(
-        f"Ranks {different} are about to shard differently:\n{lines[0]}\n"
-        "Give every rank the same model, configuration and installed plugins."
+        f"Ranks {different} are about to shard differently:\n  here: {here}\n  rank {other}: {there}\n"
+        "Give every rank the same model, configuration and installed plugins. Options that must differ between ranks "
+        "are named in local_options of the plugin."
     )

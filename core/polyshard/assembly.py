@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import EntryPoints
@@ -16,19 +17,17 @@ from torch import nn
 
 from . import catalog
 from .agreement import agree
+from .building import Blueprint, build, give_up, prepare
 from .config import PluginChoice, ShardConfig, Strategy
-from .engine.budget import Budget, CudaMemory, PlannedMemory
-from .engine.draft import build_units, draft_stage, place_buffers
-from .engine.lanes import lanes_for
-from .engine.materialize import Initializer, materialize, refuse_uninitializable
+from .engine.answers import refuse_unable
+from .engine.broken import refuse_broken
+from .engine.draft import Draft, draft_stage
+from .engine.materialize import Initializer, refuse_uninitializable
+from .engine.originals import ManagedParameter
 from .engine.plan import STAGE_ATTRIBUTE, PlannedStage, plan_stages, refuse_sharded, refuse_unshardable
 from .engine.ranks import RankGrid
-from .engine.report import memory_report
 from .engine.root import Root
-from .engine.schedule import Schedule
-from .engine.stage import Stage
-from .engine.unit import Reshard
-from .errors import ConfigError, DeviceError, ParameterError, WorldSizeError
+from .errors import ConfigError, DeviceError, ParameterError, RankMismatchError, WorldSizeError
 from .events import Events
 from .interfaces import (
     Collectives,
@@ -40,6 +39,9 @@ from .interfaces import (
     RankAndSize,
     WrapPolicy,
 )
+
+#: The settings that ranks compare as they are; the others show in what they lead to.
+_COMPARED = ("reshard_after_forward", "forward_prefetch", "backward_prefetch", "batch_nbytes", "split_root")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,8 @@ class _Plugins:
     offload: OffloadManager
     policy: WrapPolicy
     events: Events
-    fingerprint: tuple[tuple[str, ...], ...]
+    fingerprint: list[list[Any]]
+    """What ranks compare of each, that of the collectives first."""
     collectives_choice: object
     """The options of the collectives, or the object that the user gave: equal where two instances could be one."""
 
@@ -96,18 +99,23 @@ def shard_module(request: Request) -> Root:
         shard_lists, replicate_lists = _rank_lists(config, strategy, collectives.world_size)
         # Where nothing is gathered, one unit around the others costs nothing.
         divides = config.split_root and len(shard_lists[0]) > 1
-        planned, casters, offloads = _plan(request, plugins, divides)
+        planned = _plan(request, plugins, divides)
         _refuse_unmeasured(config, strategy, context.device, collectives.rank)
+        if plugins.events.active:
+            plugins.events.before_shard(request.module, config)
+        drafts, overrides = _draft(request, plugins, planned, len(shard_lists[0]))
         report = [
             *plugins.fingerprint,
+            ["collectives", *_kind(collectives)],
             [strategy.value, shard_lists, replicate_lists],
-            ["reshard_after_forward", config.reshard_after_forward],
-            *(_described(stage) for stage in planned),
+            *([name, getattr(config, name)] for name in _COMPARED),
+            *(row for draft, override in zip(drafts, overrides, strict=True) for row in _described(draft, override)),
         ]
     except Exception as raised:
         error = raised
+    timeout = timedelta(seconds=config.timeout_s)
     if config.check_ranks:
-        agree(report, error, collectives, process_group, timedelta(seconds=config.timeout_s))
+        agree(report, error, collectives, process_group, timeout)
     elif error is not None:
         raise error
     # agree() raised if anything above did.
@@ -117,93 +125,53 @@ def shard_module(request: Request) -> Root:
             f"polyshard is switching to use `NO_SHARD` instead of {config.strategy} since the world size is 1.",
             stacklevel=4,
         )
-    grid = RankGrid(collectives, _subgroup(collectives, shard_lists), _subgroup(collectives, replicate_lists))
-    return _build(request, plugins, planned, casters, offloads, grid, strategy, (shard_lists, replicate_lists))
-
-
-def _build(
-    request: Request,
-    plugins: _Plugins,
-    planned: list[PlannedStage],
-    casters: Mapping[str, PrecisionCaster],
-    offloads: Mapping[str, OffloadManager],
-    grid: RankGrid,
-    strategy: Strategy,
-    rank_lists: tuple[list[list[int]], list[list[int]]],
-) -> Root:
-    config, module, device = request.config, request.module, plugins.context.device
-    if plugins.events.active:
-        plugins.events.before_shard(module, config)
-    present = {
-        inner: inner.__dict__[STAGE_ATTRIBUTE] for inner in module.modules() if STAGE_ATTRIBUTE in inner.__dict__
-    }
-    signature = (plugins.fingerprint[0], plugins.collectives_choice, plugins.context.process_group, rank_lists)
-    whole_shapes = {
-        parameter.original: tuple(parameter.original.shape)
-        for stage in planned
-        for group in stage.groups
-        for parameter in group
-    }
-    for stage in present.values():
-        for unit in stage.units:
-            whole_shapes.update({p.original: s.shape for p, s in zip(unit.parameters, unit.layout.slots, strict=True)})
-    drafts = [
-        draft_stage(plan, own, grid, device, casters[plan.name], is_root=plan.governing is module)
-        for plan, own in zip(planned, _own_modules(planned, request), strict=True)
-    ]
-    masters = materialize(drafts, grid, device, request.initializer, whole_shapes)
-    made: dict[nn.Module, Stage] = {}
-    for draft in drafts:
-        plan, caster, spec = draft.stage, draft.caster, draft.spec
-        units = build_units(
-            draft,
-            masters.pop(plan.name, None),
-            grid,
-            device,
-            offloads[plan.name],
-            _reshards(config, strategy, plan),
-        )
-        for inner in draft.modules:
-            place_buffers(inner, device, caster.dtypes(spec).buffer)
-        for unit in units:
-            unit.watch(plugins.events.observers(unit.spec) if plugins.events.active else ())
-        made[plan.module] = Stage(
-            plan.name,
-            plan.module,
-            units,
-            # What a part takes and returns stays inside its host.
-            input_cast=caster.input_cast(spec) if plan.host is None else None,
-            output_cast=caster.output_cast(spec) if plan.host is None else None,
-            full_precision_in_eval=caster.full_precision_in_eval(spec),
-            signature=signature,
-            host=None if plan.host is None else made[plan.host],
-        )
-    names = {inner: name for name, inner in module.named_modules()}
-    stages = []
-    for inner, name in names.items():
-        if inner in made:
-            stage = made[inner]
-            stage.attach()
-            inner.__dict__[STAGE_ATTRIBUTE] = stage
-            stages.append(stage)
-        elif inner in present:
-            present[inner].join(name, grid if present[inner].signature == signature else None)
-            stages.append(present[inner])
-    root = Root(
-        grid.world,
-        stages,
-        lanes_for(grid.world),
-        Schedule(config.forward_prefetch, config.backward_prefetch, config.batch_nbytes),
+    blueprint = Blueprint(
+        request.module,
+        config,
+        strategy,
+        context.device,
+        request.initializer,
+        drafts,
         plugins.events,
-        check_ranks=config.check_ranks,
+        signature=(
+            plugins.fingerprint[0],
+            plugins.collectives_choice,
+            plugins.context.process_group,
+            (shard_lists, replicate_lists),
+        ),
     )
-    if config.reshard_after_forward == "auto" and strategy is not Strategy.NO_SHARD:
-        planned_memory = PlannedMemory(lambda: memory_report(root).total_nbytes())
-        meter = CudaMemory(device) if device.type == "cuda" else planned_memory
-        root.budget = Budget(config.memory_budget, meter)
-    if plugins.events.active:
-        plugins.events.after_shard(module)
-    return root
+    with ExitStack() as undo:
+        with _together(config, collectives, process_group):
+            shard, replicate = _subgroup(collectives, shard_lists), _subgroup(collectives, replicate_lists)
+            grid = RankGrid(collectives, shard, replicate)
+            masters, put_back = prepare(blueprint, grid)
+            undo.callback(put_back)
+        # The last moment at which every rank could still keep its model: nothing was let go of.
+        undo.pop_all()
+    try:
+        with _together(config, collectives, process_group):
+            return build(blueprint, grid, masters)
+    except RankMismatchError as mismatch:
+        give_up(blueprint, grid, str(mismatch))
+        raise
+
+
+@contextmanager
+def _together(config: ShardConfig, collectives: Collectives, process_group: Any | None) -> Iterator[None]:
+    """Leave when every rank has left the body; raise on every rank if the body raised on any.
+
+    Raises:
+        RankMismatchError: another rank failed while this one did not.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    if config.check_ranks:
+        agree([], error, collectives, process_group, timedelta(seconds=config.timeout_s))
+    elif error is not None:
+        raise error
 
 
 def _resolve(
@@ -232,22 +200,32 @@ def _resolve(
             f"there are {collectives.world_size} (rank {collectives.rank}). Start another number of them, or choose "
             "other collectives."
         )
+    caster = precision.construct(_named(context, config.precision))
+    manager = offload.construct(_named(context, config.offload))
+    wraps = policy.construct(_named(context, config.policy))
+    watching = [(plugin, plugin.construct(_named(context, plugin.name))) for plugin in listeners]
+    compared: list[tuple[catalog.Resolved[object], object]] = [
+        (collectives_plugin, collectives),
+        (precision, caster),
+        (offload, manager),
+        (policy, wraps),
+        *watching,
+    ]
     return _Plugins(
         context,
         collectives,
-        precision.construct(_named(context, config.precision)),
-        offload.construct(_named(context, config.offload)),
-        policy.construct(_named(context, config.policy)),
-        Events([(plugin.name, plugin.construct(_named(context, plugin.name))) for plugin in listeners]),
-        catalog.fingerprint([collectives_plugin, precision, offload, policy, *listeners]),
+        caster,
+        manager,
+        wraps,
+        Events([(plugin.name, listener) for plugin, listener in watching]),
+        [catalog.fingerprint(plugin, instance) for plugin, instance in compared],
         collectives_plugin.options if collectives_plugin.distribution else collectives,
     )
 
 
-def _plan(
-    request: Request, plugins: _Plugins, divides: bool
-) -> tuple[list[PlannedStage], dict[str, PrecisionCaster], dict[str, OffloadManager]]:
+def _plan(request: Request, plugins: _Plugins, divides: bool) -> list[PlannedStage]:
     module, rank = request.module, plugins.collectives.rank
+    refuse_broken(module, "shard()")
     if request.composes:
         if STAGE_ATTRIBUTE in module.__dict__:
             refuse_sharded(module, rank)
@@ -279,12 +257,36 @@ def _plan(
     named = {inner: name for name, inner in module.named_modules() if inner in own}
     refuse_uninitializable(planned, named, request.initializer, rank)
     _refuse_irreducible(planned, plugins.collectives)
-    casters: dict[str, PrecisionCaster] = {}
-    offloads: dict[str, OffloadManager] = {}
-    for stage in planned:
-        casters[stage.name] = _override(Group.PRECISION, stage, "precision", plugins.caster, plugins.context)
-        offloads[stage.name] = _override(Group.OFFLOAD, stage, "offload", plugins.offload, plugins.context)
-    return planned, casters, offloads
+    return planned
+
+
+def _draft(
+    request: Request, plugins: _Plugins, planned: Sequence[PlannedStage], shards: int
+) -> tuple[tuple[Draft, ...], list[list[Any]]]:
+    """The stages laid out, and what ranks compare of each one's overrides."""
+    drafts, overrides = [], []
+    rank, device = plugins.collectives.rank, plugins.context.device
+    for stage, modules in zip(planned, _own_modules(planned, request), strict=True):
+        compared: list[Any] = [["reshard_after_forward", stage.overrides.get("reshard_after_forward")]]
+        caster: PrecisionCaster = _override(Group.PRECISION, stage, "precision", plugins.caster, plugins, compared)
+        offload: OffloadManager = _override(Group.OFFLOAD, stage, "offload", plugins.offload, plugins, compared)
+        refuse_unable(caster, rank)
+        refuse_unable(offload, rank)
+        drafts.append(
+            draft_stage(
+                stage,
+                modules,
+                shards,
+                device,
+                caster,
+                offload,
+                plugins.events,
+                is_root=stage.governing is request.module,
+                rank=rank,
+            )
+        )
+        overrides.append(compared)
+    return tuple(drafts), overrides
 
 
 def _refuse_irreducible(planned: list[PlannedStage], collectives: Collectives) -> None:
@@ -300,11 +302,14 @@ def _refuse_irreducible(planned: list[PlannedStage], collectives: Collectives) -
                 )
 
 
-def _override(group: Group, stage: PlannedStage, key: str, default: Any, context: PluginContext) -> Any:
+def _override(group: Group, stage: PlannedStage, key: str, default: Any, plugins: _Plugins, compared: list[Any]) -> Any:
     if key not in stage.overrides:
         return default
     choice = stage.overrides[key]
-    return catalog.resolve(group, choice).construct(_named(context, choice))
+    resolved = catalog.resolve(group, choice)
+    instance = resolved.construct(_named(plugins.context, choice))
+    compared.append(catalog.fingerprint(resolved, instance))
+    return instance
 
 
 def _named(context: PluginContext, choice: PluginChoice) -> PluginContext:
@@ -403,14 +408,6 @@ def _rank_lists(config: ShardConfig, strategy: Strategy, world_size: int) -> tup
     return rows, [list(column) for column in zip(*rows, strict=True)]
 
 
-def _reshards(config: ShardConfig, strategy: Strategy, plan: PlannedStage) -> Reshard:
-    override = plan.overrides.get("reshard_after_forward", config.reshard_after_forward)
-    if isinstance(override, bool):
-        return Reshard.ALWAYS if override else Reshard.NEVER
-    # "auto", too, begins as the strategy says.
-    return Reshard.UNLESS_TURNING if strategy.reshards_after_forward else Reshard.NEVER
-
-
 def _subgroup(world: Collectives, rank_lists: list[list[int]]) -> Collectives | None:
     size = len(rank_lists[0])
     if size == 1:
@@ -418,12 +415,31 @@ def _subgroup(world: Collectives, rank_lists: list[list[int]]) -> Collectives | 
     return world if size == world.world_size else world.partition(rank_lists)
 
 
-def _described(stage: PlannedStage) -> list[Any]:
-    parameters = [parameter for group in stage.groups for parameter in group]
-    return [stage.name, [[p.names[0], list(p.original.shape), str(p.original.dtype)] for p in parameters]]
+def _kind(collectives: Collectives) -> list[Any]:
+    """What tells ranks apart that would exchange bytes by other means, or only pretend to."""
+    cls = type(collectives)
+    communicates = collectives.capabilities.can_communicate
+    return [f"{cls.__module__}:{cls.__qualname__}", collectives.world_size, collectives.device.type, communicates]
 
 
-def _own_modules(planned: list[PlannedStage], request: Request) -> list[list[nn.Module]]:
+def _described(draft: Draft, overrides: list[Any]) -> list[list[Any]]:
+    """What ranks compare of a stage: settings of its own, and for each unit its dtypes, its wire and its parameters."""
+    rows: list[list[Any]] = [[f"'{draft.stage.name or '(root)'}'", overrides, str(draft.buffer_dtype)]]
+    for unit, group in zip(draft.units, draft.stage.groups, strict=True):
+        title = f"unit '{unit.spec.label}'"
+        dtypes = [str(getattr(unit.dtypes, field.name)) for field in dataclasses.fields(unit.dtypes)]
+        rows.append([title, "dtypes", dtypes, "bytes on the wire", unit.wire and unit.wire.nbytes_per_rank])
+        rows.append([title, *(_parameter(parameter) for parameter in group)])
+    return rows
+
+
+def _parameter(parameter: ManagedParameter) -> list[Any]:
+    original = parameter.original
+    trained = "trained" if original.requires_grad else "frozen"
+    return [*parameter.names, list(original.shape), list(original.stride()), str(original.dtype), trained]
+
+
+def _own_modules(planned: Sequence[PlannedStage], request: Request) -> list[list[nn.Module]]:
     """For each stage, the modules inside it that no inner stage owns."""
     others = {stage.module for stage in planned} | set(request.ignored_modules)
     found = []

@@ -13,7 +13,7 @@ import json
 import re
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, EntryPoints
 from typing import Any, Generic, Literal, TypeVar, cast, overload
@@ -30,6 +30,7 @@ from .errors import (
     PluginVersionError,
     PolyshardError,
 )
+from .fingerprint import fields_of, local_options, options_of
 from .interfaces import (
     CURRENT_API,
     OLDEST_API,
@@ -254,9 +255,23 @@ def installed(group: Group) -> tuple[Installed, ...]:
     return tuple(found)
 
 
-def fingerprint(resolved: Iterable[Resolved[object]]) -> tuple[tuple[str, ...], ...]:
-    """What ranks compare: group, name, value, distribution and version of each plugin, in the order given."""
-    return tuple((each.group.value, each.name, each.value, each.distribution, each.version) for each in resolved)
+def fingerprint(resolved: Resolved[object], instance: object) -> list[Any]:
+    """What ranks compare of a plugin: group, name, value, distribution, version, and options as JSON.
+
+    ``instance``: what it constructed. Of an object that the user gave, the fields of a dataclass count as options;
+    those of collectives and listeners are each rank's own. Options that the factory's ``local_options`` name are left
+    out.
+
+    Raises ``PluginContractError`` for ``local_options`` that are not names.
+    """
+    where = f"plugin {resolved.name!r} of {resolved.group.value}"
+    if resolved.distribution:
+        options = options_of(resolved.options, local_options(resolved.group, resolved.factory, where))
+    elif resolved.group in (Group.COLLECTIVES, Group.PLUGINS):
+        options = []
+    else:
+        options = fields_of(instance, local_options(resolved.group, instance, where))
+    return [resolved.group.value, resolved.name, resolved.value, resolved.distribution, resolved.version, options]
 
 
 def _given(group: Group, plugin: object) -> Resolved[Any]:

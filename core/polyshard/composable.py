@@ -12,6 +12,7 @@ from torch import nn
 
 from .assembly import Request, shard_module
 from .config import ShardConfig
+from .engine.broken import refuse_broken
 from .engine.gathered import unsharded_parameters
 from .engine.materialize import Initializer
 from .engine.norms import clip_grad_norm
@@ -53,7 +54,8 @@ def shard(
         ShardingError: the model cannot be sharded so.
         RankMismatchError: another rank failed, or does something else.
 
-        On an error the model is as it was.
+        On an error the model is as it was, on every rank. One that comes when parameters are cut already (out of
+        memory, a listener's ``after_shard``) leaves a model whose every use is refused with a ``StateError``.
     """
     request = Request(model, config or ShardConfig(), initializer, ignored_modules, ignored_parameters, composes=False)
     follow(shard_module(request))
@@ -251,6 +253,7 @@ def _computing(stage: Stage, module: nn.Module, method: Callable[..., Any]) -> C
 
 
 def _stage(module: nn.Module, call: str) -> Stage:
+    refuse_broken(module, call)
     stage: Stage | None = module.__dict__.get(STAGE_ATTRIBUTE)
     if stage is None:
         raise StateError(

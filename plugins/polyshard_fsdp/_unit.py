@@ -75,7 +75,7 @@ class FlatUnit(Unit):
             handle.layout,
             handle.parameters,
             grid,
-            handle.keep_own_shard(),
+            _parked(offload, spec, handle.keep_own_shard()),
             dtypes,
             caster,
             offload,
@@ -280,7 +280,7 @@ class FlatUnit(Unit):
         self.dtypes = self.caster.dtypes(self.spec)
         for parameter, _ in held:
             parameter.grad = None
-        self._settle(master.detach())
+        self._settle(_parked(self.offload, self.spec, master.detach()))
         if not self.handle.use_orig_params:
             self.prepare()
         for parameter, gradient in held:
@@ -413,3 +413,7 @@ def misplaced_offload(device: torch.device, name: str, rank: int) -> DeviceError
         f"An FSDP-managed module with parameter CPU offloading enabled has parameters on {device}. Make sure to not "
         f"move the module from CPU when offloading parameters. The first of them is '{name}' (rank {rank})."
     )
+
+
+def _parked(offload: OffloadManager, spec: UnitSpec, master: torch.Tensor) -> torch.Tensor:
+    return offload.place(spec, master) if offload.capabilities.parks else master

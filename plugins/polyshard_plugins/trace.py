@@ -39,6 +39,7 @@ class Trace(Listener):
     """
 
     api_version = 1
+    local_options = frozenset({"folder", "rank"})
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..engine.broken import refuse_broken
 from ..engine.phase import Phase
 from ..engine.plan import STAGE_ATTRIBUTE
 from ..engine.root import Root
@@ -78,6 +79,7 @@ def resting_root(model: nn.Module, call: str) -> Root:
     Raises:
         StateError: ``model`` is not the outermost sharded module, or is inside a step or ``unsharded()``.
     """
+    refuse_broken(model, call)
     module = model
     # The wrapper holds the sharded module.
     if STAGE_ATTRIBUTE not in module.__dict__ and isinstance(model._modules.get("module"), nn.Module):

@@ -8,8 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..interfaces import OffloadManager, PrecisionCaster, UnitDtypes, UnitSpec
+from ..events import Events
+from ..interfaces import (
+    InputCast,
+    Observer,
+    OffloadManager,
+    OutputCast,
+    PrecisionCaster,
+    UnitDtypes,
+    UnitSpec,
+    WireSpec,
+)
 from . import _torch_private
+from .answers import callable_or_none, dtypes_of, full_precision_in_eval_of, place, wire_of
 from .layout import FlatLayout, plan_layout
 from .lent import LendingParameters
 from .originals import ManagedParameter
@@ -19,18 +30,34 @@ from .unit import Reshard, Unit
 
 
 @dataclass(frozen=True, slots=True)
+class DraftedUnit:
+    """What a unit will be, with everything that plugins say about it."""
+
+    spec: UnitSpec
+    layout: FlatLayout
+    dtypes: UnitDtypes
+    wire: WireSpec | None
+    observers: tuple[Observer, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Draft:
-    """What a stage will be, before any memory is taken for it."""
+    """What a stage will be, before any memory is taken for it.
+
+    Everything that plugins say about it was asked and checked: from here on only memory can fail, and ``place``.
+    """
 
     stage: PlannedStage
     modules: tuple[nn.Module, ...]
     """The modules inside the stage's that no inner stage owns."""
     caster: PrecisionCaster
-    spec: UnitSpec
-    """Of the first unit; of an empty one where the stage has no parameters of its own."""
-    specs: tuple[UnitSpec, ...]
-    layouts: tuple[FlatLayout, ...]
-    dtypes: tuple[UnitDtypes, ...]
+    offload: OffloadManager
+    units: tuple[DraftedUnit, ...]
+    buffer_dtype: torch.dtype | None
+    """Of floating-point buffers; None leaves them alone."""
+    input_cast: InputCast | None
+    output_cast: OutputCast | None
+    full_precision_in_eval: bool
 
     @property
     def has_meta_parameters(self) -> bool:
@@ -41,75 +68,114 @@ class Draft:
 def draft_stage(
     stage: PlannedStage,
     modules: Sequence[nn.Module],
-    grid: RankGrid,
+    shards: int,
     device: torch.device,
     caster: PrecisionCaster,
+    offload: OffloadManager,
+    events: Events,
     *,
     is_root: bool,
+    rank: int,
 ) -> Draft:
-    """Lay out the units of ``stage``."""
-    specs: list[UnitSpec] = []
-    layouts, dtypes = [], []
+    """Lay out the units of ``stage`` for so many ``shards``, and ask plugins all there is to ask.
+
+    Raises:
+        PluginContractError: a plugin answered what its contract does not allow.
+    """
+    units: list[DraftedUnit] = []
     for group in stage.groups:
-        suffix = _suffix(group) if specs else ""
+        suffix = _suffix(group) if units else ""
         shapes = [tuple(parameter.original.shape) for parameter in group]
         strides = [parameter.original.stride() for parameter in group]
         # Alignment follows from what travels, which the caster tells from a spec: ask with the master's layout first.
         itemsize = group[0].original.dtype.itemsize
-        layout = plan_layout(shapes, strides, world_size=grid.shard_size, itemsize=itemsize)
+        layout = plan_layout(shapes, strides, world_size=shards, itemsize=itemsize)
         spec = _spec(stage, group, layout, device, suffix, is_root)
-        chosen = caster.dtypes(spec)
-        travels = min(chosen.compute.itemsize, chosen.wire.itemsize)
+        dtypes = dtypes_of(caster, spec, rank)
+        travels = min(dtypes.compute.itemsize, dtypes.wire.itemsize)
         if travels != itemsize:
-            layout = plan_layout(shapes, strides, world_size=grid.shard_size, itemsize=travels)
+            layout = plan_layout(shapes, strides, world_size=shards, itemsize=travels)
             spec = _spec(stage, group, layout, device, suffix, is_root)
-        specs.append(spec)
-        layouts.append(layout)
-        dtypes.append(chosen)
-    empty = UnitSpec(stage.name, type(stage.governing), (), 0, 0, stage.dtype, device, is_root)
+        wire = wire_of(caster, spec, rank) if shards > 1 else None
+        # Asked again when the unit is built: a caster that cannot answer must say so while the model is whole.
+        full_precision_in_eval_of(caster, spec, rank)
+        observers = events.observers(spec) if events.active else ()
+        units.append(DraftedUnit(spec, layout, dtypes, wire, observers))
+    if units:
+        first, buffer_dtype = units[0].spec, units[0].dtypes.buffer
+    else:
+        first = UnitSpec(stage.name, type(stage.governing), (), 0, 0, stage.dtype, device, is_root)
+        buffer_dtype = dtypes_of(caster, first, rank).buffer
+    # What a part takes and returns stays inside its host.
+    casts = stage.host is None
     return Draft(
-        stage, tuple(modules), caster, specs[0] if specs else empty, tuple(specs), tuple(layouts), tuple(dtypes)
+        stage,
+        tuple(modules),
+        caster,
+        offload,
+        tuple(units),
+        buffer_dtype,
+        callable_or_none(caster, "input_cast", first, rank) if casts else None,
+        callable_or_none(caster, "output_cast", first, rank) if casts else None,
+        full_precision_in_eval_of(caster, first, rank),
     )
 
 
-def build_units(
-    draft: Draft,
-    masters: list[torch.Tensor] | None,
-    grid: RankGrid,
-    device: torch.device,
-    offload: OffloadManager,
-    reshard: Reshard,
-) -> list[Unit]:
-    """The units of one stage. ``masters``: emptied; None where the parameters hold the values, of which this rank's are
-    copied to ``device``, and the rest is let go of.
+def park(draft: Draft, masters: list[torch.Tensor] | None, grid: RankGrid, device: torch.device) -> list[torch.Tensor]:
+    """The parked masters of one stage whose manager parks; the model stays as it is.
+
+    ``masters``: emptied; None where the parameters hold the values.
+
+    Raises:
+        PluginContractError: ``place`` returned what no parameter can view.
     """
-    groups = draft.stage.groups
+    if masters is not None:
+        # Let go of one by one: the manager makes its own copy of each.
+        masters.reverse()
+    parked = []
+    for unit, group in zip(draft.units, draft.stage.groups, strict=True):
+        shard = masters.pop() if masters is not None else _cut(group, unit.layout, grid, device)
+        parked.append(place(draft.offload, unit.spec, shard, grid.world.rank))
+    return parked
+
+
+def cut(draft: Draft, grid: RankGrid, device: torch.device) -> list[torch.Tensor]:
+    """This rank's elements of the parameters of one stage, copied to ``device``; the parameters stay as they are."""
+    pairs = zip(draft.stage.groups, draft.units, strict=True)
+    return [_cut(group, unit.layout, grid, device) for group, unit in pairs]
+
+
+def build_units(
+    draft: Draft, masters: list[torch.Tensor], grid: RankGrid, device: torch.device, reshard: Reshard
+) -> list[Unit]:
+    """The units of one stage: its parameters become views of ``masters`` (emptied), and what they held is let go of."""
     if draft.stage.host is not None:
         for module in draft.modules:
             module.__dict__["_parameters"] = LendingParameters(module._parameters)
-    if masters is None:
-        masters = [_cut(group, layout, grid, device) for group, layout in zip(groups, draft.layouts, strict=True)]
     recurrent = [module for module in draft.modules if isinstance(module, nn.RNNBase)]
     for module in recurrent:
         _torch_private.drop_rnn_references(module)
-    # Let go of one by one: an offload manager makes its own copy of each.
     masters.reverse()
-    units = [
-        Unit(
-            spec,
-            layout,
+    units = []
+    for drafted, group in zip(draft.units, draft.stage.groups, strict=True):
+        unit = Unit(
+            drafted.spec,
+            drafted.layout,
             group,
             grid,
             masters.pop(),
-            dtypes,
+            drafted.dtypes,
             draft.caster,
-            offload,
+            draft.offload,
             reshard=reshard if grid.shard is not None else Reshard.NEVER,
+            wire=drafted.wire,
         )
-        for spec, layout, group, dtypes in zip(draft.specs, draft.layouts, groups, draft.dtypes, strict=True)
-    ]
+        unit.watch(drafted.observers)
+        units.append(unit)
     for module in recurrent:
         module.__dict__.update(_torch_private.rnn_weights(module, module._parameters))
+    for module in draft.modules:
+        place_buffers(module, device, draft.buffer_dtype)
     return units
 
 

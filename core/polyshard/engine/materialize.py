@@ -57,6 +57,49 @@ def refuse_uninitializable(
         )
 
 
+def remember(drafts: Sequence[Draft], device: torch.device) -> Callable[[], None]:
+    """What puts back all that ``materialize`` changes: buffers, and the generators of random numbers.
+
+    Ranks that drew differently would initialise pieces of different models the next time.
+    """
+    hollow = {
+        module: None
+        for draft in drafts
+        for module in draft.modules
+        if any(is_meta(buffer) for buffer in module._buffers.values())
+    }
+    for draft in drafts:
+        for group in draft.stage.groups:
+            for parameter in group:
+                if parameter.original.is_meta:
+                    hollow.update(dict.fromkeys(module for module, _ in parameter.sites))
+    if not hollow:
+        return lambda: None
+    held = {module: dict(module._buffers) for module in hollow}
+    # An initialiser writes to the buffers that have values already, too.
+    values = [
+        (buffer, buffer.clone())
+        for buffers in held.values()
+        for buffer in buffers.values()
+        if buffer is not None and not buffer.is_meta
+    ]
+    on_host = torch.get_rng_state()
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def put_back() -> None:
+        for module, buffers in held.items():
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)
+        torch.set_rng_state(on_host)
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device, device)
+
+    return put_back
+
+
 def materialize(
     drafts: Sequence[Draft],
     grid: RankGrid,
@@ -82,7 +125,7 @@ def materialize(
                     flat
                     if grid.shard is None
                     else flat.narrow(0, grid.shard_rank * layout.shard_numel, layout.shard_numel).clone()
-                    for layout, flat in zip(draft.layouts, flats, strict=True)
+                    for layout, flat in zip((unit.layout for unit in draft.units), flats, strict=True)
                 ]
             else:
                 for module in draft.modules:
@@ -93,15 +136,13 @@ def materialize(
 
 
 def _nbytes(draft: Draft) -> list[int]:
-    return [
-        round_up(layout.padded_numel * spec.master_dtype.itemsize, 256)
-        for layout, spec in zip(draft.layouts, draft.specs, strict=True)
-    ]
+    return [round_up(unit.layout.padded_numel * unit.spec.master_dtype.itemsize, 256) for unit in draft.units]
 
 
 def _flats(draft: Draft, scratch: torch.Tensor | None, device: torch.device) -> list[torch.Tensor]:
     flats, offset = [], 0
-    for layout, spec, nbytes in zip(draft.layouts, draft.specs, _nbytes(draft), strict=True):
+    for unit, nbytes in zip(draft.units, _nbytes(draft), strict=True):
+        layout, spec = unit.layout, unit.spec
         if scratch is None:
             flat = torch.empty(layout.padded_numel, dtype=spec.master_dtype, device=device)
         else:
@@ -124,8 +165,8 @@ def _fill(
     fresh = {module: None for module in draft.modules if any(is_meta(buffer) for buffer in module._buffers.values())}
     held: list[tuple[nn.Module, str, nn.Parameter]] = []
     wholes: list[tuple[nn.Module, str, nn.Parameter]] = []
-    for group, layout, flat in zip(draft.stage.groups, draft.layouts, flats, strict=True):
-        for parameter, slot in zip(group, layout.slots, strict=True):
+    for group, unit, flat in zip(draft.stage.groups, draft.units, flats, strict=True):
+        for parameter, slot in zip(group, unit.layout.slots, strict=True):
             original = parameter.original
             whole = nn.Parameter(
                 view_of(flat, slot.shape, slot.stride, slot.offset), requires_grad=original.requires_grad

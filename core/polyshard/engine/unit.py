@@ -21,6 +21,7 @@ from ..interfaces import (
     PrecisionCaster,
     UnitDtypes,
     UnitSpec,
+    WireSpec,
     Work,
 )
 from .bindings import Bindings, Shown
@@ -98,7 +99,9 @@ class Unit:
         offload: OffloadManager,
         *,
         reshard: Reshard,
+        wire: WireSpec | None = None,
     ) -> None:
+        """``master``: where it lives from now on, parked already. ``wire``: None for as it computes."""
         self.spec = spec
         self.layout = layout
         self.parameters = tuple(parameters)
@@ -114,7 +117,6 @@ class Unit:
         self.flat: FlatMaster | None = None
         self.pieces = layout.pieces(grid.shard_rank)
         self._expired = False
-        wire = caster.wire(spec) if grid.shard is not None and caster.capabilities.encodes else None
         self._encoded = EncodedGather(spec, wire, caster) if wire is not None else None
         self.buffer: FlatBuffer
         self.leaves: list[torch.Tensor] = []
@@ -132,7 +134,7 @@ class Unit:
     def _settle(self, master: torch.Tensor) -> None:
         """Build what depends on the master: its dtype, its place, and the parameters that view it."""
         dtypes = self.dtypes
-        self.master = self.offload.place(self.spec, master) if self.parks else master
+        self.master = master
         # One shard, nothing to cast: the master itself serves compute, and nothing is ever gathered.
         self.permanent = self.grid.shard is None and dtypes.compute == self.master.dtype and not self.parks
         self.originals = self._make_originals()

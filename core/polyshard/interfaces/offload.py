@@ -37,10 +37,11 @@ class OffloadManager(ABC):
 
     @abstractmethod
     def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
-        """Where the master shard lives from now on; called once, at wrap.
+        """Where the master shard lives from now on; called at wrap, before the model changes.
 
-        ``shard``: ``[shard_numel]``, master dtype, on the compute device. Returns a tensor of the same shape and dtype
-        with the same values; the optimizer updates it in place.
+        ``shard``: ``[shard_numel]``, master dtype, on the compute device. Returns a contiguous tensor of the same shape
+        and dtype with the same values; the optimizer updates it in place. Where sharding fails on any rank, it is let
+        go of, and the next attempt calls this again.
         """
 
     @abstractmethod
@@ -51,7 +52,8 @@ class OffloadManager(ABC):
     def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
         """Park the reduced gradient (``[shard_numel]``) beside the master; add it to ``into`` where that is given.
 
-        Returns the tensor that ``.grad`` will view. Its values need to be there only after ``sync_for_step``.
+        Returns the contiguous tensor, of the gradient's shape and dtype, that ``.grad`` will view. Its values need to
+        be there only after ``sync_for_step``.
         """
 
     def sync_for_step(self) -> None:

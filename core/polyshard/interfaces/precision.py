@@ -55,8 +55,9 @@ class PrecisionCapabilities:
 class PrecisionCaster(ABC):
     """Chooses dtypes and casts.
 
-    A plugin is a callable ``(context: PluginContext, **options) -> PrecisionCaster``. Every question is asked once,
-    at wrap; only the callables and codecs that it returned then run in a step.
+    A plugin is a callable ``(context: PluginContext, **options) -> PrecisionCaster``. Every question is asked
+    at wrap, and must get the same answer each time and on every rank; only the callables and codecs that it returned
+    then run in a step.
     """
 
     api_version: ClassVar[int] = 1

@@ -1,0 +1,156 @@
+"""From what ranks agreed on to a sharded model: first all that can be taken back, then the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .config import ShardConfig, Strategy
+from .engine.broken import mark_broken
+from .engine.budget import Budget, CudaMemory, PlannedMemory
+from .engine.draft import Draft, build_units, cut, park
+from .engine.lanes import lanes_for
+from .engine.materialize import Initializer, materialize, remember
+from .engine.plan import STAGE_ATTRIBUTE, PlannedStage
+from .engine.ranks import RankGrid
+from .engine.report import memory_report
+from .engine.root import Root
+from .engine.schedule import Schedule
+from .engine.stage import Stage
+from .engine.unit import Reshard
+from .events import Events
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """Everything about a sharded model that is known before it changes."""
+
+    module: nn.Module
+    config: ShardConfig
+    strategy: Strategy
+    device: torch.device
+    initializer: Initializer | None
+    drafts: tuple[Draft, ...]
+    events: Events
+    signature: object
+    """Equal for models that can share collectives."""
+
+
+#: Masters that are made before the model changes, by stage name: materialised, or parked.
+Masters = dict[str, list[torch.Tensor]]
+
+
+def prepare(blueprint: Blueprint, grid: RankGrid) -> tuple[Masters, Callable[[], None]]:
+    """Initialise what is on the meta device and park what a manager parks. The model is as it was when this raises.
+
+    Returns the masters, and what undoes this: to be called if the model is not built after all. Only the shards take
+    memory: what they were cut from stays whole until ``build``.
+    """
+    drafts, device = blueprint.drafts, blueprint.device
+    undo = remember(drafts, device)
+    try:
+        masters = materialize(drafts, grid, device, blueprint.initializer, _whole_shapes(blueprint))
+        for draft in drafts:
+            if draft.offload.capabilities.parks:
+                masters[draft.stage.name] = park(draft, masters.pop(draft.stage.name, None), grid, device)
+    except BaseException:
+        undo()
+        raise
+    return masters, undo
+
+
+def build(blueprint: Blueprint, grid: RankGrid, masters: Masters) -> Root:
+    """Make the model's parameters shards, and put the hooks on it.
+
+    Where this raises with parameters in pieces, the others' memory is let go of, and every later use of the model is
+    refused by name.
+    """
+    cuts = False
+    device = blueprint.device
+    try:
+        made: dict[nn.Module, Stage] = {}
+        for draft in blueprint.drafts:
+            plan = draft.stage
+            own = masters.pop(plan.name, None)
+            if own is None:
+                own = cut(draft, grid, device)
+            cuts = True
+            units = build_units(draft, own, grid, device, _reshards(blueprint, plan))
+            made[plan.module] = Stage(
+                plan.name,
+                plan.module,
+                units,
+                input_cast=draft.input_cast,
+                output_cast=draft.output_cast,
+                full_precision_in_eval=draft.full_precision_in_eval,
+                signature=blueprint.signature,
+                host=None if plan.host is None else made[plan.host],
+            )
+        root = _join(blueprint, grid, made)
+        if blueprint.events.active:
+            blueprint.events.after_shard(blueprint.module)
+    except BaseException as error:
+        if cuts:
+            give_up(blueprint, grid, f"{type(error).__name__}: {error}")
+        raise
+    return root
+
+
+def give_up(blueprint: Blueprint, grid: RankGrid, reason: str) -> None:
+    """Refuse every later use of the model, which is in pieces and stays so."""
+    mark_broken(blueprint.module, f"{reason} (rank {grid.world.rank})")
+
+
+def _join(blueprint: Blueprint, grid: RankGrid, made: Mapping[nn.Module, Stage]) -> Root:
+    """The root of the stages that were ``made``, and of those inside the model that were there before."""
+    config = blueprint.config
+    lanes = lanes_for(grid.world)
+    stages = []
+    for name, inner in blueprint.module.named_modules():
+        if inner in made:
+            stages.append(made[inner])
+        elif STAGE_ATTRIBUTE in inner.__dict__:
+            there: Stage = inner.__dict__[STAGE_ATTRIBUTE]
+            there.join(name, grid if there.signature == blueprint.signature else None)
+            stages.append(there)
+    root = Root(
+        grid.world,
+        stages,
+        lanes,
+        Schedule(config.forward_prefetch, config.backward_prefetch, config.batch_nbytes),
+        blueprint.events,
+        check_ranks=config.check_ranks,
+    )
+    if config.reshard_after_forward == "auto" and blueprint.strategy is not Strategy.NO_SHARD:
+        planned = PlannedMemory(lambda: memory_report(root).total_nbytes())
+        meter = CudaMemory(blueprint.device) if blueprint.device.type == "cuda" else planned
+        root.budget = Budget(config.memory_budget, meter)
+    for module, stage in made.items():
+        stage.attach()
+        module.__dict__[STAGE_ATTRIBUTE] = stage
+    return root
+
+
+def _whole_shapes(blueprint: Blueprint) -> dict[nn.Parameter, tuple[int, ...]]:
+    shapes = {
+        parameter.original: tuple(parameter.original.shape)
+        for draft in blueprint.drafts
+        for group in draft.stage.groups
+        for parameter in group
+    }
+    for inner in blueprint.module.modules():
+        if STAGE_ATTRIBUTE in inner.__dict__:
+            for unit in inner.__dict__[STAGE_ATTRIBUTE].units:
+                shapes.update({p.original: s.shape for p, s in zip(unit.parameters, unit.layout.slots, strict=True)})
+    return shapes
+
+
+def _reshards(blueprint: Blueprint, plan: PlannedStage) -> Reshard:
+    override = plan.overrides.get("reshard_after_forward", blueprint.config.reshard_after_forward)
+    if isinstance(override, bool):
+        return Reshard.ALWAYS if override else Reshard.NEVER
+    # "auto", too, begins as the strategy says.
+    return Reshard.UNLESS_TURNING if blueprint.strategy.reshards_after_forward else Reshard.NEVER
