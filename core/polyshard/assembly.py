@@ -19,7 +19,7 @@ from . import catalog
 from .agreement import agree
 from .building import Blueprint, build, give_up, prepare
 from .config import PluginChoice, ShardConfig, Strategy
-from .engine.answers import refuse_unable
+from .engine.answers import leaves_alone, refuse_unable
 from .engine.broken import refuse_broken
 from .engine.draft import Draft, draft_stage
 from .engine.materialize import Initializer, refuse_uninitializable
@@ -237,12 +237,13 @@ def _plan(request: Request, plugins: _Plugins, divides: bool) -> list[PlannedSta
         ignored_parameters=request.ignored_parameters,
         rank=rank,
     )
+    refuse_unable(plugins.caster, rank)
     chosen = plugins.policy.plan(module, PolicyContext(request.ignored_modules, request.ignored_parameters))
     if isinstance(chosen, Mapping):
         alone = {
             inner: dict[str, Any]()
-            for inner in module.modules()
-            if inner not in chosen and inner is not module and plugins.caster.leaves_alone(inner)
+            for name, inner in module.named_modules()
+            if inner not in chosen and inner is not module and leaves_alone(plugins.caster, inner, name, rank)
         }
         chosen = {**chosen, **alone}
     planned = plan_stages(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from .config import ShardConfig, Strategy
+from .engine.answers import refuse_shared_memory
 from .engine.broken import mark_broken
 from .engine.budget import Budget, CudaMemory, PlannedMemory
 from .engine.draft import Draft, build_units, cut, park
@@ -22,6 +23,7 @@ from .engine.schedule import Schedule
 from .engine.stage import Stage
 from .engine.unit import Reshard
 from .events import Events
+from .interfaces import OffloadManager, UnitSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +58,26 @@ def prepare(blueprint: Blueprint, grid: RankGrid) -> tuple[Masters, Callable[[],
         for draft in drafts:
             if draft.offload.capabilities.parks:
                 masters[draft.stage.name] = park(draft, masters.pop(draft.stage.name, None), grid, device)
+        refuse_shared_memory(_parked(blueprint, masters), grid.world.rank)
     except BaseException:
         undo()
         raise
     return masters, undo
+
+
+def _parked(
+    blueprint: Blueprint, masters: Mapping[str, list[torch.Tensor]]
+) -> Iterator[tuple[OffloadManager, UnitSpec, torch.Tensor]]:
+    """All masters of the model that managers park, those of modules that are sharded already too."""
+    for draft in blueprint.drafts:
+        if draft.offload.capabilities.parks:
+            for unit, master in zip(draft.units, masters[draft.stage.name], strict=True):
+                yield draft.offload, unit.spec, master
+    for inner in blueprint.module.modules():
+        if STAGE_ATTRIBUTE in inner.__dict__:
+            for unit in inner.__dict__[STAGE_ATTRIBUTE].units:
+                if unit.parks:
+                    yield unit.offload, unit.spec, unit.master
 
 
 def build(blueprint: Blueprint, grid: RankGrid, masters: Masters) -> Root:

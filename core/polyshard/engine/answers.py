@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -91,6 +93,20 @@ def wire_of(caster: PrecisionCaster, unit: UnitSpec, rank: int) -> WireSpec | No
     return answer
 
 
+def leaves_alone(caster: PrecisionCaster, module: torch.nn.Module, name: str, rank: int) -> bool:
+    """Whether ``module``, of the fully-qualified ``name``, keeps full precision.
+
+    Raises:
+        PluginContractError: neither True nor False.
+    """
+    answer: Any = caster.leaves_alone(module)
+    if not isinstance(answer, bool):
+        raise PluginContractError(
+            f"leaves_alone of {_plugin(caster)} answered {answer!r} for '{name}' (rank {rank}). Return True or False."
+        )
+    return answer
+
+
 def callable_or_none(caster: PrecisionCaster, question: str, unit: UnitSpec, rank: int) -> Any:
     """The ``input_cast`` or ``output_cast`` of ``unit``.
 
@@ -137,17 +153,43 @@ def place(offload: OffloadManager, unit: UnitSpec, shard: torch.Tensor, rank: in
     return parked
 
 
-def refuse_gradient(offload: OffloadManager, unit: UnitSpec, stored: Any, like: torch.Tensor, rank: int) -> None:
-    """Refuse what ``store_grad`` returned where ``.grad`` could not view it. ``like``: the reduced gradient.
+def refuse_shared_memory(parked: Iterable[tuple[OffloadManager, UnitSpec, torch.Tensor]], rank: int) -> None:
+    """Refuse masters of two units that lie in the same memory: each step of the optimizer would overwrite one.
 
     Raises:
-        PluginContractError: it is no plain, dense, contiguous tensor of the gradient's shape and dtype with memory.
+        PluginContractError: naming both units.
+    """
+    ranges = sorted(
+        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, unit.label, _plugin(offload))
+        for offload, unit, tensor in parked
+        if tensor.numel()
+    )
+    for (device, _, end, first, _), (other, start, _, second, plugin) in pairwise(ranges):
+        if device == other and start < end:
+            raise PluginContractError(
+                f"place of {plugin} returned the same memory for the units '{first}' and '{second}' (rank {rank}). "
+                "Give each unit's master memory of its own."
+            )
+
+
+def refuse_gradient(
+    offload: OffloadManager, unit: UnitSpec, stored: Any, like: torch.Tensor, device: torch.device | None, rank: int
+) -> None:
+    """Refuse what ``store_grad`` returned where ``.grad`` could not view it.
+
+    ``like``: the reduced gradient; ``device``: where the master is, None for nowhere in particular.
+
+    Raises:
+        PluginContractError: it is no plain, dense, contiguous tensor of the gradient's shape and dtype, or is not
+            beside the master.
     """
     fault = _fault(stored, like.shape, like.dtype)
+    if not fault and device is not None and stored.device != device:
+        fault = f"a tensor on {stored.device}"
     if fault:
         raise PluginContractError(
             f"store_grad of {_plugin(offload)} returned {fault} for unit '{unit.label}' (rank {rank}). '.grad' views "
-            f"that tensor: return a contiguous {tuple(like.shape)} of {like.dtype}."
+            f"that tensor: return a contiguous {tuple(like.shape)} of {like.dtype} beside the master."
         )
 
 

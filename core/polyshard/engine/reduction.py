@@ -13,6 +13,7 @@ from torch.utils.weak import TensorWeakRef
 from ..errors import StateError
 from ..interfaces import BufferRole, Observer, OffloadManager, UnitDtypes, UnitSpec, Work
 from . import _torch_private
+from .answers import refuse_gradient
 from .bucket import Copies, PendingReduction
 from .buffer import FlatBuffer
 from .lanes import REDUCTIONS_ALIVE, Lanes
@@ -372,7 +373,7 @@ class Gradients:
         whole = self.delivered
         if whole is not None:
             if self._parks:
-                flat = self._offload.store_grad(self.spec, result, whole)
+                flat = self._store(result, whole)
                 if flat is not whole:
                     self._assign(flat)
             else:
@@ -381,7 +382,7 @@ class Gradients:
         present = list(map(_gradient_of, self._owners))
         fresh = all(map(is_, present, repeat(None)))
         if self._parks:
-            result = self._offload.store_grad(self.spec, result, None)
+            result = self._store(result, None)
             if not fresh:
                 self._offload.sync_for_step()
         if fresh:
@@ -414,6 +415,13 @@ class Gradients:
         # objects may stand on other memory: a user may set ``.grad.data``.
         same = list(map(id, present)) == self._shown and list(map(torch.Tensor.data_ptr, present)) == self._addresses
         return flat if same else None
+
+    def _store(self, result: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+        stored = self._offload.store_grad(self.spec, result, into)
+        # A rank that holds no element has no owner, and nothing views the gradient.
+        device = self._owners[0].device if self._owners else None
+        refuse_gradient(self._offload, self.spec, stored, result, device, self.grid.world.rank)
+        return stored
 
     def _assign(self, flat: torch.Tensor) -> None:
         # Views keep their base alive, and that of a view's view is not the view.
