@@ -6,8 +6,10 @@ import copy
 from collections.abc import Sequence
 
 import polyshard
+import pytest
 import torch
 from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, units_of
+from polyshard.errors import RankMismatchError
 from polyshard.interfaces import (
     Collectives,
     PluginContext,
@@ -143,3 +145,26 @@ def test_an_encoded_wire_moves_a_quarter_of_the_bytes() -> None:
     assert set(moved["fp32"]) == {4 * 1040 * 4}
     assert set(moved["int8"]) == {4 * (1040 + 16)}
     assert len(moved["fp32"]) == len(moved["int8"]) == 4
+
+
+def test_ranks_that_part_in_the_first_step_are_told_what_would_travel() -> None:
+    class TwoWays(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ways = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 64)])
+
+        def forward(self, x: torch.Tensor, way: int) -> torch.Tensor:
+            return self.ways[way](x).sum()
+
+    model = TwoWays()
+
+    def on_rank(rank: int, world: ThreadedWorld) -> str:
+        mine = sharded_copy(model, rank, world, precision=Int8Wire(), policy=units_of(nn.Linear))
+        with pytest.raises(RankMismatchError) as caught:
+            mine(torch.ones(2, 16), rank)
+        return str(caught.value)
+
+    for text in on_ranks(2, on_rank):
+        # Half of 16 * 16 + 16 and of 16 * 64 + 64 parameters, padded to 16 bytes, behind a header of 16 bytes.
+        assert "rank 0: all_gather of unit 'ways.0', 320 elements of torch.uint8" in text
+        assert "rank 1: all_gather of unit 'ways.1', 1120 elements of torch.uint8" in text

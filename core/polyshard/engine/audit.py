@@ -23,15 +23,17 @@ class Audit:
         """The first outermost forward ended; its backward, if there is one, is still compared."""
         self.done = True
 
-    def agree(self, world: Collectives, unit: str, operation: str, tensor: torch.Tensor) -> None:
+    def agree(self, world: Collectives, unit: str, operation: str, numel: int, dtype: torch.dtype) -> None:
         """Raise on every rank of ``world`` if any is about to do something else.
+
+        ``numel``, ``dtype``: what travels, of all ranks together.
 
         Raises:
             RankMismatchError: saying what each rank is about to do.
         """
         if not world.capabilities.can_communicate:
             return
-        mine = f"{operation} of unit '{unit}', {tensor.numel()} elements of {tensor.dtype}"
+        mine = f"{operation} of unit '{unit}', {numel} elements of {dtype}"
         everyone = world.all_gather_object(mine)
         if any(other != mine for other in everyone):
             listed = "\n".join(f"  rank {rank}: {what}" for rank, what in enumerate(everyone))

@@ -151,7 +151,8 @@ class Gradients:
         self._arrived = gradients
         self._note_missed(gradients)
         if step.audit is not None:
-            step.audit.agree(self.grid.world, self.spec.label, "reduce", self._take_wire().flat)
+            numel, dtype = self._layout.padded_numel, self._wire_dtype
+            step.audit.agree(self.grid.world, self.spec.label, "reduce", numel, dtype)
         self.computed_at((step.lanes.here(),))
         places = tuple(self._places)
         self._places.clear()

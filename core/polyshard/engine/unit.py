@@ -323,6 +323,13 @@ class Unit:
         """The ranks over which the gather buffer is gathered as it is; None where it is encoded, parked or local."""
         return None if self.parks or self._encoded is not None else self.grid.shard
 
+    @property
+    def gathered(self) -> tuple[int, torch.dtype]:
+        """Elements that a gather brings together, and their dtype: bytes where they are encoded."""
+        if self._encoded is not None:
+            return self._encoded.nbytes_per_rank * self.grid.shard_size, torch.uint8
+        return self.layout.padded_numel, self.buffer.dtype
+
     def filling(self) -> None:
         """The gather starts at the present point of the current stream. Called by lanes."""
         for observer in self.observers:
@@ -449,7 +456,7 @@ def unshard_together(units: Sequence[Unit]) -> None:
     assert step is not None
     if step.audit is not None:
         for unit in units:
-            step.audit.agree(unit.grid.world, unit.name, "all_gather", unit.buffer.flat)
+            step.audit.agree(unit.grid.world, unit.name, "all_gather", *unit.gathered)
     step.lanes.gather(units)
     for unit in units:
         unit._issued()

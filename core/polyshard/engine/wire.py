@@ -12,12 +12,12 @@ class EncodedGather:
 
     def __init__(self, spec: UnitSpec, wire: WireSpec, caster: PrecisionCaster) -> None:
         self._spec = spec
-        self._nbytes = wire.nbytes_per_rank
+        self.nbytes_per_rank = wire.nbytes_per_rank
         self._caster = caster
 
     def start(self, shard: Collectives, source: torch.Tensor, out: torch.Tensor) -> Work:
         """Issue the gather of ``source`` (``[shard_numel]``); its ``wait`` decodes into ``out`` (``[numel]``)."""
-        wire = torch.empty(shard.world_size, self._nbytes, dtype=torch.uint8, device=out.device)
+        wire = torch.empty(shard.world_size, self.nbytes_per_rank, dtype=torch.uint8, device=out.device)
         own = wire[shard.rank]
         self._caster.encode(self._spec, own, source)
         return _Decode(
