@@ -18,12 +18,12 @@ class OffloadSuite:
         """A newly constructed manager."""
         raise NotImplementedError(f"{type(self).__name__} must override make()")
 
-    def unit(self, shard_numel: int, master_dtype: torch.dtype = torch.float32) -> UnitSpec:
-        """A unit with shards of ``shard_numel`` elements."""
+    def unit(self, shard_numel: int, master_dtype: torch.dtype = torch.float32, name: str = "layers.0") -> UnitSpec:
+        """A unit of its own ``name`` with shards of ``shard_numel`` elements."""
         return UnitSpec(
-            name="layers.0",
+            name=name,
             module_class=torch.nn.Linear,
-            parameter_names=("layers.0.weight",),
+            parameter_names=(f"{name}.weight",),
             numel=2 * shard_numel,
             shard_numel=shard_numel,
             master_dtype=master_dtype,
@@ -40,8 +40,7 @@ class OffloadSuite:
         manager = self.make()
         shard = self._numbers(numel, dtype)
         master = manager.place(self.unit(numel, dtype), shard.clone())
-        assert master.shape == (numel,)
-        assert master.dtype is dtype
+        _assert_usable(master, numel, dtype)
         assert master.tolist() == shard.tolist()
         if not manager.capabilities.parks:
             assert master.device == shard.device
@@ -71,7 +70,7 @@ class OffloadSuite:
         stored = manager.store_grad(unit, gradient, None)
         manager.sync_for_step()
         assert stored.device == master.device
-        assert stored.shape == (6,)
+        _assert_usable(stored, 6, torch.float32)
         assert stored.tolist() == expected
 
     def test_gradients_of_microbatches_add_up(self) -> None:
@@ -96,14 +95,43 @@ class OffloadSuite:
 
     def test_units_do_not_share_memory(self) -> None:
         manager = self.make()
-        first, second = self.unit(6), self.unit(4)
+        units = self.unit(6), self.unit(4, name="layers.1")
+        masters = [manager.place(unit, self._numbers(unit.shard_numel)) for unit in units]
+        masters[0].fill_(7.0)
+        slices = [torch.zeros(unit.shard_numel, device=self.device) for unit in units]
+        for unit, master, own_slice in zip(units, masters, slices, strict=True):
+            manager.fetch(unit, master, own_slice)
+        self._synchronize()
+        assert slices[0].tolist() == [7.0] * 6
+        assert slices[1].tolist() == self._numbers(4).tolist()
         stored = [
             manager.store_grad(unit, torch.full((unit.shard_numel,), value, device=self.device), None)
-            for unit, value in ((first, 1.0), (second, 2.0))
+            for unit, value in zip(units, (1.0, 2.0), strict=True)
         ]
         manager.sync_for_step()
         assert stored[0].tolist() == [1.0] * 6
         assert stored[1].tolist() == [2.0] * 4
+
+    def test_an_optimizer_updates_the_master_in_place(self) -> None:
+        manager, unit = self.make(), self.unit(6)
+        weight = torch.nn.Parameter(manager.place(unit, self._numbers(6)))
+        weight.grad = manager.store_grad(unit, self._numbers(6) * 2.0, None)
+        manager.sync_for_step()
+        torch.optim.SGD([weight], lr=0.25).step()
+        own_slice = torch.zeros(6, device=self.device)
+        manager.fetch(unit, weight.data, own_slice)
+        self._synchronize()
+        assert own_slice.tolist() == (self._numbers(6) * 0.5).tolist()
+
+    def test_a_unit_is_placed_again_after_an_attempt_that_failed(self) -> None:
+        manager, unit = self.make(), self.unit(6)
+        manager.place(unit, self._numbers(6))
+        master = manager.place(unit, self._numbers(6) * 3.0)
+        assert master.tolist() == (self._numbers(6) * 3.0).tolist()
+        own_slice = torch.zeros(6, device=self.device)
+        manager.fetch(unit, master, own_slice)
+        self._synchronize()
+        assert own_slice.tolist() == (self._numbers(6) * 3.0).tolist()
 
     def test_nothing_stored_is_nothing_to_wait_for(self) -> None:
         manager = self.make()
@@ -113,3 +141,13 @@ class OffloadSuite:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _assert_usable(tensor: torch.Tensor, numel: int, dtype: torch.dtype) -> None:
+    """Parameters and ``.grad`` view it, by strides of their own."""
+    assert tensor.layout is torch.strided
+    assert tensor.shape == (numel,)
+    assert tensor.dtype is dtype
+    assert tensor.is_contiguous(), f"strides {tensor.stride()}: return a contiguous tensor"
+    assert not tensor.is_meta
+    assert not tensor.is_inference(), "made in inference mode: it cannot be trained"
