@@ -143,7 +143,8 @@ def place(offload: OffloadManager, unit: UnitSpec, shard: torch.Tensor, rank: in
     Raises:
         PluginContractError: it is no plain, dense, contiguous tensor of the shard's shape and dtype with memory.
     """
-    parked = offload.place(unit, shard)
+    with torch.inference_mode(False):
+        parked = offload.place(unit, shard)
     fault = _fault(parked, shard.shape, shard.dtype)
     if fault:
         raise PluginContractError(
