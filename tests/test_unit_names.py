@@ -163,3 +163,32 @@ def test_a_part_that_was_given_back_keeps_its_name_in_a_larger_model() -> None:
         return [unit.spec.name for unit in root_of(outer).units]
 
     assert on_ranks(2, on_rank) == [["", "lm.head", "lm.block"]] * 2
+
+
+def test_parameters_have_the_names_that_the_larger_model_gives_them() -> None:
+    class Outer(nn.Module):
+        """Reaches a block of the inner model by a path of its own, before the inner model itself."""
+
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.first = inner.get_submodule("blocks.1")
+            self.encoder = inner
+            self.head = nn.Linear(2, 2)
+
+    inner: Any = Net()
+    for block in inner.blocks:
+        polyshard.fully_shard(block, fake())
+    polyshard.fully_shard(inner, fake())
+    outer = Outer(inner)
+    polyshard.fully_shard(outer, fake())
+    assert [unit.spec.name for unit in root_of(outer).units] == [
+        "",
+        "first",
+        "encoder",
+        "encoder.blocks.0",
+        "encoder.blocks.2",
+    ]
+    names = {name for unit in root_of(outer).units for name in unit.spec.parameter_names}
+    assert names == {name for name, _ in outer.named_parameters()}
+    aliases = {name for unit in root_of(outer).units for each in unit.parameters for name in each.names}
+    assert aliases == {name for name, _ in outer.named_parameters(remove_duplicate=False)}

@@ -15,7 +15,7 @@ from .engine.budget import Budget, CudaMemory, PlannedMemory
 from .engine.draft import Draft, build_units, cut, park
 from .engine.lanes import lanes_for
 from .engine.materialize import Initializer, materialize, remember
-from .engine.plan import STAGE_ATTRIBUTE, PlannedStage
+from .engine.plan import STAGE_ATTRIBUTE, PlannedStage, names_in
 from .engine.ranks import RankGrid
 from .engine.report import memory_report
 from .engine.root import Root
@@ -127,12 +127,13 @@ def _join(blueprint: Blueprint, grid: RankGrid, made: Mapping[nn.Module, Stage])
     config = blueprint.config
     lanes = lanes_for(grid.world)
     stages = []
+    names_of = names_in(blueprint.module)
     for name, inner in blueprint.module.named_modules():
         if inner in made:
             stages.append(made[inner])
         elif STAGE_ATTRIBUTE in inner.__dict__:
             there: Stage = inner.__dict__[STAGE_ATTRIBUTE]
-            there.join(name, grid if there.signature == blueprint.signature else None)
+            there.join(name, grid if there.signature == blueprint.signature else None, names_of)
             stages.append(there)
     root = Root(
         grid.world,

@@ -33,6 +33,11 @@ class ManagedParameter:
     """Every (module, attribute) that holds it."""
 
 
+def names_behind(prefix: str, parameter: ManagedParameter) -> tuple[str, ...]:
+    """Its names where the module that they are relative to is called ``prefix``; empty for the outermost."""
+    return tuple(f"{prefix}.{name}" if prefix else name for name in parameter.names)
+
+
 @dataclass(frozen=True, slots=True)
 class Recipient:
     """A parameter that receives a part of the reduced gradient."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,6 +216,29 @@ def _walk(
 
     visit("", root, (), frozenset())
     return found
+
+
+def names_in(root: nn.Module) -> Callable[[ManagedParameter], tuple[str, ...]]:
+    """What tells all names that a parameter has in ``root``, in module order, whatever paths lead to its modules."""
+    paths: dict[nn.Module, list[tuple[int, str]]] = {}
+
+    def visit(prefix: str, module: nn.Module, above: frozenset[nn.Module]) -> None:
+        if module in above:
+            return
+        paths.setdefault(module, []).append((len(order), prefix))
+        order.append(module)
+        for key, child in module._modules.items():
+            if child is not None:
+                visit(f"{prefix}.{key}" if prefix else key, child, above | {module})
+
+    order: list[nn.Module] = []
+    visit("", root, frozenset())
+
+    def names_of(parameter: ManagedParameter) -> tuple[str, ...]:
+        found = sorted((*path, key) for module, key in parameter.sites for path in paths[module])
+        return tuple(f"{path}.{key}" if path else key for _, path, key in found)
+
+    return names_of
 
 
 def refuse_sharded(root: nn.Module, rank: int) -> None:

@@ -16,6 +16,7 @@ from ..interfaces import InputCast, OutputCast
 from . import _torch_private
 from .boundary import pass_through
 from .itinerary import Act, Itinerary, Mark
+from .originals import ManagedParameter, names_behind
 from .outputs import SideOutputs, refuse_escape, watch_output
 from .ranks import RankGrid
 from .schedule import Schedule
@@ -109,14 +110,23 @@ class Stage:
         self.module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         self.module.register_forward_hook(self.post_forward, with_kwargs=True, always_call=True)
 
-    def join(self, name: str, grid: RankGrid | None) -> None:
-        """Become part of a larger model, under ``name``, with its collectives where ``grid`` is given."""
+    def join(
+        self,
+        name: str,
+        grid: RankGrid | None,
+        names_of: Callable[[ManagedParameter], tuple[str, ...]] | None = None,
+    ) -> None:
+        """Become part of a larger model, under ``name``, with its collectives where ``grid`` is given.
+
+        ``names_of``: all names of a parameter there; None where the larger model puts one prefix before all of them.
+        """
         before, self.name = self.name, name
         prefix = name.removesuffix(before).rstrip(".") if before else name
         for unit in self.units:
             own = unit.spec.module_name
             # A part that was given back keeps the name of its module.
-            unit.join(name if own == before else f"{prefix}.{own}" if prefix else own, prefix, grid)
+            module_name = name if own == before else f"{prefix}.{own}" if prefix else own
+            unit.join(module_name, names_of or partial(names_behind, prefix), grid)
 
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -244,22 +244,18 @@ class Unit:
         self.bindings = self._make_bindings()
         self.follow_requires_grad()
 
-    def join(self, module_name: str, prefix: str, grid: RankGrid | None) -> None:
-        """Become part of a larger model: of the module ``module_name`` there, names of parameters behind ``prefix``,
-        among the ranks of ``grid`` where that is given.
-        """
-
-        def renamed(names: Sequence[str]) -> tuple[str, ...]:
-            return tuple(f"{prefix}.{each}" if prefix else each for each in names)
-
+    def join(
+        self, module_name: str, names_of: Callable[[ManagedParameter], tuple[str, ...]], grid: RankGrid | None
+    ) -> None:
+        """Become part of a larger model, of its module ``module_name``, and among the ranks of ``grid`` where given."""
         self.grid = self.gradients.grid = grid or self.grid
+        self.parameters = tuple(dataclasses.replace(each, names=names_of(each)) for each in self.parameters)
         self.spec = self.gradients.spec = dataclasses.replace(
             self.spec,
             name=f"{module_name}{self.spec.suffix}",
-            parameter_names=renamed(self.spec.parameter_names),
+            parameter_names=tuple(each.names[0] for each in self.parameters),
             is_root=False,
         )
-        self.parameters = tuple(dataclasses.replace(each, names=renamed(each.names)) for each in self.parameters)
 
     @property
     def pending(self) -> bool:
