@@ -25,6 +25,8 @@ POLICY_SOURCE = """
 from polyshard.interfaces import WrapPolicy
 
 class Blocks(WrapPolicy):
+    api_version = 1
+
     def __init__(self, context, size=2, *, depth):
         self.name, self.size, self.depth = context.name, size, depth
 

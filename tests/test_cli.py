@@ -15,6 +15,11 @@ POLICY_SOURCE = """
 from polyshard.interfaces import WrapPolicy
 
 class Blocks(WrapPolicy):
+    api_version = 1
+
+    def __init__(self, context):
+        pass
+
     def plan(self, root, context):
         return {}
 """

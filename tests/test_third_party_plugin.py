@@ -59,6 +59,8 @@ class Box:
 class Mail(Collectives):
     """Ranks in one process that write each other letters. Every operation is done when it returns."""
 
+    api_version = 1
+
     def __init__(self, context, box, rank, size, static=False):
         self._context, self._name, self._rank, self._size, self._static = context, box, rank, size, static
         with LOCK:
@@ -121,6 +123,8 @@ class Mail(Collectives):
 class Odd(WrapPolicy):
     """Every module below the root whose name ends in an odd number."""
 
+    api_version = 1
+
     def __init__(self, context):
         pass
 
@@ -133,6 +137,8 @@ class Odd(WrapPolicy):
 
 class Scrambled(PrecisionCaster):
     """Computes in the masters' dtype, and takes inputs of any; parameters travel scrambled, with a checksum."""
+
+    api_version = 1
 
     capabilities = PrecisionCapabilities(encodes=True)
 
@@ -171,6 +177,8 @@ class Scrambled(PrecisionCaster):
 
 class Shelf(OffloadManager):
     """Keeps masters and gradients in memory of its own."""
+
+    api_version = 1
 
     def __init__(self, context):
         self.shelf = {}
@@ -225,6 +233,8 @@ class Counter:
 
 class Tally(Listener):
     """Counts steps, and what units do in them, under a name that the test knows."""
+
+    api_version = 1
 
     COUNTS = {}
 

@@ -63,6 +63,8 @@ class FakeCollectives(Collectives):
         WorldSizeError: ``world_size`` is below 1, or ``rank`` outside ``range(world_size)``.
     """
 
+    api_version = 1
+
     def __init__(self, context: PluginContext, rank: int | None = None, world_size: int | None = None) -> None:
         group = context.process_group
         if isinstance(group, RankAndSize) and rank is None and world_size is None:

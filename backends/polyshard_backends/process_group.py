@@ -182,6 +182,8 @@ class ProcessGroupCollectives(Collectives):
     are points at which all ranks meet, as making a group requires.
     """
 
+    api_version = 1
+
     #: The transport that the group must use, and the device type that it is used for.
     transport: str
     device_type: str

@@ -123,6 +123,8 @@ class ThreadedCollectives(Collectives):
         WorldSizeError: ``rank`` is outside ``range(world.world_size)``.
     """
 
+    api_version = 1
+
     def __init__(self, context: PluginContext, world: ThreadedWorld, rank: int) -> None:
         if not isinstance(world, ThreadedWorld):
             raise ConfigError(f"collectives {context.name!r}: world is {world!r}; give a ThreadedWorld")

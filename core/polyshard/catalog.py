@@ -46,6 +46,9 @@ __all__ = ["Installed", "PluginState", "Resolved", "fingerprint", "installed", "
 
 _T_co = TypeVar("_T_co", covariant=True)
 
+#: The distribution whose names are its own: no other package changes what they stand for.
+_BUILT_IN = "polyshard"
+
 _CONTRACTS: Mapping[Group, type] = {
     Group.COLLECTIVES: Collectives,
     Group.PRECISION: PrecisionCaster,
@@ -60,6 +63,8 @@ class PluginState(enum.Enum):
 
     READY = "ready"
     """It can be imported and serves a contract version that this polyshard serves."""
+    HIDDEN = "hidden"
+    """It is ready, but polyshard itself has a plugin of this name: ask for it as ``"distribution:name"``."""
     AMBIGUOUS = "ambiguous"
     """It is ready, but another distribution offers the same name: ask for it as ``"distribution:name"``."""
     INCOMPATIBLE = "incompatible"
@@ -106,14 +111,14 @@ class Resolved(Generic[_T_co]):
 
         Raises ``ConfigError`` for options that the factory does not take or that are missing, ``PluginContractError``
         where the result is not what the group's contract asks for, and ``PluginLoadError``, with the cause chained, for
-        every failure inside the factory that is not an error of polyshard's own.
+        every failure inside the factory that is not an error of polyshard's own, ``SystemExit`` included.
         """
-        self._check_options(context)
+        self.check_options()
         try:
             instance = self.factory(context, **self.options)
-        except PolyshardError:
+        except (PolyshardError, KeyboardInterrupt):
             raise
-        except Exception as error:
+        except BaseException as error:
             raise PluginLoadError(
                 f"{self._described()} failed while it was constructed with {_shown(self.options)}: "
                 f"{type(error).__name__}: {error}"
@@ -127,20 +132,25 @@ class Resolved(Generic[_T_co]):
             )
         return cast("_T_co", instance)
 
-    def _check_options(self, context: PluginContext) -> None:
+    def check_options(self) -> None:
+        """Compare the options with the factory's signature, without calling it.
+
+        Raises ``ConfigError`` for options that it does not take or that are missing, and ``PluginContractError`` where
+        it takes no context.
+        """
         try:
             signature = inspect.signature(self.factory)
         except (TypeError, ValueError):
             return  # Some callables written in C have no signature; the call itself will tell.
         try:
-            signature.bind_partial(context)
+            signature.bind_partial(None)
         except TypeError as error:
             raise PluginContractError(
                 f"{self._described()} must take a PluginContext as its first argument, but {self.value} has the "
                 f"signature {signature}."
             ) from error
         try:
-            signature.bind(context, **self.options)
+            signature.bind(None, **self.options)
         except TypeError as error:
             taken = _option_parameters(signature)
             unknown = [name for name in self.options if name not in taken]
@@ -192,8 +202,8 @@ def resolve(group: Group, choice: PluginChoice, entry_points: EntryPoints | None
     ``entry_points``: what ``scan`` returned, for several calls in a row; None reads the installed metadata anew.
 
     Raises ``ConfigError`` for a choice that names nothing, ``PluginNotFoundError``, ``PluginConflictError`` where
-    several distributions offer the name, ``PluginLoadError`` with the cause of a failed import, ``PluginVersionError``,
-    and ``PluginContractError`` for an object that is no plugin of the group.
+    several distributions but polyshard offer the name, ``PluginLoadError`` with the cause of a failed import,
+    ``PluginVersionError``, and ``PluginContractError`` for an object that is no plugin of the group.
     """
     spec = PluginSpec.parse(choice)
     if not isinstance(spec, PluginSpec):
@@ -203,7 +213,10 @@ def resolve(group: Group, choice: PluginChoice, entry_points: EntryPoints | None
     where = f"plugin {spec.name!r} of {group.value} ({entry_point.value}, from {_origin(entry_point)})"
     try:
         factory = _LiveDriverManager(group.value, spec.name, [entry_point]).driver
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    # A module that calls sys.exit() must not end the training run without a word.
+    except BaseException as error:
         raise PluginLoadError(
             f"{where} cannot be imported: {type(error).__name__}: {error}. Repair or reinstall "
             f"{_distribution(entry_point)}, or name another plugin."
@@ -231,15 +244,12 @@ def installed(group: Group) -> tuple[Installed, ...]:
     Imports them all to tell their states: for listings and error messages, not for a training run.
     """
     entry_points = _entry_points(group)
-    offers: dict[str, int] = {}
-    for entry_point in entry_points:
-        offers[entry_point.name] = offers.get(entry_point.name, 0) + 1
     found = []
     for entry_point in entry_points:
         state, error = _state(group, entry_point)
-        if state is PluginState.READY and offers[entry_point.name] > 1:
-            cure = f'ask for it as "{_distribution(entry_point)}:{entry_point.name}"'
-            state, error = PluginState.AMBIGUOUS, f"several distributions offer the name: {cure}"
+        if state is PluginState.READY:
+            rivals = [each for each in entry_points if each.name == entry_point.name and each is not entry_point]
+            state, error = _standing(entry_point, rivals)
         found.append(
             Installed(
                 group=group,
@@ -286,7 +296,8 @@ def _given(group: Group, plugin: object) -> Resolved[Any]:
             f"or an instance of polyshard.interfaces.{contract.__name__}."
         )
     name = cls.__name__
-    if contract is not object or hasattr(plugin, "api_version"):
+    # Nobody installed it: it is as old as the call that gives it. What says a version all the same is held to it.
+    if hasattr(plugin, "api_version"):
         _check_api_version(group, plugin, f"the {_qualified(cls)} object given for {group.value}")
 
     def give(context: PluginContext) -> object:
@@ -320,6 +331,9 @@ def _chosen(group: Group, spec: PluginSpec, entry_points: list[EntryPoint]) -> E
     if spec.distribution is not None:
         wanted = _normalised(spec.distribution)
         named = [entry_point for entry_point in named if _normalised(_distribution(entry_point)) == wanted]
+    else:
+        # Otherwise installing a package that offers "none" would end everybody's run with the default configuration.
+        named = [entry_point for entry_point in named if _is_built_in(entry_point)] or named
     if not named:
         raise PluginNotFoundError(_not_found(group, spec, entry_points))
     if len(named) > 1:
@@ -356,10 +370,25 @@ def _not_found(group: Group, spec: PluginSpec, entry_points: list[EntryPoint]) -
     return "\n".join(lines)
 
 
+def _standing(entry_point: EntryPoint, rivals: list[EntryPoint]) -> tuple[PluginState, str]:
+    """What the name alone leads to where ``rivals`` have it as well."""
+    label = f'"{_distribution(entry_point)}:{entry_point.name}"'
+    if any(_distribution(rival) == _distribution(entry_point) for rival in rivals):
+        return PluginState.AMBIGUOUS, "its distribution offers the name several times: its author must keep one of them"
+    if not rivals or _is_built_in(entry_point):
+        return PluginState.READY, ""
+    if any(map(_is_built_in, rivals)):
+        return PluginState.HIDDEN, f"polyshard has a plugin of this name: ask for {label}"
+    return PluginState.AMBIGUOUS, f"several distributions offer the name: ask for {label}"
+
+
 def _state(group: Group, entry_point: EntryPoint) -> tuple[PluginState, str]:
     try:
         factory = entry_point.load()
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    # One package that calls sys.exit() must not keep the others from being listed.
+    except BaseException as error:
         return PluginState.BROKEN, f"{type(error).__name__}: {error}"
     if not callable(factory):
         return PluginState.BROKEN, f"it is an instance of {_qualified(type(factory))}, which cannot be called"
@@ -411,6 +440,10 @@ def _distribution(entry_point: EntryPoint) -> str:
 
 def _version(entry_point: EntryPoint) -> str:
     return entry_point.dist.version if entry_point.dist is not None else ""
+
+
+def _is_built_in(entry_point: EntryPoint) -> bool:
+    return _normalised(_distribution(entry_point)) == _BUILT_IN
 
 
 def _origin(entry_point: EntryPoint) -> str:

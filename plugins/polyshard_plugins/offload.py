@@ -14,6 +14,8 @@ _CPU = torch.device("cpu")
 class NoOffload(OffloadManager):
     """``none``: masters and gradients stay where the unit computes."""
 
+    api_version = 1
+
     def __init__(self, context: PluginContext) -> None:
         del context
 
@@ -61,6 +63,8 @@ class CpuOffload(OffloadManager):
     ``sync_for_step`` waits for such copies, so an optimizer step after a backward is safe. After a forward without a
     backward, call ``torch.cuda.synchronize()`` before writing to parameters by hand.
     """
+
+    api_version = 1
 
     def __init__(self, context: PluginContext, pin_memory: bool = True) -> None:
         """``pin_memory``: use page-locked host memory where the device is a CUDA device.

@@ -28,6 +28,8 @@ from .dtypes import DtypeSetting, holds, narrower, resolve_dtype
 class Unchanged(PrecisionCaster):
     """``none``: every parameter computes, travels and is reduced in its own dtype; nothing is cast."""
 
+    api_version = 1
+
     def __init__(self, context: PluginContext) -> None:
         del context
 
@@ -85,6 +87,8 @@ class PrecisionSettings:
 
 class _Configured(PrecisionCaster):
     """A caster whose answers follow from settings, one for all units unless a subclass has more."""
+
+    api_version = 1
 
     def __init__(
         self,

@@ -18,6 +18,8 @@ class Or(WrapPolicy):
     Each policy plans by itself: one that counts parameters does not see what the others chose.
     """
 
+    api_version = 1
+
     def __init__(self, context: PluginContext, policies: Sequence[PolicyForm]) -> None:
         """``policies``: a list of what ``as_policy`` takes. Names of plugins are not among it, since a plugin does not
         reach the catalogue: a file lists ``"package.module:Name"`` of classes, functions or policy objects.

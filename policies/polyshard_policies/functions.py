@@ -17,6 +17,8 @@ from .traversal import candidates
 class Lambda(WrapPolicy):
     """``lambda``: every submodule for which a function answers True becomes a unit."""
 
+    api_version = 1
+
     def __init__(self, context: PluginContext, fn: Callable[..., bool] | str) -> None:
         """``fn``: a function or ``"package.module:name"``, called with one module, or with the keywords of
         ``RecursiveFunction`` where it takes them.
@@ -43,6 +45,8 @@ class Lambda(WrapPolicy):
 
 class Custom(WrapPolicy):
     """``custom``: the same, but the function may answer with a unit's own settings."""
+
+    api_version = 1
 
     def __init__(self, context: PluginContext, fn: Callable[[nn.Module], bool | Mapping[str, Any]] | str) -> None:
         """``fn``: a function of one module, or ``"package.module:name"``; it returns True, False, or a dict of settings

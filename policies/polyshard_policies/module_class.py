@@ -15,6 +15,8 @@ from .traversal import candidates
 class ModuleClass(WrapPolicy):
     """``module_class``: every instance of the given classes, or of their subclasses, becomes a unit."""
 
+    api_version = 1
+
     def __init__(self, context: PluginContext, classes: type | str | Iterable[type | str]) -> None:
         """``classes``: one or several, each a class or ``"package.module:Name"``.
 

@@ -36,6 +36,8 @@ def takes_recurse(function: Callable[..., Any]) -> bool:
 class RecursivePolicy(WrapPolicy):
     """Units by a ``RecursiveFunction``, from the leaves up."""
 
+    api_version = 1
+
     def __init__(self, function: RecursiveFunction) -> None:
         self._function = function
 

@@ -15,6 +15,8 @@ class Always(WrapPolicy):
     could not gather in time.
     """
 
+    api_version = 1
+
     def __init__(self, context: PluginContext) -> None:
         del context
 
@@ -29,6 +31,8 @@ class Always(WrapPolicy):
 
 class Never(WrapPolicy):
     """``never``: the root is the only unit."""
+
+    api_version = 1
 
     def __init__(self, context: PluginContext) -> None:
         del context

@@ -19,6 +19,8 @@ class Size(WrapPolicy):
     A parameter counts by its elements. Ignored parameters do not count; a shared one counts where it comes first.
     """
 
+    api_version = 1
+
     def __init__(
         self,
         context: PluginContext,

@@ -113,7 +113,8 @@ class Collectives(ABC):
     ``CollectiveTimeoutError`` within ``context.timeout`` rather than hang.
     """
 
-    api_version: ClassVar[int] = 1
+    api_version: ClassVar[int]
+    """Which version of this contract a plugin was written for. Each says its own: there is none to inherit."""
 
     @property
     @abstractmethod

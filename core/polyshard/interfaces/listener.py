@@ -62,4 +62,5 @@ class Listener:
     package changes no numbers.
     """
 
-    api_version: ClassVar[int] = 1
+    api_version: ClassVar[int]
+    """Which version of this contract a plugin was written for. Each says its own: there is none to inherit."""

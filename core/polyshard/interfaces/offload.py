@@ -28,7 +28,8 @@ class OffloadManager(ABC):
     stream; the engine records the events. ``sync_for_step`` is the one place where the host may wait.
     """
 
-    api_version: ClassVar[int] = 1
+    api_version: ClassVar[int]
+    """Which version of this contract a plugin was written for. Each says its own: there is none to inherit."""
 
     @property
     @abstractmethod

@@ -32,7 +32,8 @@ class WrapPolicy(ABC):
     A plugin is a callable ``(context: PluginContext, **options) -> WrapPolicy``.
     """
 
-    api_version: ClassVar[int] = 1
+    api_version: ClassVar[int]
+    """Which version of this contract a plugin was written for. Each says its own: there is none to inherit."""
 
     @abstractmethod
     def plan(self, root: torch.nn.Module, context: PolicyContext) -> UnitPlan:

@@ -60,7 +60,8 @@ class PrecisionCaster(ABC):
     then run in a step.
     """
 
-    api_version: ClassVar[int] = 1
+    api_version: ClassVar[int]
+    """Which version of this contract a plugin was written for. Each says its own: there is none to inherit."""
     capabilities: PrecisionCapabilities = PrecisionCapabilities()
 
     @abstractmethod
