@@ -231,7 +231,7 @@ class Stage:
         assert root is not None
         if torch.is_grad_enabled():
             raise StateError(
-                f"FSDP does not support gradients of gradients: backward(create_graph=True) reached "
+                f"polyshard does not support gradients of gradients: backward(create_graph=True) reached "
                 f"'{self.name or '(root)'}' on rank {self._rank}. Differentiate twice outside of sharded modules."
             )
         root.enter_backward()
