@@ -153,7 +153,7 @@ class StepAssertionError(StateError, AssertionError):
 
 
 class TrainingStateError(StepError, ValueError):
-    """A call that the training state of an FSDP instance does not allow."""
+    """A call that a module's training state does not allow."""
 
 
 class UnshardedUseError(StepError, RuntimeError):

@@ -314,7 +314,12 @@ class FlatUnit(Unit):
                 "Change them before the forward or after the backward."
             )
         if self._checks_writeback:
-            super().refuse_changes()
+            try:
+                super().refuse_changes()
+            except ParameterMovedError as error:
+                # FSDP's own sentence, which scripts look for.
+                words = "FSDP does not support changing the parameters between forward and backward"
+                raise ParameterMovedError(f"{words}: {error}") from None
         elif self.originals.retrained():
             self.follow_requires_grad()
 

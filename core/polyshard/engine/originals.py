@@ -199,7 +199,7 @@ class Originals(MasterViews):
             )
             if replaced or parameter.original.data_ptr() != address:
                 raise ParameterMovedError(
-                    "FSDP does not support changing the parameters between forward and backward: "
+                    "Parameters cannot be changed between forward and backward: "
                     f"'{parameter.names[0]}' was replaced on rank {self._rank}. "
                     "Replace it before the forward or after the backward."
                 )

@@ -85,8 +85,8 @@ def plan_stages(
             name = f"{prefix}.{key}" if prefix else key
             if parameter in claimed:
                 raise AlreadyShardedError(
-                    f"Parameter '{name}' is shared with a parameter already managed by another FSDP group "
-                    f"(rank {rank}). Shard the module that contains all of its uses in one call."
+                    f"Parameter '{name}' is shared with a module that is sharded already (rank {rank}). "
+                    "Shard the module that contains all of its uses in one call."
                 )
             owners[parameter] = (
                 [owner for owner in owners[parameter] if owner in chain] if parameter in owners else list(chain)
@@ -250,9 +250,9 @@ def refuse_sharded(root: nn.Module, rank: int) -> None:
     for name, module in root.named_modules():
         if STAGE_ATTRIBUTE in module.__dict__:
             raise AlreadyShardedError(
-                f"FSDP auto wrapping requires modules to not already have FSDP applied but found "
-                f"{name or '(root)'} in\n{root}\n(rank {rank}). Shard the whole model once, or compose it from the "
-                "inside out with fully_shard."
+                f"A model can be sharded once, but '{name or '(root)'}' of this {type(root).__name__} is sharded "
+                f"already (rank {rank}). Shard the whole model in one call, or compose it from the inside out with "
+                "fully_shard."
             )
 
 
