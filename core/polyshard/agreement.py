@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .engine import _torch_private
+from .engine.values import VALUES, refusal
 from .errors import RankMismatchError
 from .fingerprint import first_difference
 from .interfaces import Collectives
@@ -53,7 +54,9 @@ def agree(
     if error is not None:
         raise error
     if everyone is not None:
-        _compare([json.loads(text) for text in everyone], json.loads(message))
+        # Without collectives there is an error.
+        assert collectives is not None
+        _compare([json.loads(text) for text in everyone], json.loads(message), collectives.rank)
 
 
 def _store_of(collectives: Collectives | None, process_group: Any | None) -> Any | None:
@@ -115,7 +118,7 @@ def _wait_for(store: Any, keys: Sequence[str], timeout: timedelta) -> list[int]:
     return []
 
 
-def _compare(everyone: list[list[Any]], mine: list[Any]) -> None:
+def _compare(everyone: list[list[Any]], mine: list[Any], rank: int) -> None:
     failures = [f"  rank {rank}: {what[1]}" for rank, what in enumerate(everyone) if what[0] == _FAILED]
     if failures:
         raise RankMismatchError("Sharding failed on other ranks, so it was given up here too:\n" + "\n".join(failures))
@@ -123,6 +126,9 @@ def _compare(everyone: list[list[Any]], mine: list[Any]) -> None:
     if not different:
         return
     other = different[0]
+    first = next(((a, b) for a, b in zip(mine[1], everyone[other][1], strict=False) if a != b), None)
+    if first is not None and first[0][0] == first[1][0] == VALUES and first[0][1] == first[1][1]:
+        raise RankMismatchError(refusal(rank, different, *first))
     here, there = first_difference(mine[1], everyone[other][1]) or (
         f"{len(mine[1])} entries",
         f"{len(everyone[other][1])} entries",

@@ -242,7 +242,10 @@ class ShardConfig:
     timeout_s: float = 600.0
     """Seconds that a collective may wait for another rank."""
     check_ranks: bool = True
-    """Whether ranks compare their plugins at wrap and their order of collectives in the first step."""
+    """Whether ranks compare their plugins, plans and values at wrap, and their order of collectives in the first
+    step."""
+    sync_module_states: bool = False
+    """Whether all ranks take rank 0's parameters and buffers at wrap. Their values are then not compared."""
 
     def __post_init__(self) -> None:
         for name in _PLUGIN_FIELDS:
@@ -254,7 +257,7 @@ class ShardConfig:
             if not _is_int(ahead) or ahead < 0:
                 raise ConfigError(f"{name} must be a number of units, 0 or more, not {ahead!r}.")
         self._check_reshard()
-        for name in ("split_root", "check_ranks"):
+        for name in ("split_root", "check_ranks", "sync_module_states"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}.")
         if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int | float):

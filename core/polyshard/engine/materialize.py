@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 from ..errors import ParameterError
+from ..interfaces import Collectives
 from .buffer import view_of
 from .draft import Draft, is_meta, place_buffers
 from .layout import round_up
 from .plan import PlannedStage
 from .ranks import RankGrid
+from .values import send_from_first
 
 #: Initialises the parameters and buffers that a module holds directly.
 Initializer = Callable[[nn.Module], None]
@@ -106,8 +108,13 @@ def materialize(
     device: torch.device,
     initializer: Initializer | None,
     whole_shapes: Mapping[nn.Parameter, tuple[int, ...]],
+    *,
+    from_first: bool = False,
 ) -> dict[str, list[torch.Tensor]]:
     """The masters of every stage that holds meta parameters, by stage name; meta buffers are filled in place.
+
+    ``from_first``: all ranks take rank 0's values of parameters and buffers, stage by stage, also of those that are not
+    on the meta device, which are overwritten in place.
 
     Memory on ``device`` peaks at the masters and one whole stage: all stages are initialised in the same memory, so
     that none of it is left behind as holes between the masters.
@@ -121,6 +128,8 @@ def materialize(
             if draft.has_meta_parameters:
                 flats = _flats(draft, scratch if grid.shard is not None else None, device)
                 _fill(draft, flats, device, initializer, whole_shapes)
+                if from_first:
+                    send_from_first(_wholes(draft, flats), grid.world, device)
                 masters[draft.stage.name] = [
                     flat
                     if grid.shard is None
@@ -132,7 +141,21 @@ def materialize(
                     if any(is_meta(buffer) for buffer in module._buffers.values()):
                         place_buffers(module, device, None)
                         _initialize(module, set(), initializer, whole_shapes)
+                if from_first:
+                    originals = [parameter.original for group in draft.stage.groups for parameter in group]
+                    send_from_first(originals, grid.world, device)
+            if from_first:
+                buffers = [buffer for module in draft.modules for buffer in module._buffers.values()]
+                send_from_first([buffer for buffer in buffers if buffer is not None], grid.world, device)
     return masters
+
+
+def _wholes(draft: Draft, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [
+        view_of(flat, slot.shape, slot.stride, slot.offset)
+        for unit, flat in zip(draft.units, flats, strict=True)
+        for slot in unit.layout.slots
+    ]
 
 
 def _nbytes(draft: Draft) -> list[int]:
