@@ -304,6 +304,7 @@ class Failing(nn.Module):
 
 
 def fail_on_one(rank: int, first_step: bool) -> str:
+    torch.manual_seed(0)
     model = Failing(False)
     # A group in which an operation timed out is of no further use.
     group = dist.new_group(list(range(RANKS)))

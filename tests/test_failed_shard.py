@@ -129,14 +129,14 @@ class Watching:
 
 
 class OutOfMemory(TorchDispatchMode):
-    """The allocator has nothing left for the ``after + 1``-th tensor of zeros of this thread."""
+    """The allocator has nothing left for the ``after + 1``-th tensor of zeros of this thread that could be a master."""
 
     def __init__(self, after: int) -> None:
         super().__init__()
         self._left = after
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.zeros.default:
+        if func is torch.ops.aten.zeros.default and kwargs["dtype"].is_floating_point:
             if not self._left:
                 raise torch.OutOfMemoryError("no memory")
             self._left -= 1
@@ -202,7 +202,7 @@ def test_a_plugin_that_raises_on_one_rank_leaves_every_rank_as_it_was(at: str, a
 def test_a_failed_shard_keeps_buffers_strides_and_dtypes() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> None:
         with world.lock:
-            model = Buffered().double()
+            model = seeded(Buffered).double()
         model.mixed.float()
         before = state_of(model)
         config = threaded(world, rank, policy=units_of(Block, nn.Linear), **plugins(Failing("place", 5)))

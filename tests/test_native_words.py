@@ -32,7 +32,9 @@ def test_a_gradient_of_gradients() -> None:
 @pytest.mark.parametrize("call", [lambda m: polyshard.no_sync(m).__enter__(), polyshard.report, polyshard.unsharded])
 def test_calls_on_an_inner_module(call: Callable[[Any], Any]) -> None:
     model = sharded()
-    with pytest.raises(errors.StateError, match=r"needs the outermost sharded module, but was given the inner one '1' .*rank 0") as caught:
+    with pytest.raises(
+        errors.StateError, match=r"needs the outermost sharded module, but was given the inner one '1' .*rank 0"
+    ) as caught:
         call(model[1])
     assert "FSDP" not in str(caught.value)
 

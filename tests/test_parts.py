@@ -102,7 +102,7 @@ def test_parts_may_lie_deeper_and_hold_several_modules() -> None:
 
 @small
 def test_one_unit_that_was_asked_for_stays_one() -> None:
-    assert on_ranks(2, lambda rank, world: names_of(sharded_copy(Model(), rank, world)))[0] == ["(root)"]
+    assert on_ranks(2, lambda rank, world: names_of(sharded_copy(seeded(Model), rank, world)))[0] == ["(root)"]
 
 
 @small
@@ -246,7 +246,7 @@ def test_a_head_whose_weight_somebody_else_uses_comes_with_the_root_from_then_on
 @small
 def test_looking_at_a_head_brings_nothing() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> None:
-        mine = sharded(world, rank, Model().bfloat16(), precision={"name": "mixed", "param": "fp32"})
+        mine = sharded(world, rank, seeded(Model).bfloat16(), precision={"name": "mixed", "param": "fp32"})
         seen: list[Any] = []
 
         def look(*_: Any) -> None:
@@ -274,7 +274,7 @@ def test_a_part_casts_neither_what_it_takes_nor_what_it_returns() -> None:
 
     def on_rank(rank: int, world: ThreadedWorld) -> tuple[torch.dtype, ...]:
         precision = {"name": "mixed", "param": "bf16", "output": "fp64"}
-        mine = sharded(world, rank, Typed(), precision=precision)
+        mine = sharded(world, rank, seeded(Typed), precision=precision)
         output = mine(torch.zeros(1, 2, dtype=torch.int64))
         return (*mine.dtypes, output.dtype)
 
@@ -371,7 +371,7 @@ def test_a_module_that_some_ranks_run_is_refused_and_may_stay_with_the_root() ->
 @small
 def test_a_root_without_parameters_is_not_copied_either() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> None:
-        mine = sharded(world, rank, nn.Sequential(nn.Embedding(WORDS, WIDTH), Block(WIDTH)))
+        mine = sharded(world, rank, seeded(lambda: nn.Sequential(nn.Embedding(WORDS, WIDTH), Block(WIDTH))))
         assert names_of(mine) == ["0", "1"]
         with pytest.raises(StateError, match=rf"deep-copied \(unit '\(root\)', rank {rank}\)"):
             copy.deepcopy(mine)

@@ -335,6 +335,7 @@ def all_pretend(rank: int) -> bool:
         # By itself, beside a rank that does something else.
         alone = ShardConfig(collectives={"name": "fake", "world_size": 64}, check_ranks=False)
         polyshard.shard(nn.Linear(4, 4), alone)
+    torch.manual_seed(0)
     polyshard.shard(nn.Linear(4, 4), ShardConfig(collectives="gloo", timeout_s=30.0))
     return True
 

@@ -27,6 +27,7 @@ from .engine.originals import ManagedParameter
 from .engine.plan import STAGE_ATTRIBUTE, PlannedStage, plan_stages, refuse_sharded, refuse_unshardable
 from .engine.ranks import RankGrid
 from .engine.root import Root
+from .engine.values import described_buffers, described_values
 from .errors import ConfigError, DeviceError, ParameterError, RankMismatchError, WorldSizeError
 from .events import Events
 from .interfaces import (
@@ -41,7 +42,14 @@ from .interfaces import (
 )
 
 #: The settings that ranks compare as they are; the others show in what they lead to.
-_COMPARED = ("reshard_after_forward", "forward_prefetch", "backward_prefetch", "batch_nbytes", "split_root")
+_COMPARED = (
+    "reshard_after_forward",
+    "forward_prefetch",
+    "backward_prefetch",
+    "batch_nbytes",
+    "split_root",
+    "sync_module_states",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +118,7 @@ def shard_module(request: Request) -> Root:
             [strategy.value, shard_lists, replicate_lists],
             *([name, getattr(config, name)] for name in _COMPARED),
             *(row for draft, override in zip(drafts, overrides, strict=True) for row in _described(draft, override)),
+            *_values(request, planned, collectives),
         ]
     except Exception as raised:
         error = raised
@@ -438,6 +447,17 @@ def _parameter(parameter: ManagedParameter) -> list[Any]:
     original = parameter.original
     trained = "trained" if original.requires_grad else "frozen"
     return [*parameter.names, list(original.shape), list(original.stride()), str(original.dtype), trained]
+
+
+def _values(request: Request, planned: Sequence[PlannedStage], collectives: Collectives) -> list[list[Any]]:
+    config = request.config
+    if not config.check_ranks or not collectives.capabilities.can_communicate or collectives.world_size == 1:
+        return []
+    found = described_values(planned, compare=not config.sync_module_states)
+    if config.sync_module_states:
+        own = {inner for modules in _own_modules(planned, request) for inner in modules}
+        found += described_buffers(named for named in request.module.named_modules() if named[1] in own)
+    return found
 
 
 def _own_modules(planned: Sequence[PlannedStage], request: Request) -> list[list[nn.Module]]:

@@ -54,7 +54,14 @@ def prepare(blueprint: Blueprint, grid: RankGrid) -> tuple[Masters, Callable[[],
     drafts, device = blueprint.drafts, blueprint.device
     undo = remember(drafts, device)
     try:
-        masters = materialize(drafts, grid, device, blueprint.initializer, _whole_shapes(blueprint))
+        masters = materialize(
+            drafts,
+            grid,
+            device,
+            blueprint.initializer,
+            _whole_shapes(blueprint),
+            from_first=blueprint.config.sync_module_states,
+        )
         for draft in drafts:
             if draft.offload.capabilities.parks:
                 masters[draft.stage.name] = park(draft, masters.pop(draft.stage.name, None), grid, device)

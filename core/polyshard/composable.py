@@ -286,7 +286,7 @@ def outermost_root(model: nn.Module, call: str) -> Root:
     assert isinstance(root, Root)
     if root.stages[0] is not stage:
         raise StateError(
-            f"{call} needs the outermost sharded module, but was given the inner one '{stage.name}' (rank {root.rank}). "
-            "Pass the module that was sharded last, around all others."
+            f"{call} needs the outermost sharded module, but was given the inner one '{stage.name}' (rank "
+            f"{root.rank}). Pass the module that was sharded last, around all others."
         )
     return root

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ..errors import ParameterError
-from ..interfaces import Collectives
 from .buffer import view_of
 from .draft import Draft, is_meta, place_buffers
 from .layout import round_up
