@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +19,16 @@ from .interfaces import Collectives
 
 #: How each rank's report starts in the store: everything went well, or it raised.
 _READY, _FAILED = "ready", "failed"
+#: How a failure's message begins.
+_FAILURE = json.dumps([_FAILED])[:-1]
+#: The report of a rank that had not come when another one failed.
+_NOT_YET = json.dumps(["not yet"])
+#: Seconds after which a rank that waits looks whether another one has failed.
+_LOOK_EVERY_S = 1.0
+#: How many ranks it looks for then.
+_LOOK_AT = 32
+#: Seconds that a failed rank gives the others to read why, where the store ends with its process.
+_FAREWELL_S = 10.0
 
 
 def agree(
@@ -48,7 +60,7 @@ def agree(
     if store is not None:
         group = process_group if isinstance(process_group, torch.distributed.ProcessGroup) else None
         ranks = torch.distributed.get_process_group_ranks(group)
-        everyone = _through_store(store, ranks, message, error, timeout)
+        everyone = _through_store(store, ranks, message, error is not None, timeout)
     elif collectives is not None and collectives.capabilities.can_communicate:
         everyone = list(collectives.all_gather_object(message))
     if error is not None:
@@ -74,48 +86,116 @@ def _store_of(collectives: Collectives | None, process_group: Any | None) -> Any
 
 
 def _through_store(
-    store: Any, ranks: Sequence[int], message: str, failure: Exception | None, timeout: timedelta
+    store: Any, ranks: Sequence[int], message: str, failed: bool, timeout: timedelta
 ) -> list[str] | None:
-    me = torch.distributed.get_rank()
-    scope = "polyshard/" + ",".join(map(str, ranks))
+    exchange = _Exchange(store, ranks, timeout)
     try:
-        # Each rank counts its own reports in the store: the n-th of one rank is compared with the n-th of the others.
-        turn = store.add(f"{scope}/wraps/{me}", 1)
-        store.set(f"{scope}/{turn}/{me}", message)
-        if failure is not None:
-            # The others read this and raise; there is nothing to wait for.
-            return None
-        keys = [f"{scope}/{turn}/{rank}" for rank in ranks]
-        missing = _wait_for(store, keys, timeout)
-        if missing:
-            raise RankMismatchError(
-                f"Ranks {[ranks[index] for index in missing]} did not come to shard their model within "
-                f"{timeout.total_seconds():.0f} s, rank {me} waited. "
-                "Let every rank shard the same model; see the other ranks' logs. One that shards by itself, with "
-                "collectives that only pretend, needs check_ranks=False."
-            )
-        return [store.get(key).decode() for key in keys]
-    except RankMismatchError:
-        raise
-    except Exception as error:
-        if failure is not None:
-            return None
-        raise RankMismatchError(
-            f"The launcher's store, through which ranks compare what they shard, could not be reached from rank {me}: "
-            f"{error}. The rank that holds it, usually rank 0, has probably failed: see its log."
-        ) from error
+        exchange.report(message)
+        if not failed:
+            return exchange.reports()
+        # The others read this and raise; there is nothing to wait for, unless the store ends with this process.
+        exchange.announce_failure()
+        if _torch_private.may_host(store):
+            exchange.await_readers()
+    except torch.distributed.DistNetworkError as error:
+        if not failed:
+            raise exchange.without_store() from error
+    return None
 
 
-def _wait_for(store: Any, keys: Sequence[str], timeout: timedelta) -> list[int]:
-    """Wait until all ``keys`` are set; returns the indices of those that are not after ``timeout``."""
-    try:
-        store.wait(list(keys), timeout)
-    except Exception:
-        missing = [index for index, key in enumerate(keys) if not store.check([key])]
-        if not missing:
-            raise
-        return missing
-    return []
+class _Exchange:
+    """One agreement of this rank with others, through the launcher's store."""
+
+    def __init__(self, store: Any, ranks: Sequence[int], timeout: timedelta) -> None:
+        self._store = store
+        self._ranks = ranks
+        self._me = torch.distributed.get_rank()
+        self._timeout = timeout
+        self._scope = "polyshard/" + ",".join(map(str, ranks))
+        self._turn = 0
+        self._reports: dict[int, str] = {}
+
+    def report(self, message: str) -> None:
+        """Let the other ranks read ``message``."""
+        # Each rank counts its own wraps in the store: the n-th of one rank is compared with the n-th of the others.
+        self._turn = self._store.add(f"{self._scope}/wraps/{self._me}", 1)
+        self._reports[self._me] = message
+        self._store.set(self._key(self._me), message)
+
+    def reports(self) -> list[str]:
+        """Every rank's report, in their order; without those that are still to come where a rank has failed.
+
+        Raises:
+            RankMismatchError: a rank did not come in time.
+        """
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while missing := self._missing():
+            left = deadline - time.monotonic()
+            try:
+                pause = max(0.01, min(_LOOK_EVERY_S, left))
+                self._store.wait([self._key(rank) for rank in missing], timedelta(seconds=pause))
+            except torch.distributed.DistNetworkError:
+                raise
+            except Exception as error:
+                if self._store.check([self._failure]):
+                    self._read(missing)
+                    break
+                # Who is there, in case that the store ends. Of some: a thousand ranks that all ask about each other
+                # would keep one store busy.
+                self._read(missing[:_LOOK_AT])
+                if left <= _LOOK_EVERY_S:
+                    self._read(missing)
+                    if not self._missing():
+                        break
+                    raise RankMismatchError(
+                        f"Ranks {self._missing()} did not come to shard their model within "
+                        f"{self._timeout.total_seconds():.0f} s, rank {self._me} waited. "
+                        "Let every rank shard the same model; see the other ranks' logs. One that shards by itself, "
+                        "with collectives that only pretend, needs check_ranks=False."
+                    ) from error
+            else:
+                for rank in missing:
+                    self._reports[rank] = self._store.get(self._key(rank)).decode()
+        if any(report.startswith(_FAILURE) for report in self._reports.values()):
+            self._store.set(self._key(self._me, "read"), "")
+        elif self._turn > 1:
+            # All ranks have come here, and so are done with the exchange before.
+            self._store.delete_key(self._key(self._me, turn=self._turn - 1))
+        return [self._reports.get(rank, _NOT_YET) for rank in self._ranks]
+
+    def announce_failure(self) -> None:
+        """Let ranks that wait look for who failed, before the last one has come: the store may end by then."""
+        self._store.set(self._key(self._me, "read"), "")
+        self._store.set(self._failure, "")
+
+    def await_readers(self) -> None:
+        """Return once every other rank has read that this one failed, or after a while."""
+        with suppress(Exception):
+            self._store.wait([self._key(rank, "read") for rank in self._ranks], timedelta(seconds=_FAREWELL_S))
+
+    def without_store(self) -> RankMismatchError:
+        """What to raise where the store is gone."""
+        return RankMismatchError(
+            f"The store of the ranks ended while rank {self._me} waited for ranks {self._missing()} to shard their "
+            "model: the process that hosts it is gone, rank 0's unless the launcher has it. Look for the first error "
+            "in its log."
+        )
+
+    def _key(self, rank: int, kind: str = "report", turn: int | None = None) -> str:
+        return f"{self._scope}/{self._turn if turn is None else turn}/{kind}/{rank}"
+
+    @property
+    def _failure(self) -> str:
+        return f"{self._scope}/{self._turn}/failure"
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in self._ranks if rank not in self._reports]
+
+    def _read(self, ranks: Sequence[int]) -> None:
+        """Take the reports of those of ``ranks`` that have come."""
+        for rank in ranks:
+            if self._store.check([self._key(rank)]):
+                self._reports[rank] = self._store.get(self._key(rank)).decode()
 
 
 def _compare(everyone: list[list[Any]], mine: list[Any], rank: int) -> None:

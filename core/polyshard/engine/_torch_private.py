@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -251,3 +252,15 @@ def _exchange_behind(public: Callable[..., _T], function: Callable[..., _T]) -> 
 
     cell.cell_contents = called
     return before
+
+
+def may_host(store: Any) -> bool:
+    """Whether ``store`` may end with this process: one over TCP, which rank 0 hosts where no launcher does.
+
+    No public call tells who hosts it.
+    """
+    distributed: Any = torch.distributed
+    while isinstance(store, distributed.PrefixStore):
+        store = store.underlying_store
+    launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return isinstance(store, distributed.TCPStore) and distributed.get_rank() == 0 and not launched
