@@ -15,6 +15,7 @@ from polyshard.interfaces import BufferRole, CollectivesCapabilities, PluginCont
 from . import _torch_private
 from .groups import check_same_dtype, check_slices
 from .process_group import GROUP_DTYPES, ProcessGroupCollectives, receive_buffer, reduce_rows
+from .shared_groups import SharedGroups
 from .shared_scope import SharedScope
 
 MIB = 2**20
@@ -135,8 +136,8 @@ class NcclCollectives(ProcessGroupCollectives):
         self._mean_of_rows: Callable[[torch.Tensor, torch.Tensor], None] | None = None
         self._device_index: int | None = self.device.index
 
-    def _enter_part(self, whole: NcclCollectives, made: list[dist.ProcessGroup]) -> None:
-        super()._enter_part(whole, made)
+    def _enter_part(self, whole: NcclCollectives, shared: SharedGroups) -> None:
+        super()._enter_part(whole, shared)
         self._smallest_registered = whole._smallest_registered
         self.separate_reductions = whole.separate_reductions
 

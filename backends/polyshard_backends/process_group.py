@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import pickle
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from polyshard.errors import (
 from polyshard.interfaces import BufferRole, Collectives, PluginContext, ReduceOp
 
 from .groups import own_group
+from .shared_groups import SharedGroups, shared_groups
 
 #: Dtypes that every version of gloo and NCCL knows by itself. Others travel as their bytes.
 _KNOWN_DTYPES = frozenset(
@@ -179,7 +180,7 @@ class ProcessGroupCollectives(Collectives):
     """Base of the backends over ``torch.distributed``.
 
     Groups are made at the first operation, which every rank issues, or in ``partition``, which every rank calls: both
-    are points at which all ranks meet, as making a group requires.
+    are points at which all ranks meet, as making a group requires. Models over the same ranks share what was made.
     """
 
     api_version = 1
@@ -200,7 +201,7 @@ class ProcessGroupCollectives(Collectives):
 
     def _enter(self, context: PluginContext, given: dist.ProcessGroup) -> None:
         self._context = context
-        self._given = given
+        self._given: dist.ProcessGroup | None = given
         self._rank = given.rank()
         self._world_size = given.size()
         if self._rank < 0:
@@ -208,7 +209,7 @@ class ProcessGroupCollectives(Collectives):
                 f"collectives {context.name!r}: rank {dist.get_rank()} is not in the process group that it was given; "
                 f"give one that contains it"
             )
-        self._owned: list[dist.ProcessGroup] = []
+        self._leased: list[SharedGroups] = []
         self._gathers: dist.ProcessGroup | None = None
         self._reductions: dist.ProcessGroup | None = None
         self._all_gather = flat_collective("all_gather_single", "all_gather_into_tensor")
@@ -228,7 +229,10 @@ class ProcessGroupCollectives(Collectives):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        return self._given
+        given = self._given
+        if given is None:
+            raise self._was_closed()
+        return given
 
     def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
         return numel * wire_dtype.itemsize
@@ -249,18 +253,16 @@ class ProcessGroupCollectives(Collectives):
 
     def _make_groups(self) -> None:
         if self._closed:
-            raise StateError(
-                f"collectives {self._context.name!r} on rank {self._rank} were closed; construct them anew"
-            )
+            raise self._was_closed()
         # Both at once: which of the two a rank needs first may differ between ranks, the order of making may not.
-        if group_backend(self._given, self.device_type) == self.transport:
-            self._gathers = self._given
+        if group_backend(self.process_group, self.device_type) == self.transport:
+            self._gathers = self.process_group
         else:
             self._gathers = self._second_group()
         self._reductions = self._second_group() if self.separate_reductions else self._gathers
 
     def _second_group(self) -> dist.ProcessGroup:
-        ranks = dist.get_process_group_ranks(self._given)
+        ranks = dist.get_process_group_ranks(self.process_group)
         everywhere = len(ranks) == dist.get_world_size()
         if not everywhere and self._gathers is not None and self._splits_the_job():
             if self._rank == 0:
@@ -272,10 +274,20 @@ class ProcessGroupCollectives(Collectives):
                     stacklevel=2,
                 )
             return self._gathers
-        group = new_group(ranks, self.transport, self._context.timeout, everywhere=everywhere)
-        assert group is not None
-        self._owned.append(group)
-        return group
+        # Gathers and reductions overlap on two: a transport of another kind than the given group's has one of each.
+        use = "gathers" if self._gathers is None else "reductions"
+
+        def make() -> list[dist.ProcessGroup]:
+            group = new_group(ranks, self.transport, self._context.timeout, everywhere=everywhere)
+            assert group is not None
+            return [group]
+
+        return self._lease((use, self.transport, self._context.timeout), make).groups[0]
+
+    def _lease(self, key: Hashable, make: Callable[[], list[dist.ProcessGroup]]) -> SharedGroups:
+        shared = shared_groups(self.process_group, key, make)
+        self._leased.append(shared)
+        return shared
 
     def _splits_the_job(self) -> bool:
         """Whether torch makes groups by splitting the job's communicator, in which all of its ranks must take part."""
@@ -287,7 +299,7 @@ class ProcessGroupCollectives(Collectives):
             raise CollectiveError(
                 f"broadcast on rank {self._rank}: source {src} is not a group rank; use 0 to {self._world_size - 1}"
             )
-        return dist.get_global_rank(self._given, src)
+        return dist.get_global_rank(self.process_group, src)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         pickled = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
@@ -306,7 +318,7 @@ class ProcessGroupCollectives(Collectives):
 
     def partition(self, rank_lists: Sequence[Sequence[int]]) -> ProcessGroupCollectives:
         own = own_group(rank_lists, self._rank, self._world_size)
-        global_ranks = dist.get_process_group_ranks(self._given)
+        global_ranks = dist.get_process_group_ranks(self.process_group)
         everywhere = len(global_ranks) == dist.get_world_size()
         if not everywhere and self._splits_the_job():
             raise StateError(
@@ -314,31 +326,42 @@ class ProcessGroupCollectives(Collectives):
                 f"{len(global_ranks)} of {dist.get_world_size()} ranks once the job is bound to devices; partition the "
                 f"whole job, or call init_process_group without device_id"
             )
-        made: list[dist.ProcessGroup] = []
-        for members in rank_lists if everywhere else [own]:
-            ranks = [global_ranks[member] for member in members]
-            for _ in range(2 if self.separate_reductions else 1):
-                group = new_group(ranks, self.transport, self._context.timeout, everywhere=everywhere)
-                if group is not None:
-                    made.append(group)
+        communicators = 2 if self.separate_reductions else 1
+
+        def make() -> list[dist.ProcessGroup]:
+            made: list[dist.ProcessGroup] = []
+            for members in rank_lists if everywhere else [own]:
+                ranks = [global_ranks[member] for member in members]
+                for _ in range(communicators):
+                    group = new_group(ranks, self.transport, self._context.timeout, everywhere=everywhere)
+                    if group is not None:
+                        made.append(group)
+            return made
+
+        lists = tuple(map(tuple, rank_lists))
+        shared = shared_groups(self.process_group, (lists, communicators, self.transport, self._context.timeout), make)
         part = object.__new__(type(self))
-        part._enter_part(self, made)
+        part._enter_part(self, shared)
         return part
 
-    def _enter_part(self, whole: Any, made: list[dist.ProcessGroup]) -> None:
-        self._enter(whole._context, made[0])
-        self._gathers, self._reductions = made[0], made[-1]
-        self._owned = made
+    def _enter_part(self, whole: Any, shared: SharedGroups) -> None:
+        self._enter(whole._context, shared.groups[0])
+        self._gathers, self._reductions = shared.groups[0], shared.groups[-1]
+        self._leased = [shared]
 
     def abort(self, reason: str) -> None:
         # Only groups made here: the user may go on using the given one.
-        for group in self._owned:
-            group.abort()
+        for shared in self._leased:
+            shared.abort()
+
+    def _was_closed(self) -> StateError:
+        return StateError(f"collectives {self._context.name!r} on rank {self._rank} were closed; construct them anew")
 
     def close(self) -> None:
         self._closed = True
         self._gathers = self._reductions = None
-        while self._owned:
-            group = self._owned.pop()
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
+        if any(self._given in shared.groups for shared in self._leased):
+            # A part's own: what it holds open ends where nobody refers to it.
+            self._given = None
+        while self._leased:
+            self._leased.pop().give_back()

@@ -14,6 +14,7 @@ from polyshard.interfaces import BufferRole, Collectives, PluginContext, Work
 from . import _torch_private
 from .nccl import MIB, NcclCollectives, StreamWork, check_mib
 from .peer_memory import PeerMemory, Place, obstacle
+from .shared_groups import SharedGroups
 
 #: What lies in symmetric memory.
 _ROLES = (BufferRole.GATHER, BufferRole.REDUCE)
@@ -81,8 +82,8 @@ class SymmetricCollectives(NcclCollectives):
         self._memory: PeerMemory | None = None
         self._given_up = False
 
-    def _enter_part(self, whole: Any, made: list[dist.ProcessGroup]) -> None:
-        super()._enter_part(whole, made)
+    def _enter_part(self, whole: Any, shared: SharedGroups) -> None:
+        super()._enter_part(whole, shared)
         self._smallest_nbytes = whole._smallest_nbytes
         self._reserve_nbytes = whole._reserve_nbytes
         self._roles = whole._roles

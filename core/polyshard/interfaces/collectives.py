@@ -237,6 +237,9 @@ class Collectives(ABC):
 
         ``rank_lists``: disjoint lists of group ranks that cover the group, the same on every rank; every rank calls
         it. Ranks within a subgroup are numbered in the order of their list.
+
+        Called once for each model. Two parts of equal lists may share communicators: what a part holds is released
+        with the last of them that is closed.
         """
 
     def abort(self, reason: str) -> None:
@@ -244,5 +247,11 @@ class Collectives(ABC):
         return None
 
     def close(self) -> None:
-        """Release communicators and memory. Idempotent."""
+        """Release communicators and memory. Idempotent.
+
+        Called by ``polyshard.close``, on every rank and in the same order, between steps: parts before the group that
+        they are of. It may meet the other ranks. Never called from a finalizer, since ranks collect garbage each at
+        another time: an instance that is dropped without it must not communicate. A group that the context gave stays
+        open.
+        """
         return None

@@ -136,5 +136,8 @@ class CollectivesSuite:
     def test_waiting_orders_streams(self, world_size: int) -> None:
         self.run_ranks(world_size, checks.check_streams)
 
+    def test_closing_a_part_leaves_the_others(self, world_size: int) -> None:
+        self.run_ranks(world_size, checks.check_close_of_parts)
+
     def test_close_twice(self, world_size: int) -> None:
         self.run_ranks(world_size, checks.check_close)

@@ -318,6 +318,31 @@ def check_streams(collectives: Collectives) -> None:
     assert_same(out, expected, "gather issued on another stream")
 
 
+def check_close_of_parts(collectives: Collectives) -> None:
+    """Two parts of equal ranks, which may share what they hold: closing one leaves the other and the group theirs."""
+    world_size = collectives.world_size
+    lists = [list(range(start, world_size, 2)) for start in range(min(2, world_size))]
+
+    def check_sum(group: Collectives, members: Sequence[int], what: str) -> None:
+        tensor = torch.tensor([float(collectives.rank)], device=collectives.device)
+        group.all_reduce(tensor, op=ReduceOp.SUM).wait()
+        total = float(sum(sender(collectives, member) for member in members))
+        assert_same(tensor, torch.full_like(tensor, total), what)
+
+    own = next(members for members in lists if collectives.rank in members)
+    first, second = collectives.partition(lists), collectives.partition(lists)
+    check_sum(first, own, "all_reduce in the first of two parts")
+    check_sum(second, own, "all_reduce in the second of two parts")
+    first.close()
+    first.close()
+    check_sum(second, own, "all_reduce in a part whose twin was closed")
+    check_sum(collectives, range(world_size), "all_reduce in a group of which a part was closed")
+    second.close()
+    third = collectives.partition(lists)
+    check_sum(third, own, "all_reduce in a part that was made again")
+    third.close()
+
+
 def check_close(collectives: Collectives) -> None:
     """Closing twice is as good as once."""
     check_barrier(collectives)
