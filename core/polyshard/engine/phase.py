@@ -16,6 +16,7 @@ class Phase(enum.Enum):
     IDLE      BACKWARD  a gradient reaches an output
     BACKWARD  IDLE      the backward ends; after one that raised, the next forward
     FORWARD   BACKWARD  a forward differentiates inside itself, and goes on after
+    IDLE      CLOSED    ``polyshard.close``; there is no way back
     ========  ========  ==========================================================
     """
 
@@ -25,3 +26,5 @@ class Phase(enum.Enum):
     """Inside the outermost module's forward."""
     BACKWARD = "backward"
     """Inside a backward."""
+    CLOSED = "closed"
+    """Nothing can be gathered or reduced any more: the collectives were closed."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import nn
 
-from ..errors import UnshardedUseError
+from ..errors import StateError, UnshardedUseError
 from ..events import Events
 from ..interfaces import Collectives, OffloadManager, PrecisionCaster
 from . import _torch_private
@@ -53,6 +54,8 @@ class Root(Step):
         # The last itinerary of each inner stage that was called by itself, with gradients on, since the last backward.
         self._apart: dict[object, Itinerary[Stage]] = {}
         self._followed = False
+        #: Collectives that were made for this model, to be closed with it, in this order on every rank.
+        self.owned: tuple[Collectives, ...] = ()
         for stage in self.stages:
             stage.root = self
             stage.schedule = schedule
@@ -126,6 +129,7 @@ class Root(Step):
                 return
             # One before this one raised.
             self.abandon()
+        self.refuse_closed("A backward")
         self.phase = Phase.BACKWARD
         self.accumulates = any(
             leaf.requires_grad and _torch_private.will_accumulate(leaf)
@@ -245,7 +249,13 @@ class Root(Step):
         return self._presence
 
     def abandon(self) -> None:
-        """Give up an unfinished forward or backward: release everything, drop its gradients."""
+        """Give up an unfinished forward or backward: release everything, drop its gradients.
+
+        Raises:
+            StateError: the model was closed.
+        """
+        # Here alone, which no step between two others comes to, a forward of a closed model is found.
+        self.refuse_closed("A forward")
         self.active = None
         self.phase = Phase.IDLE
         self.schedule.end_backward()
@@ -259,6 +269,39 @@ class Root(Step):
             for unit in stage.units:
                 unit.reduced = False
                 unit.discard_gradients()
+
+    def refuse_closed(self, call: str) -> None:
+        """Raise if the model was closed; ``call`` begins the message.
+
+        Raises:
+            StateError: saying so.
+        """
+        if self.phase is Phase.CLOSED:
+            raise StateError(
+                f"{call} came after polyshard.close (rank {self.rank}): the model's ranks cannot exchange anything any "
+                "more, and its parameters are this rank's pieces. Close a model behind its last use."
+            )
+
+    def close(self) -> None:
+        """Release the gather buffers and the collectives that were made for this model.
+
+        Raises:
+            StateError: inside a forward, a backward or ``unsharded``.
+        """
+        if self.phase is Phase.CLOSED:
+            return
+        if self.backward_failed and not _torch_private.in_backward():
+            self.abandon()
+        if self.phase is not Phase.IDLE or self.unsharded:
+            where = "polyshard.unsharded()" if self.unsharded else f"a {self.phase.value} of the model"
+            raise StateError(f"close() was called inside {where} (rank {self.rank}). Call it between steps.")
+        self.abandon()
+        if self.lanes.here() is not None:
+            # What was issued must have run before its communicators end.
+            torch.cuda.synchronize(self.collectives.device)
+        self.phase = Phase.CLOSED
+        for collectives in self.owned:
+            collectives.close()
 
     @property
     def budget_pending(self) -> bool:
