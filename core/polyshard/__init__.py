@@ -4,6 +4,7 @@ from . import errors, interfaces
 from .capture import CapturedStep, CaptureFallback, CaptureMode
 from .composable import (
     clip_grad_norm_,
+    close,
     flat_parameters,
     fully_shard,
     load_local_state_dict,
@@ -31,6 +32,7 @@ __all__ = [
     "ShardConfig",
     "Strategy",
     "clip_grad_norm_",
+    "close",
     "errors",
     "flat_parameters",
     "fully_shard",

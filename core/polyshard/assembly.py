@@ -148,6 +148,8 @@ def shard_module(request: Request) -> Root:
             plugins.context.process_group,
             (shard_lists, replicate_lists),
         ),
+        # Collectives that the user made are the user's to close.
+        constructs=plugins.collectives_choice is not collectives,
     )
     with ExitStack() as undo:
         with _together(config, collectives, process_group):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from .engine.schedule import Schedule
 from .engine.stage import Stage
 from .engine.unit import Reshard
 from .events import Events
-from .interfaces import OffloadManager, UnitSpec
+from .interfaces import Collectives, OffloadManager, UnitSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,8 @@ class Blueprint:
     events: Events
     signature: object
     """Equal for models that can share collectives."""
+    constructs: bool
+    """Whether the collectives were constructed for this model, and are closed with it."""
 
 
 #: Masters that are made before the model changes, by stage name: materialised, or parked.
@@ -142,6 +144,8 @@ def _join(blueprint: Blueprint, grid: RankGrid, made: Mapping[nn.Module, Stage])
             there: Stage = inner.__dict__[STAGE_ATTRIBUTE]
             there.join(name, grid if there.signature == blueprint.signature else None, names_of)
             stages.append(there)
+    # A root takes the stages from the inner ones.
+    owned = _owned(grid, blueprint.constructs, stages)
     root = Root(
         grid.world,
         stages,
@@ -154,10 +158,18 @@ def _join(blueprint: Blueprint, grid: RankGrid, made: Mapping[nn.Module, Stage])
         planned = PlannedMemory(lambda: memory_report(root).total_nbytes())
         meter = CudaMemory(blueprint.device) if blueprint.device.type == "cuda" else planned
         root.budget = Budget(config.memory_budget, meter)
+    root.owned = owned
     for module, stage in made.items():
         stage.attach()
         module.__dict__[STAGE_ATTRIBUTE] = stage
     return root
+
+
+def _owned(grid: RankGrid, constructed: bool, stages: Iterable[Stage]) -> tuple[Collectives, ...]:
+    """What is to be closed with the model: parts before wholes, and not what the user made."""
+    inner = dict.fromkeys(each for stage in stages if isinstance(stage.root, Root) for each in stage.root.owned)
+    parts = [each for each in (grid.shard, grid.replicate) if each is not None and each is not grid.world]
+    return (*inner, *parts, *((grid.world,) if constructed else ()))
 
 
 def _whole_shapes(blueprint: Blueprint) -> dict[nn.Parameter, tuple[int, ...]]:

@@ -239,6 +239,7 @@ class CapturedStep(Generic[P, T]):
         root = self._root
         if root.backward_failed and not _torch_private.in_backward():
             root.abandon()
+        root.refuse_closed("A CapturedStep")
         if root.phase is not Phase.IDLE or root.unsharded:
             where = "polyshard.unsharded()" if root.unsharded else f"a {root.phase.value} of the model"
             raise StateError(f"A CapturedStep was called inside {where} (rank {root.rank}). Call it between steps.")

@@ -229,6 +229,21 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     setattr(module, name, _computing(stage, module, method))
 
 
+def close(model: nn.Module) -> None:
+    """Release what sharding holds beside parameters: gather buffers, communicators, connections, their threads.
+
+    Every rank calls it, at the same point of the program: ending communicators may meet the other ranks. For jobs that
+    make many models, or that end one before the process does; a model that is dropped without it leaves its
+    communicators to the next model over the same ranks. Process groups and collectives that the user made stay open.
+    Parameters and gradients stay as they are, this rank's pieces. To be called behind the last checkpoint, and once no
+    captured step of the model is left. Does nothing the second time.
+
+    Raises:
+        StateError: inside a forward, a backward or ``unsharded``, or ``model`` is not the outermost sharded module.
+    """
+    _outermost_root(model, "close()").close()
+
+
 def report(model: nn.Module) -> MemoryReport:
     """What memory this rank needs, read off the layout.
 
@@ -275,8 +290,14 @@ def outermost_root(model: nn.Module, call: str) -> Root:
     """What the units of ``model`` share; ``call`` is named in the error.
 
     Raises:
-        StateError: ``model`` is not the outermost sharded module.
+        StateError: ``model`` is not the outermost sharded module, or was closed.
     """
+    root = _outermost_root(model, call)
+    root.refuse_closed(call)
+    return root
+
+
+def _outermost_root(model: nn.Module, call: str) -> Root:
     # The wrapper holds the sharded module.
     inner = model.__dict__.get("_modules", {}).get("module")
     if STAGE_ATTRIBUTE not in model.__dict__ and inner is not None and STAGE_ATTRIBUTE in inner.__dict__:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .composable import clip_grad_norm_, no_sync, shard, unsharded
+from .composable import clip_grad_norm_, close, no_sync, shard, unsharded
 from .config import ShardConfig
 from .engine.materialize import Initializer
 
@@ -56,6 +56,10 @@ class FullyShardedDataParallel(nn.Module):
     def unsharded(self, *, writeback: bool = False) -> AbstractContextManager[None]:
         """See ``polyshard.unsharded``."""
         return unsharded(self.module, writeback=writeback)
+
+    def close(self) -> None:
+        """See ``polyshard.close``."""
+        close(self.module)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -1,0 +1,254 @@
+"""What sharding holds beside parameters is reused by the next model, and released by ``polyshard.close``."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+import torch.distributed as dist
+from polyshard import ShardConfig
+from polyshard.errors import StateError
+from polyshard.interfaces import PluginContext
+from polyshard_backends.fake import FakeCollectives
+from polyshard_backends.gloo import GlooCollectives
+from processes import KeptRanks, run_processes
+from torch import nn
+
+WORLD = 4
+RANKS = KeptRanks()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_ranks() -> Iterator[None]:
+    yield
+    RANKS.close()
+
+
+HYBRID: dict[str, Any] = {"strategy": "hybrid_shard", "shard_size": 2}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+
+def train(model: nn.Module) -> None:
+    model(torch.ones(2, 6)).sum().backward()
+
+
+def held() -> tuple[int, int]:
+    """Threads and file descriptors of this process."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def many_models(rank: int, way: str, cycles: int) -> list[tuple[int, int]]:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    counts = []
+    for _ in range(cycles):
+        model = net()
+        config = ShardConfig(policy={"name": "module_class", "classes": nn.Linear}, **HYBRID)
+        if way == "composed":
+            config = ShardConfig(**HYBRID)
+            for layer in (model[0], model[2]):
+                polyshard.fully_shard(layer, config)
+            polyshard.fully_shard(model, config)
+        else:
+            polyshard.shard(model, config)
+        train(model)
+        if way == "closed":
+            polyshard.close(model)
+        del model
+        if way != "collected late":
+            gc.collect()
+        dist.barrier()
+        counts.append(held())
+    return counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "cycles"), [("deleted", 40), ("collected late", 40), ("closed", 12), ("composed", 40)])
+def test_threads_and_descriptors_stay_as_many(way: str, cycles: int) -> None:
+    for counts in RANKS.run(WORLD, many_models, way, cycles, timeout=110.0):
+        # The first models make the groups, and the pools of threads that compute.
+        assert set(counts[3:]) == {counts[3]}
+
+
+def others_live_on(rank: int) -> int:
+    """Closing one of several models over the same groups leaves the others theirs."""
+    gc.collect()
+    before = held()[1]
+    models = [polyshard.shard(net(), ShardConfig(**HYBRID)) for _ in range(3)]
+    for model in models:
+        train(model)
+    for index, model in enumerate(models):
+        polyshard.close(model)
+        for other in models[index + 1 :]:
+            other.zero_grad()
+            train(other)
+            with polyshard.unsharded(other):
+                torch.testing.assert_close(other[0].weight.detach(), net()[0].weight.detach())
+    dist.barrier()
+    again = polyshard.shard(net(), ShardConfig(**HYBRID))
+    train(again)
+    polyshard.close(again)
+    return held()[1] - before
+
+
+def test_models_over_the_same_groups_are_closed_one_by_one() -> None:
+    # The group that the user made is the user's, and goes on.
+    assert RANKS.run(WORLD, others_live_on) == [0] * WORLD
+
+
+def a_world_after_another(rank: int, folder: str) -> None:
+    for turn in range(2):
+        model = polyshard.shard(net(), ShardConfig(**HYBRID))
+        train(model)
+        dist.destroy_process_group()
+        store = dist.FileStore(f"{folder}/store{turn}", WORLD)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+        # Its groups went with their world.
+        polyshard.close(model)
+
+
+def test_groups_of_a_world_that_was_destroyed_are_not_used_again(tmp_path: Path) -> None:
+    run_processes(WORLD, a_world_after_another, str(tmp_path))
+
+
+def equal_parts(rank: int) -> tuple[bool, bool, float]:
+    context = PluginContext("gloo", torch.device("cpu"))
+    lists = [[0, 1], [2, 3]]
+    first, second = (GlooCollectives(context).partition(lists) for _ in range(2))
+    other = GlooCollectives(context).partition([[0, 2], [1, 3]])
+    same = first.process_group is second.process_group
+    differs = other.process_group is not first.process_group
+    first.close()
+    tensor = torch.ones(1)
+    second.all_reduce(tensor, op=polyshard.interfaces.ReduceOp.SUM).wait()
+    for part in (second, other):
+        part.close()
+    return same, differs, tensor.item()
+
+
+def test_equal_parts_of_one_group_share_their_connections() -> None:
+    assert RANKS.run(WORLD, equal_parts) == [(True, True, 2.0)] * WORLD
+
+
+# A closed model.
+
+
+def fake(**settings: Any) -> ShardConfig:
+    return ShardConfig(collectives={"name": "fake", "world_size": 4}, policy="always", **settings)
+
+
+CALLS = {
+    "forward": lambda model: model(torch.ones(2, 6)),
+    "inner forward": lambda model: model[0](torch.ones(2, 6)),
+    "no_sync()": lambda model: polyshard.no_sync(model).__enter__(),
+    "clip_grad_norm_()": lambda model: polyshard.clip_grad_norm_(model, 1.0),
+    "unsharded()": lambda model: polyshard.unsharded(model).__enter__(),
+    "flat_parameters()": polyshard.flat_parameters,
+    "report()": polyshard.report,
+    "CapturedStep()": lambda model: polyshard.CapturedStep(lambda x: model(x), model=model),
+}
+
+
+@pytest.mark.parametrize("call", [name for name in CALLS if name != "CapturedStep()"])
+def test_a_closed_model_is_refused_by_name(call: str) -> None:
+    model = polyshard.shard(net(), fake())
+    train(model)
+    polyshard.close(model)
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"polyshard\.close.*rank 0") as caught:
+            CALLS[call](model)
+        if call.endswith("()"):
+            assert call in str(caught.value)
+
+
+def test_a_backward_behind_the_close_is_refused() -> None:
+    model = polyshard.shard(net(), fake())
+    loss = model(torch.ones(2, 6)).sum()
+    polyshard.close(model)
+    with pytest.raises(StateError, match=r"polyshard\.close"):
+        loss.backward()
+
+
+def test_a_checkpoint_of_a_closed_model_is_refused(tmp_path: Path) -> None:
+    from polyshard import checkpoint
+
+    model = polyshard.shard(net(), fake())
+    polyshard.close(model)
+    with pytest.raises(StateError, match=r"polyshard\.close"):
+        checkpoint.save(tmp_path / "run", 1, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_closing_keeps_shards_and_gradients_and_may_be_repeated() -> None:
+    model = polyshard.shard(net(), fake())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    train(model)
+    before = {name: value.clone() for name, value in polyshard.local_state_dict(model).items()}
+    polyshard.close(model)
+    polyshard.close(model)
+    for name, value in polyshard.local_state_dict(model).items():
+        assert torch.equal(value, before[name])
+    gradient = model[0].weight.grad.clone()
+    optimizer.step()
+    assert torch.equal(model[0].weight, before["0.weight"] - 0.5 * gradient)
+
+
+def test_closing_gives_up_what_is_gathered() -> None:
+    model = polyshard.shard(net(), fake(reshard_after_forward=False))
+    model(torch.ones(2, 6))
+    loss = model(torch.ones(2, 6)).sum()
+    units = model._polyshard_stage.root.units
+    assert any(unit.buffer.flat.untyped_storage().nbytes() for unit in units)
+    polyshard.close(model)
+    assert not any(unit.buffer.flat.untyped_storage().nbytes() for unit in units)
+    del loss
+
+
+def test_closing_inside_a_step_is_refused() -> None:
+    model = polyshard.shard(net(), fake())
+    model[1].register_forward_hook(lambda *_: polyshard.close(model))
+    with pytest.raises(StateError, match=r"close\(\).*forward"):
+        model(torch.ones(2, 6))
+    with polyshard.unsharded(model), pytest.raises(StateError, match=r"close\(\).*unsharded"):
+        polyshard.close(model)
+
+
+class Counted(FakeCollectives):
+    """Tells how often it was closed."""
+
+    closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_collectives_that_the_user_made_stay_the_users() -> None:
+    mine = Counted(PluginContext("mine", torch.device("cpu")), 0, 4)
+    model = polyshard.shard(net(), ShardConfig(collectives=mine))
+    polyshard.close(model)
+    assert mine.closed == 0
+
+
+def test_the_wrapper_closes() -> None:
+    model = polyshard.FullyShardedDataParallel(net(), fake())
+    model.close()
+    with pytest.raises(StateError, match=r"polyshard\.close"):
+        model(torch.ones(2, 6))
+
+
+def test_no_thread_of_the_engine_is_left() -> None:
+    before = threading.active_count()
+    model = polyshard.shard(net(), fake())
+    train(model)
+    polyshard.close(model)
+    assert threading.active_count() == before
