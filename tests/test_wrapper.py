@@ -131,8 +131,9 @@ def test_attributes_and_items_are_the_modules() -> None:
     with pytest.raises(AttributeError, match="nothing_of_this_name"):
         _ = sharded.nothing_of_this_name
     layers = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
-    assert wrapped(layers)[0] is layers[0]
-    assert wrapped(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))[-1].__class__ is nn.ReLU
+    indexed = FullyShardedDataParallel(layers, ShardConfig(collectives=fake()))
+    assert indexed[0] is layers[0]
+    assert indexed[-1].__class__ is nn.ReLU
 
 
 def test_train_and_eval_reach_the_module() -> None:

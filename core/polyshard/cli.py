@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from . import catalog
 from .config import PluginSpec, ShardConfig, did_you_mean
 from .errors import ConfigError, PolyshardError
-from .interfaces import Group
+from .interfaces import Group, PluginContext
 
 __all__ = ["main"]
 
@@ -22,6 +26,9 @@ _PLUGIN_FIELDS: dict[str, Group] = {
     "offload": Group.OFFLOAD,
     "policy": Group.POLICIES,
 }
+
+#: Groups whose plugins can be constructed anywhere, to see whether their options are right.
+_CHOOSE = (Group.POLICIES, Group.PRECISION)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,21 +82,38 @@ def _show_plugins(group: str | None, *, as_json: bool) -> None:
 def _show_config(file: str, table: str) -> None:
     config = ShardConfig.from_toml(file, table)
     rows: list[tuple[str, ...]] = [("setting", "value", "found in")]
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name in _PLUGIN_FIELDS:
-            rows.append((field.name, _shown(value), _found_in(_PLUGIN_FIELDS[field.name], value)))
-        elif field.name == "listeners":
-            rows += [("listeners", _shown(each), _found_in(Group.PLUGINS, each)) for each in value]
-            if not value:
-                rows.append(("listeners", "none", ""))
-        else:
-            rows.append((field.name, _shown(value), ""))
+    with _importing_beside(file):
+        for field in dataclasses.fields(config):
+            value = getattr(config, field.name)
+            if field.name in _PLUGIN_FIELDS:
+                rows.append((field.name, _shown(value), _found_in(_PLUGIN_FIELDS[field.name], value)))
+            elif field.name == "listeners":
+                rows += [("listeners", _shown(each), _found_in(Group.PLUGINS, each)) for each in value]
+                if not value:
+                    rows.append(("listeners", "none", ""))
+            else:
+                rows.append((field.name, _shown(value), ""))
     _print_table(rows)
+
+
+@contextmanager
+def _importing_beside(file: str) -> Iterator[None]:
+    """Find modules in the working directory and beside ``file``, as the script that is trained with it would."""
+    before = list(sys.path)
+    sys.path[:0] = [os.getcwd(), os.path.dirname(os.path.abspath(file))]
+    try:
+        yield
+    finally:
+        sys.path[:] = before
 
 
 def _found_in(group: Group, choice: object) -> str:
     resolved = catalog.resolve(group, choice)
+    # What it takes to see a misspelt option. Of those that only choose, values as well: the classes that a policy names
+    # are imported when it is constructed. A backend or a manager may want a device, ranks, or room on a disk.
+    resolved.check_options()
+    if group in _CHOOSE:
+        resolved.construct(PluginContext(resolved.name, torch.device("cpu")))
     return f"{resolved.value} ({resolved.distribution} {resolved.version})"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,7 +32,8 @@ class Lambda(WrapPolicy):
         """Raises ``PluginContractError`` where a function of one module answers neither True nor False."""
         if takes_recurse(self._fn):
             return RecursivePolicy(self._fn).plan(root, context)
-        return {module: {} for name, module in candidates(root, context) if self._answer(name, module)}
+        chosen: UnitPlan = {module: {} for name, module in candidates(root, context) if self._answer(name, module)}
+        return _not_nothing(chosen, root, "lambda")
 
     def _answer(self, name: str, module: nn.Module) -> bool:
         answer = self._fn(module)
@@ -71,4 +73,15 @@ class Custom(WrapPolicy):
                 )
             elif answer:
                 chosen[module] = {}
-        return chosen
+        return _not_nothing(chosen, root, "custom")
+
+
+def _not_nothing(chosen: UnitPlan, root: nn.Module, policy: str) -> UnitPlan:
+    if not chosen and any(root.children()):
+        # A function may mean it; but a model in one unit is rarely what it was written for.
+        warnings.warn(
+            f"the function of a {policy} policy chose no module inside this {type(root).__name__}, so that the whole "
+            "model is one unit. Correct it, or take the policy 'never' if that is meant.",
+            stacklevel=3,
+        )
+    return chosen
