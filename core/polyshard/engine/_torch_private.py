@@ -120,6 +120,14 @@ def _rnn_names(module: nn.RNNBase) -> list[str]:
     return [name for layer in module._all_weights for name in layer]
 
 
+def forward_pre_hooks(module: nn.Module) -> dict[Any, Callable[..., Any]]:
+    """Where a module looks for hooks before its forward.
+
+    A hook that is there between steps alone comes and goes with each of them: registering one takes microseconds.
+    """
+    return module._forward_pre_hooks
+
+
 def hidden_from_compile(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """``function``, which torch.compile calls without looking inside.
 

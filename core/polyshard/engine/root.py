@@ -18,6 +18,7 @@ from .lanes import Lanes
 from .outputs import refuse_escape
 from .phase import Phase
 from .presence import Presence
+from .resting import Resting
 from .schedule import Schedule
 from .stage import Stage
 from .step import Step
@@ -54,6 +55,8 @@ class Root(Step):
         # The last itinerary of each inner stage that was called by itself, with gradients on, since the last backward.
         self._apart: dict[object, Itinerary[Stage]] = {}
         self._followed = False
+        #: Refuses calls that would compute with pieces between steps; None where nothing does.
+        self.rest: Resting | None = None
         #: Collectives that were made for this model, to be closed with it, in this order on every rank.
         self.owned: tuple[Collectives, ...] = ()
         for stage in self.stages:
@@ -83,6 +86,8 @@ class Root(Step):
             if not unit.prepared:
                 unit.prepare()
             unit.expire()
+        if self.rest is not None:
+            self.rest.leave()
         self.phase = Phase.FORWARD
         self.active = outermost
         self.itinerary = Itinerary(outermost)
@@ -106,6 +111,8 @@ class Root(Step):
             self._keep_apart(self.itinerary)
         self.active = None
         self.phase = Phase.IDLE
+        if self.rest is not None:
+            self.rest.enter()
         self.schedule.end_forward()
         if self.audit is not None:
             self.audit.forward_ended()
@@ -258,6 +265,8 @@ class Root(Step):
         self.refuse_closed("A forward")
         self.active = None
         self.phase = Phase.IDLE
+        if self.rest is not None:
+            self.rest.enter()
         self.schedule.end_backward()
         self._walk.end()
         for unit in self.units:
