@@ -18,6 +18,7 @@ from .engine.materialize import Initializer, materialize, remember
 from .engine.plan import STAGE_ATTRIBUTE, PlannedStage, names_in
 from .engine.ranks import RankGrid
 from .engine.report import memory_report
+from .engine.resting import Resting
 from .engine.root import Root
 from .engine.schedule import Schedule
 from .engine.stage import Stage
@@ -146,6 +147,9 @@ def _join(blueprint: Blueprint, grid: RankGrid, made: Mapping[nn.Module, Stage])
             stages.append(there)
     # A root takes the stages from the inner ones.
     owned = _owned(grid, blueprint.constructs, stages)
+    for inner_root in {stage.root for stage in stages}:
+        if isinstance(inner_root, Root) and inner_root.rest is not None:
+            inner_root.rest.leave()
     root = Root(
         grid.world,
         stages,
@@ -162,6 +166,7 @@ def _join(blueprint: Blueprint, grid: RankGrid, made: Mapping[nn.Module, Stage])
     for module, stage in made.items():
         stage.attach()
         module.__dict__[STAGE_ATTRIBUTE] = stage
+    root.rest = Resting(root, stages)
     return root
 
 
