@@ -252,3 +252,20 @@ def test_no_thread_of_the_engine_is_left() -> None:
     train(model)
     polyshard.close(model)
     assert threading.active_count() == before
+
+
+def keys_of_agreements(rank: int) -> list[int]:
+    store = dist.HashStore()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    counts = []
+    for _ in range(5):
+        with pytest.warns(UserWarning, match="world size is 1"):
+            polyshard.shard(net(), ShardConfig())
+        counts.append(store.num_keys())
+    return counts
+
+
+def test_the_store_does_not_fill_with_former_agreements() -> None:
+    counts = run_processes(1, keys_of_agreements)[0]
+    assert counts[1:] == [counts[1]] * 4
