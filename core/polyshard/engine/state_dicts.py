@@ -87,6 +87,13 @@ class _Guard:
             start, stop = (piece.start, piece.stop) if piece is not None else (0, 0)
             state_dict[prefix + key] = whole.as_strided((stop - start,), (1,), whole.storage_offset() + start)
 
+    # A module that is copied or pickled by itself holds pieces as before, and may not drag the model along.
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Guard:
+        return self
+
+    def __reduce__(self) -> tuple[type[_NoGuard], tuple[()]]:
+        return _NoGuard, ()
+
     @property
     def _shows_pieces(self) -> bool:
         root = self._unit.step
@@ -99,3 +106,13 @@ class _Guard:
     @property
     def _rank(self) -> int:
         return self._unit.grid.world.rank
+
+
+class _NoGuard:
+    """Stands for a ``_Guard`` where its module was pickled by itself."""
+
+    def before_state_dict(self, *_: Any) -> None:
+        """Let every state dict through."""
+
+    def before_load(self, *_: Any) -> None:
+        """Let every state dict through."""
