@@ -14,8 +14,8 @@ import polyshard
 import pytest
 import torch
 import torch.distributed as dist
-from polyshard import ShardConfig
-from polyshard.errors import StateError
+from polyshard import ShardConfig, hookimpl
+from polyshard.errors import RankMismatchError, StateError
 from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.gloo import GlooCollectives
@@ -105,6 +105,43 @@ def others_live_on(rank: int) -> int:
 def test_models_over_the_same_groups_are_closed_one_by_one() -> None:
     # The group that the user made is the user's, and goes on.
     assert RANKS.run(WORLD, others_live_on) == [0] * WORLD
+
+
+def fails_to_shard(rank: int, moment: str) -> int:
+    """A model that could not be sharded on one rank leaves no group behind, on any."""
+    gc.collect()
+    before = held()[1]
+    with torch.device("meta"):
+        model = net()
+
+    def initializer(module: nn.Module) -> None:
+        if rank == 1 and moment == "before the cut":
+            raise ValueError("no values")
+        for parameter in module.parameters(recurse=False):
+            nn.init.ones_(parameter)
+
+    config = ShardConfig(listeners=[RaisesBehind(rank == 1)] if moment == "behind it" else (), **HYBRID)
+    with pytest.raises(ValueError if rank == 1 else RankMismatchError, match="no values"):
+        polyshard.shard(model, config, initializer=initializer)
+    dist.barrier()
+    return held()[1] - before
+
+
+class RaisesBehind:
+    api_version = 1
+
+    def __init__(self, raises: bool) -> None:
+        self.raises = raises
+
+    @hookimpl
+    def after_shard(self) -> None:
+        if self.raises:
+            raise ValueError("no values")
+
+
+@pytest.mark.parametrize("moment", ["before the cut", "behind it"])
+def test_a_model_that_could_not_be_sharded_leaves_no_group(moment: str) -> None:
+    assert RANKS.run(WORLD, fails_to_shard, moment) == [0] * WORLD
 
 
 def a_world_after_another(rank: int, folder: str) -> None:

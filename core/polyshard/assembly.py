@@ -17,7 +17,7 @@ from torch import nn
 
 from . import catalog
 from .agreement import agree
-from .building import Blueprint, build, give_up, prepare
+from .building import Blueprint, build, close_groups, give_up, prepare
 from .config import PluginChoice, ShardConfig, Strategy
 from .engine.answers import leaves_alone, refuse_unable
 from .engine.broken import refuse_broken
@@ -151,20 +151,26 @@ def shard_module(request: Request) -> Root:
         # Collectives that the user made are the user's to close.
         constructs=plugins.collectives_choice is not collectives,
     )
-    with ExitStack() as undo:
-        with _together(config, collectives, process_group):
-            shard, replicate = _subgroup(collectives, shard_lists), _subgroup(collectives, replicate_lists)
-            grid = RankGrid(collectives, shard, replicate)
-            masters, put_back = prepare(blueprint, grid)
-            undo.callback(put_back)
-        # The last moment at which every rank could still keep its model: nothing was let go of.
-        undo.pop_all()
-    try:
-        with _together(config, collectives, process_group):
-            return build(blueprint, grid, masters)
-    except RankMismatchError as mismatch:
-        give_up(blueprint, grid, str(mismatch))
-        raise
+    with ExitStack() as groups:
+        with ExitStack() as undo:
+            with _together(config, collectives, process_group):
+                shard, replicate = _subgroup(collectives, shard_lists), _subgroup(collectives, replicate_lists)
+                grid = RankGrid(collectives, shard, replicate)
+                if config.check_ranks:
+                    # All ranks fail alike then, and so close alike.
+                    groups.callback(close_groups, blueprint, grid)
+                masters, put_back = prepare(blueprint, grid)
+                undo.callback(put_back)
+            # The last moment at which every rank could still keep its model: nothing was let go of.
+            undo.pop_all()
+        try:
+            with _together(config, collectives, process_group):
+                root = build(blueprint, grid, masters)
+        except RankMismatchError as mismatch:
+            give_up(blueprint, grid, str(mismatch))
+            raise
+        groups.pop_all()
+    return root
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +52,7 @@ def prepare(blueprint: Blueprint, grid: RankGrid) -> tuple[Masters, Callable[[],
     """Initialise what is on the meta device and park what a manager parks. The model is as it was when this raises.
 
     Returns the masters, and what undoes this: to be called if the model is not built after all. Only the shards take
-    memory: what they were cut from stays whole until ``build``.
+    memory: what they were cut from stays whole until ``build``. What ``sync_module_states`` sent is not taken back.
     """
     drafts, device = blueprint.drafts, blueprint.device
     undo = remember(drafts, device)
@@ -132,6 +132,12 @@ def give_up(blueprint: Blueprint, grid: RankGrid, reason: str) -> None:
     mark_broken(blueprint.module, f"{reason} (rank {grid.world.rank})")
 
 
+def close_groups(blueprint: Blueprint, grid: RankGrid) -> None:
+    """Close what was made for a model that was not built. Every rank calls it."""
+    for collectives in _groups(blueprint, grid):
+        collectives.close()
+
+
 def _join(blueprint: Blueprint, grid: RankGrid, made: Mapping[nn.Module, Stage]) -> Root:
     """The root of the stages that were ``made``, and of those inside the model that were there before."""
     config = blueprint.config
@@ -146,7 +152,8 @@ def _join(blueprint: Blueprint, grid: RankGrid, made: Mapping[nn.Module, Stage])
             there.join(name, grid if there.signature == blueprint.signature else None, names_of)
             stages.append(there)
     # A root takes the stages from the inner ones.
-    owned = _owned(grid, blueprint.constructs, stages)
+    inner = dict.fromkeys(each for stage in stages if isinstance(stage.root, Root) for each in stage.root.owned)
+    owned = (*inner, *_groups(blueprint, grid))
     for inner_root in {stage.root for stage in stages}:
         if isinstance(inner_root, Root) and inner_root.rest is not None:
             inner_root.rest.leave()
@@ -170,11 +177,10 @@ def _join(blueprint: Blueprint, grid: RankGrid, made: Mapping[nn.Module, Stage])
     return root
 
 
-def _owned(grid: RankGrid, constructed: bool, stages: Iterable[Stage]) -> tuple[Collectives, ...]:
+def _groups(blueprint: Blueprint, grid: RankGrid) -> tuple[Collectives, ...]:
     """What is to be closed with the model: parts before wholes, and not what the user made."""
-    inner = dict.fromkeys(each for stage in stages if isinstance(stage.root, Root) for each in stage.root.owned)
     parts = [each for each in (grid.shard, grid.replicate) if each is not None and each is not grid.world]
-    return (*inner, *parts, *((grid.world,) if constructed else ()))
+    return (*parts, *((grid.world,) if blueprint.constructs else ()))
 
 
 def _whole_shapes(blueprint: Blueprint) -> dict[nn.Parameter, tuple[int, ...]]:
