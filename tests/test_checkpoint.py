@@ -409,6 +409,43 @@ def test_calls_at_the_wrong_place_are_refused(tmp_path: Path) -> None:
     on_threads(2, work)
 
 
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_a_backward_that_failed_is_left_behind(tmp_path: Path, call: str) -> None:
+    class StopError(Exception):
+        pass
+
+    def work(model: Net) -> Values:
+        optimizer = adamw(model)
+        directory = checkpoint.save(tmp_path, 1, model, optimizer)
+
+        def stop(gradient: torch.Tensor) -> None:
+            raise StopError
+
+        def stopping(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+            if stops:
+                output.register_hook(stop)
+
+        stops = True
+        model.project.register_forward_hook(stopping)
+        with pytest.raises(StopError):
+            train(model, optimizer, range(1))
+        if call == "save":
+            checkpoint.save(tmp_path, 2, model, optimizer)
+        else:
+            checkpoint.load(directory, model, optimizer)
+        stops = False
+        optimizer.zero_grad()
+        train(model, optimizer, range(3))
+        return values(model)
+
+    plain = Net(0)
+    optimizer = adamw(plain)
+    train(plain, optimizer, range(3))
+    for result in on_threads(2, work):
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(result[name], parameter.detach(), rtol=0, atol=1e-12)
+
+
 def test_buffers_are_those_of_the_first_rank(tmp_path: Path) -> None:
     def work(model: Net) -> float:
         model.count += 10 * polyshard_rank(model)

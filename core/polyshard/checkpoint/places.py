@@ -67,10 +67,13 @@ class Holding:
 
     @property
     def here(self) -> tuple[str, ...]:
-        """Names of the parameters whose state this rank tells of."""
-        if self.unit is None:
+        """Names of the parameters whose state this rank tells of, and takes.
+
+        Where a rank has no element of a parameter, no gradient comes, and the optimizer lets the state stand still: its
+        number of steps is not the parameter's. Empty parameters are nobody's, and stand still everywhere.
+        """
+        if not self.places:
             return self.names
-        # As with parameters that have no elements here: an optimizer keeps nothing for them. Empty ones are nobody's.
         return tuple(place.name for place in self.places if place.piece is not None or place.slot.numel == 0)
 
     def parts(self, local: torch.Tensor) -> dict[str, CheckpointTensor]:

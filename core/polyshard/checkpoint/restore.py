@@ -71,6 +71,9 @@ class OptimizerRestore:
         self._entries: list[tuple[nn.Parameter, str, str]] = []
         self._tensors: dict[str, torch.Tensor] = {}
         self._flat: dict[nn.Parameter, FlatState] = {}
+        #: Whose state is the checkpoint's afterwards. Of a parameter without elements here an optimizer may keep what
+        #: it began with.
+        self._taken: list[nn.Parameter] = []
         saved: dict[str, dict[str, str]] = {}
         for key, path in source.paths(OPTIMIZER, "state").items():
             saved.setdefault(path[2], {})[path[3]] = key
@@ -80,8 +83,12 @@ class OptimizerRestore:
                 if holding.unit is not None:
                     flat = FlatState(source, holding, saved, present, beside=kept_beside(group), rank=root.rank)
                     self._flat[parameter] = flat
+                    self._taken.append(parameter)
                     self.targets.update(flat.targets)
                     continue
+                if not holding.here:
+                    continue
+                self._taken.append(parameter)
                 for name, key in saved.get(holding.names[0], {}).items():
                     self.targets[key] = self._target(key, name, holding, present, group)
                     self._entries.append((parameter, name, key))
@@ -93,11 +100,11 @@ class OptimizerRestore:
         for parameter, name, key in self._entries:
             value = self._tensors[key] if key in self._tensors else self.targets[key]
             state.setdefault(parameter, {})[name] = value
+        for parameter in self._taken:
+            self._optimizer.state.pop(parameter, None)
+            if state.get(parameter):
+                self._optimizer.state[parameter] = state[parameter]
         for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
-            for parameter in group["params"]:
-                self._optimizer.state.pop(parameter, None)
-                if state.get(parameter):
-                    self._optimizer.state[parameter] = state[parameter]
             for name, value in settings.items():
                 current = group.get(name)
                 if name in ("params", "param_names"):

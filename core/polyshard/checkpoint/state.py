@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..engine import _torch_private
 from ..engine.broken import refuse_broken
 from ..engine.phase import Phase
 from ..engine.plan import STAGE_ATTRIBUTE
@@ -97,6 +98,8 @@ def resting_root(model: nn.Module, call: str) -> Root:
             f"{type(root.stages[0].module).__name__} (rank {root.rank}). Pass that."
         )
     root.refuse_closed(call)
+    if root.backward_failed and not _torch_private.in_backward():
+        root.abandon()
     if root.phase is not Phase.IDLE:
         raise StateError(
             f"{call} was called inside a {root.phase.value} of the model (rank {root.rank}). Call it between steps."
