@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from pickle import PicklingError
@@ -611,3 +612,44 @@ def test_processes_of_a_gloo_group_save_load_and_resume(tmp_path: Path, pool: Ra
     with pytest.warns(UserWarning, match=ALONE):
         dcp.load(state, checkpoint_id=tmp_path / "step-00000003", no_dist=True)
     assert_equal({name: parameter.detach() for name, parameter in plain.named_parameters()}, at_save)
+
+
+class Slow:
+    """Is pickled once a file is there."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        deadline = time.monotonic() + 50
+        while not self._path.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return (int, ())
+
+
+def _wait_for_a_slow_rank(rank: int, root: Path) -> str:
+    # The group's own timeout is 90 seconds.
+    model = shard(Net(0), {"name": "gloo"}, timeout_s=2)
+    optimizer = adamw(model)
+    train(model, optimizer, range(1))
+    told = root / "told"
+    if rank == 1:
+        optimizer.state[next(p for p in optimizer.state if p.numel())]["slow"] = Slow(told)
+    try:
+        checkpoint.save(root, 1, model, optimizer)
+    except PolyshardError as error:
+        text = f"{type(error).__name__}: {error}"
+        if rank == 0:
+            assert not told.exists()
+            told.touch()
+        return text
+    raise AssertionError("the save went through")
+
+
+@pytest.mark.slow
+def test_a_save_waits_as_long_as_the_configuration_says(tmp_path: Path) -> None:
+    with RankPool(2) as pool:
+        first, _ = pool.run(_wait_for_a_slow_rank, tmp_path)
+    assert first.startswith("CollectiveTimeoutError")
+    assert "on rank 0 did not end within 2 s" in first
+    assert checkpoint.latest(tmp_path) is None

@@ -7,15 +7,17 @@ from contextlib import contextmanager
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..errors import PolyshardError, RankMismatchError
+from ..errors import CollectiveError, PolyshardError, RankMismatchError
 from ..interfaces import Collectives
+from .exchange import speaks
 
 
 @contextmanager
 def together(collectives: Collectives, what: str) -> Iterator[None]:
     """Return when every rank has left the body; raise on every rank if the body raised on any.
 
-    Otherwise a rank whose disk is full would leave the others waiting for it.
+    Otherwise a rank whose disk is full would leave the others waiting for it. Where the ranks can no longer exchange
+    anything, this one raises by itself: asking the others would wait for them a second time.
 
     Raises:
         RankMismatchError: another rank failed while this one did not.
@@ -27,11 +29,13 @@ def together(collectives: Collectives, what: str) -> Iterator[None]:
         # No Exception to Python: it would pass by every handler of the caller's.
         failure = PolyshardError(f"{what} failed (rank {collectives.rank}): {error}")
         failure.__cause__ = error
+    except CollectiveError:
+        raise
     except Exception as error:
         failure = error
     mine = None if failure is None else f"{type(failure).__name__}: {failure}"
     everyone = [mine]
-    if collectives.world_size > 1 and collectives.capabilities.can_communicate:
+    if speaks(collectives):
         everyone = list(collectives.all_gather_object(mine))
     if failure is not None:
         raise failure
