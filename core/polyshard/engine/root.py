@@ -59,6 +59,8 @@ class Root(Step):
         self.rest: Resting | None = None
         #: Collectives that were made for this model, to be closed with it, in this order on every rank.
         self.owned: tuple[Collectives, ...] = ()
+        #: What ``checkpoint`` saved or loaded last; it alone knows what that is.
+        self.checkpoint_line: object | None = None
         for stage in self.stages:
             stage.root = self
             stage.schedule = schedule
