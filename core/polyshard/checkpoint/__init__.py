@@ -10,7 +10,8 @@ It loads at another world size or strategy, and into an unsharded model by ``tor
     torch.distributed.checkpoint.load(state, checkpoint_id=directory, no_dist=True)
 """
 
+from .folder import latest
 from .state import model_state, optimizer_state
-from .store import latest, load, save
+from .store import load, save
 
 __all__ = ["latest", "load", "model_state", "optimizer_state", "save"]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +12,20 @@ import torch
 from torch import nn
 
 from ..engine.root import Root
-from ..errors import ConfigError, StateError
+from ..errors import ConfigError, PolyshardError, RankMismatchError, StateError
 from ..interfaces import Collectives, PrecisionCaster
 from .agreement import together
+from .attempt import Attempt, attempt_in
+from .exchange import coordinates, from_first, speaks
+from .folder import Line
+from .marker import Marker
 from .restore import MODEL, OPTIMIZER, OptimizerRestore, model_targets
 from .sharded import CheckpointTensor
 from .source import Source
 from .state import model_state, optimizer_state, resting_root
 from .transfer import read_metadata, write_state
 
-#: Written last: a directory without it is a save that did not end.
-MARKER = "COMMITTED"
-_FORMAT = 1
 _SMALL = "extra.pt"
-_DIRECTORY = re.compile(r"step-(\d{8,})")
 
 
 def save(
@@ -41,53 +39,64 @@ def save(
 ) -> Path:
     """Write ``root/step-00000100`` for step 100, by ``torch.distributed.checkpoint``; returns that directory.
 
-    Every rank calls it, between steps. Each rank writes its own shards, so all must see the same file system. The
-    directory counts only once the file ``COMMITTED`` is in it, which rank 0 writes after every rank has written; what
-    an interrupted save of the same step left is removed first. On one rank of a pretended world (collectives that
-    cannot communicate) the directory holds that rank's part.
+    Every rank calls it, between steps. Each rank writes its own shards, so all must see the same file system. They
+    write to a directory of this save alone, which gets its name only when it is complete and the file ``COMMITTED`` is
+    in it; what saves left in ``root`` that did not live to their end is removed. A run that was taken up at an earlier
+    step and comes to one that is there already writes ``step-00000100.2``. On one rank of a pretended world
+    (collectives that cannot communicate) the directory holds that rank's part.
 
     Args:
-        root: Directory of all checkpoints of a run; made where missing.
+        root: Directory of all checkpoints of a run; made where missing. For one job at a time.
         step: Not negative; the checkpoint's number.
         model: The outermost sharded module.
         optimizer: Over the model's parameters; saved with its state and its groups' settings.
         extra: Small picklable values (data position, random states); rank 0's are kept. Buffers, too, are rank 0's.
-        keep: How many committed checkpoints to leave in ``root``; older ones are removed. None for all.
+        keep: How many checkpoints to leave of those that this one goes back to, itself included; older ones are
+            removed. What ``root`` holds beside them, and links, stay. None for all.
 
     Raises:
         StateError: inside a step, or ``model`` is not the outermost sharded module.
-        ConfigError: the step is committed already, or the optimizer has state that cannot be saved.
+        ConfigError: the step is committed already, another job saves into ``root``, or the optimizer has state that
+            cannot be saved.
         RankMismatchError: another rank failed.
-        PolyshardError, OSError: writing failed; the directory is left without its marker.
+        CollectiveError: another rank did not come, within the configuration's ``timeout_s``.
+        PolyshardError, OSError: writing failed; nothing is left of it.
     """
     owner = resting_root(model, "checkpoint.save()")
     collectives = owner.collectives
-    directory = Path(root) / f"step-{step:08d}"
-    with together(collectives, f"Preparing the checkpoint {directory}"):
-        if step < 0 or (keep is not None and keep < 1):
-            raise ConfigError(f"step must not be negative and keep at least 1, but they are {step} and {keep}.")
-        state = _state(owner, model, optimizer)
-        if collectives.rank == 0 or not collectives.capabilities.can_communicate:
-            _make_empty(directory)
-            _write(directory / _SMALL, {"extra": dict(extra or {}), "precision": _caster_states(owner)})
-    with together(collectives, f"Writing the checkpoint {directory}"):
-        write_state(directory, state, collectives)
-    with together(collectives, f"Committing the checkpoint {directory}"):
-        if collectives.rank == 0 or not collectives.capabilities.can_communicate:
-            _commit(directory, step, collectives)
-            if keep is not None:
-                # By number, but never what was just written: a run taken up again at an earlier step starts lower.
-                for old in _committed(Path(root))[:-keep]:
-                    if old != directory:
-                        _remove(old)
+    what = f"the checkpoint of step {step} in {root}"
+    attempt: Attempt | None = None
+    target: Path | None = None
+    with ExitStack() as stack:
+        with together(collectives, f"Preparing {what}"):
+            if step < 0 or (keep is not None and keep < 1):
+                raise ConfigError(f"step must not be negative and keep at least 1, but they are {step} and {keep}.")
+            state = _state(owner, model, optimizer)
+            if coordinates(collectives):
+                line = _line(owner, Path(root))
+                target = Path(root) / line.target(step).name
+                attempt = stack.enter_context(attempt_in(Path(root)))
+                _write(attempt.path / _SMALL, {"extra": dict(extra or {}), "precision": _caster_states(owner)})
+        path = from_first(collectives, None if attempt is None else attempt.path)
+        written = write_state(path, state, collectives)
+        with together(collectives, f"Committing {what}"):
+            if attempt is not None and target is not None:
+                marker = Marker(
+                    step=step,
+                    world_size=collectives.world_size,
+                    complete=collectives.world_size == 1 or speaks(collectives),
+                    identity=attempt.identity,
+                    parent=line.newest,
+                    turn=line.next_turn(),
+                    files=attempt.sizes(written),
+                )
+                attempt.commit(target, marker)
+                owner.checkpoint_line = line.after(marker)
+                if keep is not None:
+                    owner.checkpoint_line.prune(keep)
+    directory: Path = from_first(collectives, target)
     owner.events.on_save(model, directory)
     return directory
-
-
-def latest(root: Path) -> Path | None:
-    """The committed checkpoint of the highest step in ``root``; None where there is none."""
-    found = _committed(Path(root))
-    return found[-1] if found else None
 
 
 def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Mapping[str, Any]:
@@ -98,20 +107,24 @@ def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer | N
     they contain pickles.
 
     Raises:
-        StateError: the directory is not committed; inside a step; ``model`` is not the outermost sharded module.
+        StateError: the directory is not committed, or damaged; inside a step; ``model`` is not the outermost sharded
+            module.
         ConfigError: the checkpoint is of another model or optimizer; nothing was changed.
-        RankMismatchError: another rank failed.
+        RankMismatchError: another rank failed, or was given another checkpoint.
         OSError: reading failed; the model may hold parts of the checkpoint.
     """
     owner = resting_root(model, "checkpoint.load()")
     collectives, directory = owner.collectives, Path(directory)
-    with together(collectives, f"Opening the checkpoint {directory}"):
-        marker = _marker(directory, collectives.rank)
-        source = Source(directory, read_metadata(directory), bool(marker["complete"]))
+    with together(collectives, f"Opening the checkpoint {directory}"), _readable(directory, collectives):
+        marker = Marker.read(directory)
+        marker.require_files(directory)
+        source = Source(directory, read_metadata(directory), marker.complete)
+        small = torch.load(directory / _SMALL, map_location="cpu", weights_only=False)
+    _require_same(directory, marker, collectives)
+    with together(collectives, f"Matching the checkpoint {directory}"), _readable(directory, collectives):
         targets = model_targets(source, model, collectives.rank)
         restore = OptimizerRestore(source, owner, optimizer) if optimizer is not None else None
-        small = torch.load(directory / _SMALL, map_location="cpu", weights_only=False)
-    with together(collectives, f"Reading the checkpoint {directory}"):
+    with together(collectives, f"Reading the checkpoint {directory}"), _readable(directory, collectives):
         source.read(targets)
         if restore is not None:
             source.read(restore.targets)
@@ -119,9 +132,48 @@ def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer | N
         for name, caster in _casters(owner).items():
             if name in small["precision"]:
                 caster.load_state_dict(small["precision"][name])
+        if coordinates(collectives):
+            owner.checkpoint_line = Line.from_loaded(directory, marker)
     owner.events.on_load(model, directory)
     extra: Mapping[str, Any] = small["extra"]
     return extra
+
+
+def _line(owner: Root, folder: Path) -> Line:
+    line = owner.checkpoint_line
+    if isinstance(line, Line) and line.folder == folder.resolve():
+        return line
+    return Line.begun(folder)
+
+
+@contextmanager
+def _readable(directory: Path, collectives: Collectives) -> Iterator[None]:
+    """Name the checkpoint and the rank where torch raises what does not.
+
+    Files of the right size may hold anything: what they then raise is torch's, pickle's and zip's.
+    """
+    try:
+        yield
+    except (PolyshardError, OSError):
+        raise
+    except Exception as error:
+        raise StateError(
+            f"{directory} is damaged: it cannot be read on rank {collectives.rank} ({type(error).__name__}: {error}). "
+            "Load an older checkpoint."
+        ) from error
+
+
+def _require_same(directory: Path, marker: Marker, collectives: Collectives) -> None:
+    """Raise RankMismatchError unless all ranks were given the same checkpoint."""
+    if not speaks(collectives):
+        return
+    everyone = collectives.all_gather_object((marker.identity, str(directory)))
+    other = next((rank for rank, (identity, _) in enumerate(everyone) if identity != marker.identity), None)
+    if other is not None:
+        raise RankMismatchError(
+            f"Ranks were given different checkpoints: {directory} on rank {collectives.rank}, {everyone[other][1]} on "
+            f"rank {other}. Let one rank ask latest() and tell the others."
+        )
 
 
 def _state(owner: Root, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -148,81 +200,8 @@ def _caster_states(owner: Root) -> dict[str, Any]:
     return {name: state for name, state in states.items() if state}
 
 
-def _make_empty(directory: Path) -> None:
-    if (directory / MARKER).exists():
-        raise ConfigError(
-            f"The checkpoint {directory} is committed already, and overwriting it in place could mix two steps. Save "
-            "another step, or remove that directory."
-        )
-    if directory.exists():
-        shutil.rmtree(directory)
-    directory.mkdir(parents=True)
-
-
 def _write(path: Path, value: Any) -> None:
     with path.open("wb") as stream:
         torch.save(value, stream)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _commit(directory: Path, step: int, collectives: Collectives) -> None:
-    alone = collectives.world_size > 1 and not collectives.capabilities.can_communicate
-    content = {
-        "format": _FORMAT,
-        "step": step,
-        "world_size": collectives.world_size,
-        "complete": not alone,
-        "torch": str(torch.__version__),
-    }
-    temporary = directory / f"{MARKER}.tmp"
-    with temporary.open("w") as stream:
-        json.dump(content, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(directory / MARKER)
-    _sync_directory(directory)
-    _sync_directory(directory.parent)
-
-
-def _sync_directory(directory: Path) -> None:
-    # Names are as durable as the directory that holds them.
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _marker(directory: Path, rank: int) -> Mapping[str, Any]:
-    path = directory / MARKER
-    if not path.is_file():
-        raise StateError(
-            f"{directory} is no complete checkpoint: it has no file '{MARKER}' (rank {rank}), so its save did not end "
-            "or it is another kind of directory. Load the one that polyshard.checkpoint.latest(root) names."
-        )
-    content: Mapping[str, Any] = json.loads(path.read_text())
-    if content["format"] != _FORMAT:
-        raise StateError(
-            f"{directory} has format {content['format']}, but this polyshard reads format {_FORMAT} (rank {rank}). "
-            "Load it with the version that wrote it."
-        )
-    return content
-
-
-def _committed(root: Path) -> list[Path]:
-    """The committed checkpoints in ``root``, oldest step first."""
-    if not root.is_dir():
-        return []
-    found = []
-    for directory in root.iterdir():
-        match = _DIRECTORY.fullmatch(directory.name)
-        if match and (directory / MARKER).is_file():
-            found.append((int(match[1]), directory))
-    return [directory for _, directory in sorted(found)]
-
-
-def _remove(directory: Path) -> None:
-    # The marker first: what an interruption leaves must not count as a checkpoint.
-    (directory / MARKER).unlink()
-    shutil.rmtree(directory)

@@ -14,10 +14,11 @@ from .agreement import together
 from .exchange import coordinates, gather_to_first, scatter_from_first
 
 
-def write_state(directory: Path, state: dict[str, Any], collectives: Collectives) -> None:
+def write_state(directory: Path, state: dict[str, Any], collectives: Collectives) -> dict[str, int]:
     """Write every rank's part of ``state`` into the empty ``directory``; what ranks hold alike is written once.
 
-    Where the collectives cannot communicate, this rank's part alone is written.
+    Where the collectives cannot communicate, this rank's part alone is written. Returns how many bytes each file has
+    at least, on the rank that coordinates.
     """
     writer = FileSystemWriter(directory, overwrite=False)
     first = coordinates(collectives)
@@ -41,6 +42,11 @@ def write_state(directory: Path, state: dict[str, Any], collectives: Collectives
     with together(collectives, what):
         if metadata is not None and everything is not None:
             writer.finish(metadata, everything)
+    sizes: dict[str, int] = {}
+    for result in (each for results in everything or () for each in results):
+        stored = result.storage_data
+        sizes[stored.relative_path] = max(sizes.get(stored.relative_path, 0), stored.offset + stored.length)
+    return sizes
 
 
 def read_metadata(directory: Path) -> Metadata:

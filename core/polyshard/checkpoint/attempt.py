@@ -1,0 +1,129 @@
+"""One save on its way: a directory of its own, which becomes the checkpoint in one step or goes away."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import ConfigError, PolyshardError
+from .marker import MARKER, Marker, sync_directory
+
+#: Names of directories that are no checkpoint yet, or no longer.
+_UNFINISHED = ".unfinished-"
+
+
+class Attempt:
+    """A directory that no other save writes to, locked for as long as this process works on it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.identity = uuid.uuid4().hex
+        self.path = folder / f"{_UNFINISHED}{self.identity}"
+        self.committed = False
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir()
+        self._lock = _lock(self.path, wait=True)
+
+    def sizes(self, least: Mapping[str, int]) -> dict[str, int]:
+        """Bytes of each file. ``least``: how many the ranks wrote.
+
+        Raises:
+            PolyshardError: a file is gone or shorter: something else works in the directory, or the ranks see
+                different file systems.
+        """
+        found = {path.name: path.stat().st_size for path in self.path.iterdir()}
+        for name, nbytes in least.items():
+            if found.get(name, 0) < nbytes:
+                raise PolyshardError(
+                    f"'{name}' has {found.get(name, 0):,} of the {nbytes:,} bytes that were written to {self.path}. "
+                    "All ranks must see the same file system, and nothing else may change it."
+                )
+        return found
+
+    def commit(self, target: Path, marker: Marker) -> None:
+        """Let ``target`` be the checkpoint.
+
+        Raises:
+            ConfigError: it is one already.
+        """
+        marker.write(self.path)
+        _clear(target)
+        try:
+            self.path.rename(target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise _taken(target) from error
+        self.committed = True
+        sync_directory(target.parent)
+
+    def close(self) -> None:
+        """Give the directory back, and remove it where it was not committed."""
+        if not self.committed:
+            shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+@contextmanager
+def attempt_in(folder: Path) -> Iterator[Attempt]:
+    """A new attempt in ``folder``; what saves left there that did not live to their end is removed first."""
+    for path in folder.glob(f"{_UNFINISHED}*") if folder.is_dir() else ():
+        lock = None if path.is_symlink() else _lock(path, wait=False)
+        if lock is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
+    attempt = Attempt(folder)
+    try:
+        yield attempt
+    finally:
+        attempt.close()
+
+
+def discard(directory: Path) -> None:
+    """Remove a checkpoint. It stops being one at once, whenever this is interrupted."""
+    aside = directory.with_name(f"{_UNFINISHED}{uuid.uuid4().hex}")
+    directory.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _lock(path: Path, *, wait: bool) -> int | None:
+    """Lock a directory until the returned descriptor is closed or the process ends; None where that cannot be."""
+    descriptor = None
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        # Held by another process, gone, or on a file system without locks: remains then stay.
+        if descriptor is not None:
+            os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _clear(target: Path) -> None:
+    """Remove what is at ``target`` where that is a save that did not end."""
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise ConfigError(f"{target} is in the way: it is no directory. Remove it, or save another step.")
+    if not target.is_dir():
+        return
+    # Moved first: another job may commit the same step while this one looks.
+    aside = target.with_name(f"{_UNFINISHED}{uuid.uuid4().hex}")
+    target.rename(aside)
+    if (aside / MARKER).exists():
+        aside.rename(target)
+        raise _taken(target)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _taken(target: Path) -> ConfigError:
+    return ConfigError(
+        f"The checkpoint {target} is committed already: another job saves into the folder. Give each run a folder of "
+        "its own."
+    )

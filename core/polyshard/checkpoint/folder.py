@@ -1,0 +1,170 @@
+"""The checkpoints in one folder, and which of them one run goes on from."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ConfigError, StateError
+from .attempt import discard
+from .marker import MARKER, Marker
+
+_DIRECTORY = re.compile(r"step-(\d{8,})(?:\.\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A committed checkpoint."""
+
+    directory: Path
+    marker: Marker
+
+    def problem(self) -> str | None:
+        """What is wrong with its files; None for nothing."""
+        try:
+            self.marker.require_files(self.directory)
+        except StateError as error:
+            return str(error)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a folder holds."""
+
+    entries: tuple[Entry, ...]
+    """Committed checkpoints, in the order of their commits."""
+    unreadable: tuple[str, ...] = ()
+    """What is wrong with directories whose marker cannot be read."""
+
+    @classmethod
+    def of(cls, folder: Path) -> Contents:
+        """What ``folder`` holds; nothing where it does not exist."""
+        entries, unreadable = [], []
+        for directory in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if _DIRECTORY.fullmatch(directory.name) and (directory / MARKER).is_file():
+                try:
+                    entries.append(Entry(directory, Marker.read(directory)))
+                except StateError as error:
+                    unreadable.append(str(error))
+        entries.sort(key=lambda entry: (entry.marker.turn, entry.marker.step, entry.directory.name))
+        return cls(tuple(entries), tuple(unreadable))
+
+    @property
+    def identities(self) -> frozenset[str]:
+        """Of all entries."""
+        return frozenset(entry.marker.identity for entry in self.entries)
+
+    def line(self, identity: str | None) -> Iterator[Entry]:
+        """The entry ``identity`` and those that it goes back to, newest first."""
+        by_identity = {entry.marker.identity: entry for entry in self.entries}
+        # Format 1 tells no parents: there the steps before it are taken for them.
+        first = [entry for entry in self.entries if entry.marker.format == 1]
+        while identity is not None and identity in by_identity:
+            entry = by_identity.pop(identity)
+            yield entry
+            if entry.marker.format == 1:
+                yield from reversed([each for each in first if each.marker.step < entry.marker.step])
+                return
+            identity = entry.marker.parent
+
+
+def latest(folder: Path) -> Path | None:
+    """The checkpoint in ``folder`` that was committed last; None where there is none.
+
+    One with files that are gone or of another size is passed over, with a warning that names it, for the one that it
+    goes back to. What files of the right size hold is not looked at.
+    """
+    contents = Contents.of(Path(folder))
+    for text in contents.unreadable:
+        warnings.warn(f"passed over: {text}", stacklevel=2)
+    if not contents.entries:
+        return None
+    line = list(contents.line(contents.entries[-1].marker.identity))
+    for entry in (*line, *(each for each in reversed(contents.entries) if each not in line)):
+        problem = entry.problem()
+        if problem is None:
+            return entry.directory
+        warnings.warn(f"passed over: {problem}", stacklevel=2)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The checkpoints of one folder that one model saves and loads, each going on from the one before."""
+
+    folder: Path
+    """Absolute."""
+    newest: str | None
+    """Identity of the one that the model saved or loaded last; None where it did neither here."""
+    known: frozenset[str]
+    """Identities of all that was there when it did."""
+
+    @classmethod
+    def begun(cls, folder: Path) -> Line:
+        """A line that goes back to nothing in ``folder``."""
+        return cls(folder.resolve(), None, Contents.of(folder).identities)
+
+    @classmethod
+    def from_loaded(cls, directory: Path, marker: Marker) -> Line:
+        """The line that goes on from the checkpoint in ``directory``."""
+        folder = directory.parent
+        return cls(folder.resolve(), marker.identity, Contents.of(folder).identities | {marker.identity})
+
+    def target(self, step: int) -> Path:
+        """The directory for ``step``.
+
+        A run that was taken up at an earlier step comes to steps that it had saved before: these stay, and the new
+        ones get a number.
+
+        Raises:
+            ConfigError: the step is committed already, or another job saves into the folder.
+        """
+        contents = self._require_alone()
+        name = f"step-{step:08d}"
+        taken = {entry.directory.name: entry for entry in contents.entries if entry.marker.step == step}
+        own = [entry for entry in contents.line(self.newest) if entry.marker.step == step]
+        if not own and self.newest is None:
+            own = list(taken.values())
+        if own:
+            raise ConfigError(
+                f"The checkpoint {own[0].directory} is committed already, and overwriting it in place could mix two "
+                "steps. Save another step, or remove that directory."
+            )
+        number = 1
+        while (self.folder / name / MARKER).exists():
+            number += 1
+            name = f"step-{step:08d}.{number}"
+        return self.folder / name
+
+    def next_turn(self) -> int:
+        """Higher than that of all checkpoints that are there.
+
+        Raises:
+            ConfigError: another job saves into the folder.
+        """
+        return 1 + max((entry.marker.turn for entry in self._require_alone().entries), default=0)
+
+    def after(self, marker: Marker) -> Line:
+        """The line with one more checkpoint."""
+        return Line(self.folder, marker.identity, self.known | {marker.identity})
+
+    def prune(self, keep: int) -> None:
+        """Remove all but the last ``keep`` of the line; others in the folder, and links, stay."""
+        for entry in list(Contents.of(self.folder).line(self.newest))[keep:]:
+            if not entry.directory.is_symlink():
+                discard(entry.directory)
+
+    def _require_alone(self) -> Contents:
+        contents = Contents.of(self.folder)
+        strangers = [entry.directory for entry in contents.entries if entry.marker.identity not in self.known]
+        if strangers:
+            raise ConfigError(
+                f"Another job has committed {strangers[-1]} since this one saved or loaded there last, and latest() "
+                "can name one of the two only. Give each run a folder of its own, or load that checkpoint to go on "
+                "from it."
+            )
+        return contents

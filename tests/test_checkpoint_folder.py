@@ -1,0 +1,258 @@
+"""Which of a folder's checkpoints count, whatever several jobs, interruptions and steps back have left in it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from pathlib import Path
+
+import polyshard
+import pytest
+import torch
+from parity import Block, Net, on_ranks, seeded, threaded, units_of
+from polyshard import checkpoint
+from polyshard.errors import ConfigError, PolyshardError, RankMismatchError, StateError
+from polyshard_backends.threaded import ThreadedWorld
+from torch import nn
+
+
+def filled(value: float) -> nn.Module:
+    """A model whose every element is ``value``."""
+    model = seeded(Net)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    return model
+
+
+def alone(value: float = 0.0) -> nn.Module:
+    """The same, on one rank."""
+    config = polyshard.ShardConfig(
+        collectives={"name": "fake", "rank": 0, "world_size": 1}, strategy="no_shard", policy=units_of(Block)
+    )
+    return polyshard.shard(filled(value), config)
+
+
+def value_of(directory: Path | None) -> set[float]:
+    """The values of the model in ``directory``."""
+    assert directory is not None
+    model = alone(-1.0)
+    checkpoint.load(directory, model)
+    return {float(element) for parameter in model.parameters() for element in parameter.detach().flatten()}
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def change(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+@pytest.mark.parametrize("steps", [(1, 1), (1, 2)], ids=["one step", "two steps"])
+def test_two_jobs_that_save_into_one_folder_never_mix(tmp_path: Path, steps: tuple[int, int]) -> None:
+    mixed, committed = 0, 0
+    refusals: list[str] = []
+    for trial in range(10):
+        root = tmp_path / str(trial)
+        together = threading.Barrier(4)
+
+        def job(number: int, root: Path = root, together: threading.Barrier = together) -> None:
+            def on_rank(rank: int, world: ThreadedWorld) -> None:
+                model = polyshard.shard(filled(float(number)), threaded(world, rank, policy=units_of(Block)))
+                together.wait(20)
+                try:
+                    checkpoint.save(root, steps[number], model)
+                except PolyshardError as error:
+                    refusals.append(str(error))
+
+            on_ranks(2, on_rank)
+
+        jobs = [threading.Thread(target=job, args=(number,)) for number in range(2)]
+        for each in jobs:
+            each.start()
+        for each in jobs:
+            each.join()
+        for directory in root.glob("step-*"):
+            committed += 1
+            mixed += len(value_of(directory)) != 1
+        assert not [name for name in names(root) if name.startswith(".")]
+    assert mixed == 0
+    assert committed >= 10
+    assert all("nother job" in text or "committed already" in text for text in refusals)
+
+
+def test_a_second_job_in_the_folder_is_noticed_at_the_next_save(tmp_path: Path) -> None:
+    one, other = alone(1.0), alone(2.0)
+    checkpoint.save(tmp_path, 1, one)
+    checkpoint.save(tmp_path, 2, other)
+    with pytest.raises(
+        ConfigError, match=r"Another job has committed .*step-00000002 since this one .*folder of its own"
+    ):
+        checkpoint.save(tmp_path, 3, one)
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    newest = checkpoint.latest(tmp_path)
+    assert newest is not None
+    checkpoint.load(newest, one)
+    assert value_of(checkpoint.save(tmp_path, 3, one)) == {2.0}
+
+
+def line_of_three(root: Path) -> nn.Module:
+    """Steps 100, 200 and 300 of one run, each of whose elements are the step."""
+    model = alone()
+    for step in (100, 200, 300):
+        change(model, float(step))
+        checkpoint.save(root, step, model)
+    return model
+
+
+def test_a_run_taken_up_at_an_earlier_step_goes_on_from_there(tmp_path: Path) -> None:
+    line_of_three(tmp_path)
+    model = alone()
+    checkpoint.load(tmp_path / "step-00000100", model)
+    change(model, 150.0)
+    assert checkpoint.save(tmp_path, 150, model) == tmp_path / "step-00000150"
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000150"
+    # Steps that were there already are another run's future: they stay as they are.
+    change(model, 201.0)
+    assert checkpoint.save(tmp_path, 200, model) == tmp_path / "step-00000200.2"
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000200.2"
+    assert value_of(tmp_path / "step-00000200") == {200.0}
+    assert value_of(checkpoint.latest(tmp_path)) == {201.0}
+    with pytest.raises(ConfigError, match=r"step-00000200\.2 is committed already"):
+        checkpoint.save(tmp_path, 200, model)
+
+
+def test_keep_counts_what_the_run_goes_back_to(tmp_path: Path) -> None:
+    line_of_three(tmp_path)
+    model = alone()
+    checkpoint.load(tmp_path / "step-00000200", model)
+    checkpoint.save(tmp_path, 250, model, keep=2)
+    # 300 is no part of this run; 200 and 250 are its last two.
+    assert names(tmp_path) == ["step-00000200", "step-00000250", "step-00000300"]
+    checkpoint.save(tmp_path, 260, model, keep=2)
+    assert names(tmp_path) == ["step-00000250", "step-00000260", "step-00000300"]
+
+
+def test_keep_leaves_links_and_what_they_lead_to(tmp_path: Path) -> None:
+    model = alone()
+    elsewhere, root = tmp_path / "elsewhere", tmp_path / "root"
+    checkpoint.save(elsewhere, 1, model)
+    root.mkdir()
+    (root / "step-00000001").symlink_to(elsewhere / "step-00000001")
+    checkpoint.load(root / "step-00000001", model)
+    for step in (2, 3, 4):
+        checkpoint.save(root, step, model, keep=1)
+    assert names(root) == ["step-00000001", "step-00000004"]
+    assert value_of(elsewhere / "step-00000001") == {0.0}
+
+
+def damage(path: Path, how: str) -> None:
+    if how == "gone":
+        path.unlink()
+    elif how == "longer":
+        path.write_bytes(path.read_bytes() + b"x")
+    else:
+        os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "extra.pt"])
+@pytest.mark.parametrize("how", ["truncated", "gone", "longer"])
+def test_a_damaged_newest_checkpoint_is_refused_and_passed_over(tmp_path: Path, name: str, how: str) -> None:
+    line_of_three(tmp_path)
+    newest = tmp_path / "step-00000300"
+    damage(newest / name, how)
+    model = alone(7.0)
+    with pytest.raises(StateError, match=rf"step-00000300 is damaged: '{name}'.*latest\(root\)"):
+        checkpoint.load(newest, model)
+    assert float(model.first.bias[0].detach()) == 7.0
+    with pytest.warns(UserWarning, match=rf"passed over: .*step-00000300 is damaged: '{name}'"):
+        good = checkpoint.latest(tmp_path)
+    assert good == tmp_path / "step-00000200"
+    # The run goes on from there, and comes to the step whose name is taken.
+    checkpoint.load(good, model)
+    change(model, 301.0)
+    assert checkpoint.save(tmp_path, 300, model, keep=2) == tmp_path / "step-00000300.2"
+    assert value_of(checkpoint.latest(tmp_path)) == {301.0}
+
+
+def test_a_damaged_marker_is_named(tmp_path: Path) -> None:
+    model = line_of_three(tmp_path)
+    os.truncate(tmp_path / "step-00000300" / "COMMITTED", 9)
+    with pytest.warns(UserWarning, match="passed over: .*step-00000300 is damaged: 'COMMITTED' cannot be read"):
+        assert checkpoint.latest(tmp_path) == tmp_path / "step-00000200"
+    with pytest.raises(StateError, match="'COMMITTED' cannot be read"):
+        checkpoint.load(tmp_path / "step-00000300", model)
+
+
+def test_the_fallback_stays_with_the_run(tmp_path: Path) -> None:
+    line_of_three(tmp_path)
+    model = alone()
+    checkpoint.load(tmp_path / "step-00000100", model)
+    damage(checkpoint.save(tmp_path, 150, model) / "extra.pt", "gone")
+    with pytest.warns(UserWarning, match="step-00000150 is damaged"):
+        # 300 was committed later than 100, but is not what 150 goes back to.
+        assert checkpoint.latest(tmp_path) == tmp_path / "step-00000100"
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "extra.pt"])
+def test_files_that_hold_something_else_are_an_error_by_name(tmp_path: Path, name: str) -> None:
+    directory = checkpoint.save(tmp_path, 1, alone())
+    path = directory / name
+    path.write_bytes(bytes(byte ^ 0x5A for byte in path.read_bytes()))
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model = polyshard.shard(filled(7.0), threaded(world, rank, policy=units_of(Block)))
+        with pytest.raises(PolyshardError, match="step-00000001"):
+            checkpoint.load(directory, model)
+
+    on_ranks(2, on_rank)
+
+
+def test_what_an_ended_save_left_is_removed_and_what_a_running_one_writes_is_not(tmp_path: Path) -> None:
+    model = line_of_three(tmp_path)
+    ended, running = tmp_path / ".unfinished-ended", tmp_path / ".unfinished-running"
+    for path in (ended, running):
+        path.mkdir()
+        (path / "__0_0.distcp").write_bytes(b"half")
+    lock = os.open(running, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        checkpoint.save(tmp_path, 400, model)
+        assert names(tmp_path)[0] == running.name
+        assert len(names(tmp_path)) == 5
+    finally:
+        os.close(lock)
+
+
+def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    model = line_of_three(tmp_path)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model.first.bias]["unpicklable"] = lambda: None
+    before = names(tmp_path)
+    with pytest.raises(Exception, match="lambda"):
+        checkpoint.save(tmp_path, 400, model, optimizer)
+    assert names(tmp_path) == before
+    assert checkpoint.save(tmp_path, 400, model).name == "step-00000400"
+
+
+def test_ranks_that_were_given_different_checkpoints_are_told(tmp_path: Path) -> None:
+    line_of_three(tmp_path)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> float:
+        model = polyshard.shard(filled(7.0), threaded(world, rank, policy=units_of(Block)))
+        with pytest.raises(RankMismatchError, match=r"different checkpoints: .*00 on rank \d, .*00 on rank \d"):
+            checkpoint.load(tmp_path / f"step-00000{rank + 1}00", model)
+        with polyshard.unsharded(model):
+            return float(model.first.bias[0].detach())
+
+    assert on_ranks(2, on_rank) == [7.0, 7.0]
+
+
+def test_something_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="step-00000001 is in the way"):
+        checkpoint.save(tmp_path, 1, alone())
+    assert names(tmp_path) == ["step-00000001"]
