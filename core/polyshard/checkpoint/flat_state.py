@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from .places import Holding
 from .sharded import CheckpointTensor
 from .source import Source, check, listed
-from .state_tensors import fits
+from .state_tensors import fits, require_dtype
 
 
 class FlatState:
@@ -141,6 +141,8 @@ class FlatState:
                 f"{self._source.directory}, but {self._holding.described} has one {self._where}. {_REMEDY}"
             )
         local = self._present.get(name)
+        what = f"optimizer state '{name}' of {self._holding.described}"
+        require_dtype(local, dtype, what, self._source.directory, self._where)
         if not fits(local, parameter.shape, dtype):
             local = torch.zeros_like(parameter, dtype=dtype)
         self._tensors[name] = local.detach()

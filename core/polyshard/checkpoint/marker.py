@@ -69,16 +69,15 @@ class Marker:
             number = content["format"]
             if number == 1:
                 content.update(identity=directory.name, parent=None, turn=0, files={})
+            if number not in _READ:
+                raise StateError(
+                    f"{directory} has format {number}, but this polyshard reads formats {_READ[0]} to {_READ[-1]}. "
+                    "Load it with the version that wrote it."
+                )
             names = {each.name for each in dataclasses.fields(cls)}
-            marker = cls(**{name: value for name, value in content.items() if name in names})
+            return cls(**{name: value for name, value in content.items() if name in names})
         except (ValueError, KeyError, TypeError) as error:
             raise StateError(f"{directory} is damaged: '{MARKER}' cannot be read ({error}). {_REMEDY}") from error
-        if number not in _READ:
-            raise StateError(
-                f"{directory} has format {number}, but this polyshard reads formats {_READ[0]} to {_READ[-1]}. Load "
-                "it with the version that wrote it."
-            )
-        return marker
 
     def require_files(self, directory: Path) -> None:
         """Raise StateError where a file is gone, or has another size than at the commit."""

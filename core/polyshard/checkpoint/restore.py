@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,11 +13,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ..engine.root import Root
 from ..errors import ConfigError
 from .flat_state import FlatState
+from .kind import IMPLEMENTATION, require_same_kind
 from .places import Holding, holdings
+from .repair import Saved, repaired, units_of
 from .sharded import CheckpointTensor
 from .source import Source, check, listed
 from .state import model_state
-from .state_tensors import fits, kept_beside
+from .state_tensors import fits, kept_beside, require_dtype
 
 MODEL, OPTIMIZER = "model", "optimizer"
 
@@ -59,14 +62,21 @@ class OptimizerRestore:
     as it was until then, but for state tensors that it had already and that are read into in place.
     """
 
-    def __init__(self, source: Source, root: Root, optimizer: torch.optim.Optimizer) -> None:
-        """Raises ConfigError where the checkpoint's optimizer does not fit ``optimizer``."""
+    def __init__(
+        self, source: Source, root: Root, optimizer: torch.optim.Optimizer, kind: Mapping[str, str] | None
+    ) -> None:
+        """Match ``optimizer`` with the checkpoint's, of which ``kind`` tells the class, or None where it does not.
+
+        Raises:
+            ConfigError: they do not fit.
+        """
         self._optimizer = optimizer
         self._rank = root.rank
         self._source = source
         held = holdings(root, optimizer)
         self._settings = self._read_settings()
         self._compare_groups(held)
+        require_same_kind(kind, self._settings, optimizer, source.directory, root.rank)
         self.targets: dict[str, Any] = {}
         self._entries: list[tuple[nn.Parameter, str, str]] = []
         self._tensors: dict[str, torch.Tensor] = {}
@@ -74,9 +84,7 @@ class OptimizerRestore:
         #: Whose state is the checkpoint's afterwards. Of a parameter without elements here an optimizer may keep what
         #: it began with.
         self._taken: list[nn.Parameter] = []
-        saved: dict[str, dict[str, str]] = {}
-        for key, path in source.paths(OPTIMIZER, "state").items():
-            saved.setdefault(path[2], {})[path[3]] = key
+        saved = self._saved(root, held)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 holding, present = held[parameter], optimizer.state.get(parameter, {})
@@ -97,8 +105,13 @@ class OptimizerRestore:
     def commit(self) -> None:
         """Give the optimizer what was read into ``targets``."""
         state = {parameter: flat.finish() for parameter, flat in self._flat.items()}
+        given: set[str] = set()
         for parameter, name, key in self._entries:
             value = self._tensors[key] if key in self._tensors else self.targets[key]
+            # State that was repaired is read once for several, each of which counts on by itself.
+            if key in given and isinstance(value, torch.Tensor):
+                value = value.clone()
+            given.add(key)
             state.setdefault(parameter, {})[name] = value
         for parameter in self._taken:
             self._optimizer.state.pop(parameter, None)
@@ -107,13 +120,23 @@ class OptimizerRestore:
         for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
             for name, value in settings.items():
                 current = group.get(name)
-                if name in ("params", "param_names"):
+                if name in ("params", "param_names") or name in IMPLEMENTATION:
                     continue
                 if isinstance(current, torch.Tensor):
                     # In place: a captured step reads the learning rate at this address.
                     current.copy_(torch.as_tensor(value))
                 else:
                     group[name] = value
+
+    def _saved(self, root: Root, held: Mapping[nn.Parameter, Holding]) -> Saved:
+        """By parameter name and name of the state, the checkpoint's key."""
+        found: dict[str, dict[str, str]] = {}
+        for key, path in self._source.paths(OPTIMIZER, "state").items():
+            found.setdefault(path[2], {})[path[3]] = key
+        if not self._source.may_stand_still:
+            return found
+        groups = [[held[parameter] for parameter in group["params"]] for group in self._optimizer.param_groups]
+        return repaired(self._source, found, groups, units_of(held.values(), root.units), self._rank)
 
     def _read_settings(self) -> list[dict[str, Any]]:
         paths = self._source.paths(OPTIMIZER, "param_groups")
@@ -169,16 +192,24 @@ class OptimizerRestore:
             return None
         parameter, shape, dtype = holding.parameter, tuple(entry.size), entry.properties.dtype
         local = present.get(name)
+        what, where = f"optimizer state '{name}' of {holding.described}", f"(rank {self._rank})"
+        require_dtype(local, dtype, what, self._source.directory, where)
         if holding.places and shape and shape == holding.places[0].slot.shape:
             if not fits(local, parameter.shape, dtype):
                 local = torch.zeros_like(parameter, dtype=dtype)
             target: torch.Tensor = holding.places[0].shaped(local)
+        elif holding.partial and math.prod(shape) != 1:
+            raise ConfigError(
+                f"{what} has shape {shape} in the checkpoint {self._source.directory}, neither a scalar nor the "
+                f"parameter's shape {holding.places[0].slot.shape}, so there is no part of it for this rank {where}. "
+                "Load it with the strategy that saved it, or without its optimizer."
+            )
         else:
             if not fits(local, shape, dtype):
                 device = parameter.device if shape or kept_beside(group) else torch.device("cpu")
                 local = torch.zeros(shape, dtype=dtype, device=device)
             target = local
-        check(self._source, key, f"optimizer state '{name}' of {holding.described}", target, f"(rank {self._rank})")
+        check(self._source, key, what, target, where)
         self._tensors[key] = local.detach()
         return target
 

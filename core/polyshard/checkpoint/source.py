@@ -26,6 +26,8 @@ class Source:
     metadata: Metadata
     complete: bool
     """Whether every rank's part is there; not so where one rank of a pretended world saved."""
+    may_stand_still: bool = False
+    """Whether optimizer state may be damaged: see the note in ``repair.py``."""
 
     def read(self, targets: dict[str, Any]) -> None:
         """Fill tensors in place and replace other values."""
@@ -60,6 +62,11 @@ def check(source: Source, key: str, what: str, target: Any, where: str) -> None:
         raise ConfigError(
             f"{what} has shape {tuple(entry.size)} in the checkpoint {source.directory} but {tuple(target.shape)} in "
             f"the model {where}. Load it into the model that it was saved from."
+        )
+    if entry.properties.dtype != target.dtype:
+        raise ConfigError(
+            f"{what} is {entry.properties.dtype} in the checkpoint {source.directory} but {target.dtype} in the model "
+            f"{where}. Convert the model before sharding, by to({entry.properties.dtype}); after loading, it cannot be."
         )
     if sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(entry.size):
         return

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
+
+from ..errors import ConfigError
 
 
 def fits(present: Any, shape: Iterable[int], dtype: torch.dtype) -> TypeGuard[torch.Tensor]:
@@ -19,3 +22,12 @@ def kept_beside(group: Mapping[str, Any]) -> bool:
     As torch's optimizers place it: on the CPU, unless a kernel reads it.
     """
     return bool(group.get("capturable")) or bool(group.get("fused"))
+
+
+def require_dtype(present: Any, dtype: torch.dtype, what: str, directory: Path, where: str) -> None:
+    """Raise ConfigError where the optimizer has ``present`` in another dtype than the checkpoint."""
+    if isinstance(present, torch.Tensor) and present.dtype != dtype:
+        raise ConfigError(
+            f"{what} is {dtype} in the checkpoint {directory} but {present.dtype} in the optimizer {where}. Load it "
+            "into an optimizer of the dtypes that it was saved from."
+        )

@@ -18,6 +18,7 @@ from .agreement import together
 from .attempt import Attempt, attempt_in
 from .exchange import coordinates, from_first, speaks
 from .folder import Line
+from .kind import described
 from .marker import Marker
 from .restore import MODEL, OPTIMIZER, OptimizerRestore, model_targets
 from .sharded import CheckpointTensor
@@ -76,7 +77,12 @@ def save(
                 line = _line(owner, Path(root))
                 target = Path(root) / line.target(step).name
                 attempt = stack.enter_context(attempt_in(Path(root)))
-                _write(attempt.path / _SMALL, {"extra": dict(extra or {}), "precision": _caster_states(owner)})
+                small = {
+                    "extra": dict(extra or {}),
+                    "precision": _caster_states(owner),
+                    "optimizer": None if optimizer is None else described(optimizer),
+                }
+                _write(attempt.path / _SMALL, small)
         path = from_first(collectives, None if attempt is None else attempt.path)
         written = write_state(path, state, collectives)
         with together(collectives, f"Committing {what}"):
@@ -118,12 +124,16 @@ def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer | N
     with together(collectives, f"Opening the checkpoint {directory}"), _readable(directory, collectives):
         marker = Marker.read(directory)
         marker.require_files(directory)
-        source = Source(directory, read_metadata(directory), marker.complete)
+        # One rank holds an element of everything.
+        may_stand_still = marker.format == 1 and marker.complete and marker.world_size > 1
+        source = Source(directory, read_metadata(directory), marker.complete, may_stand_still)
         small = torch.load(directory / _SMALL, map_location="cpu", weights_only=False)
     _require_same(directory, marker, collectives)
     with together(collectives, f"Matching the checkpoint {directory}"), _readable(directory, collectives):
         targets = model_targets(source, model, collectives.rank)
-        restore = OptimizerRestore(source, owner, optimizer) if optimizer is not None else None
+        restore = None
+        if optimizer is not None:
+            restore = OptimizerRestore(source, owner, optimizer, small.get("optimizer"))
     with together(collectives, f"Reading the checkpoint {directory}"), _readable(directory, collectives):
         source.read(targets)
         if restore is not None:
