@@ -13,7 +13,8 @@ endif
 # Two ranks share a small machine; more threads than cores slow each other down.
 export OMP_NUM_THREADS ?= 1
 
-DEMO_RANKS = $$($(PY) -c 'import torch; print(torch.cuda.device_count() or 2)')
+# Of the example; options for torchrun itself in LAUNCH="...".
+RANKS ?= $$($(PY) -c 'import torch; print(torch.cuda.device_count() or 2)')
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check test-gpu bench clean
@@ -21,8 +22,8 @@ DEMO_RANKS = $$($(PY) -c 'import torch; print(torch.cuda.device_count() or 2)')
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
 
-demo: $(READY)  ## train the example: 2 CPU ranks, or one rank per GPU; options in ARGS="..."
-	$(PY) -m torch.distributed.run --standalone --nproc-per-node "$(DEMO_RANKS)" \
+demo: $(READY)  ## train the example: 2 CPU ranks, or one rank per GPU; RANKS=3, options in ARGS="..."
+	$(PY) -m torch.distributed.run --standalone --nproc-per-node "$(RANKS)" $(LAUNCH) \
 	    examples/byte_lm/train.py --config examples/byte_lm/run.toml $(ARGS)
 
 test: $(READY)  ## run all tests that need no GPU; options for pytest in ARGS="..."

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import polyshard
+import polyshard.checkpoint
 import pytest
 import torch
 from polyshard import Strategy
@@ -315,10 +318,45 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path) -
     assert "7 units on 2 rank(s)" in uninterrupted.stdout
 
 
-def test_resuming_where_nothing_was_saved_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "run-001").mkdir()
-    with pytest.raises(ConfigError, match="no checkpoint to resume"):
-        part("checkpointing").last_run_folder(tmp_path)
+def test_one_flag_begins_and_goes_on_and_a_restart_goes_on_without_it(tmp_path: Path) -> None:
+    checkpointing, launch = part("checkpointing"), part("launch")
+
+    def chosen(job: str, restarts: int = 0, *, resume: bool = False) -> str:
+        folder: Path = checkpointing.run_folder(tmp_path, launch.Launch(job, restarts), resume=resume)
+        return folder.name
+
+    # Nothing is there yet: to go on is to begin.
+    assert chosen("a", resume=True) == "run-001"
+    # Killed before its first checkpoint, a run begins again in its own folder, and never in that of an older job.
+    assert chosen("a", 1) == "run-001"
+    assert chosen("b") == "run-002"
+    assert chosen("a", 2) == "run-001"
+    assert chosen("b", 1, resume=True) == "run-002"
+    # Of runs without a checkpoint there is none to go on in.
+    assert chosen("c", resume=True) == "run-003"
+    model = polyshard.shard(torch.nn.Linear(2, 2), polyshard.ShardConfig(collectives={"name": "fake", "world_size": 2}))
+    polyshard.checkpoint.save(tmp_path / "run-002" / "checkpoints", 1, model)
+    assert chosen("d", resume=True) == "run-002"
+    assert chosen("d", 1) == "run-002"
+    # A job that was killed before it had a folder.
+    assert chosen("e", 1) == "run-004"
+
+
+@pytest.mark.parametrize(
+    ("variables", "job", "restarts"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2"}, "x", 2),
+        (
+            {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"},
+            f"{socket.gethostname()}-{os.getppid()}",
+            1,
+        ),
+        ({}, f"{socket.gethostname()}-{os.getppid()}", 0),
+    ],
+)
+def test_a_launch_is_what_torchrun_says(variables: dict[str, str], job: str, restarts: int) -> None:
+    launch = part("launch")
+    assert launch.Launch.from_environment(variables) == launch.Launch(job, restarts)
 
 
 def test_resuming_with_another_rate_or_another_text_is_refused(tmp_path: Path) -> None:
@@ -330,14 +368,14 @@ def test_resuming_with_another_rate_or_another_text_is_refused(tmp_path: Path) -
     training = part("training").Training(loaded, ranks.Ranks(0, 1024, torch.device("cpu"), communicates=False), corpus)
     training.step(0)
     model, optimizer, history = training.model, training.optimizer, training.history
-    folder = checkpointing.new_run_folder(tmp_path)
+    folder = checkpointing.new_run_folder(tmp_path, part("launch").Launch("a", 0))
     checkpointing.save_checkpoint(folder, 1, model, optimizer, run=run, digest="one", history=history)
 
     def resumed(run: Any, digest: str) -> int:
-        step: int = checkpointing.load_checkpoint(folder, model, optimizer, run=run, digest=digest)[0]
+        directory = checkpointing.latest_checkpoint(folder)
+        step: int = checkpointing.load_checkpoint(directory, model, optimizer, run=run, digest=digest)[0]
         return step
 
-    assert checkpointing.last_run_folder(tmp_path) == folder
     assert resumed(replace(run, output="elsewhere"), "one") == 1
     with pytest.raises(ConfigError, match=r"run\.lr was 0\.004 and is 0\.1"):
         resumed(replace(run, lr=0.1), "one")

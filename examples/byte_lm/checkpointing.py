@@ -8,6 +8,7 @@ from pathlib import Path
 import polyshard.checkpoint
 import torch
 from history import History
+from launch import Launch
 from polyshard.errors import ConfigError
 from settings import RunSettings
 from torch import nn
@@ -18,23 +19,41 @@ _FREE = frozenset(
 )
 #: How many checkpoints of a run stay: the last, and one before it should the last turn out bad.
 _KEPT = 2
+#: In a run's folder: the job that trained there last.
+_JOB = "job"
 
 
-def new_run_folder(output: Path) -> Path:
+def run_folder(output: Path, launch: Launch, *, resume: bool) -> Path:
+    """The folder ``output/run-NNN`` of this run; one rank asks, and tells the others.
+
+    What torchrun has restarted stays in the folder of its first start. ``resume``: go on in the latest run that has a
+    checkpoint. Otherwise, and where there is none, a new folder is made.
+    """
+    folders = [output / f"run-{number:03d}" for number in sorted(_run_numbers(output), reverse=True)]
+    if launch.restarts:
+        found = next((folder for folder in folders if _job_of(folder) == launch.job), None)
+        if found is not None:
+            return found
+    if resume:
+        found = next((each for each in folders if latest_checkpoint(each) is not None), None)
+        if found is not None:
+            _write_job(found, launch.job)
+            return found
+    return new_run_folder(output, launch)
+
+
+def new_run_folder(output: Path, launch: Launch) -> Path:
     """Make and return a folder ``output/run-NNN`` that did not exist."""
     number = max(_run_numbers(output), default=0) + 1
     folder = output / f"run-{number:03d}"
     folder.mkdir(parents=True)
+    _write_job(folder, launch.job)
     return folder
 
 
-def last_run_folder(output: Path) -> Path:
-    """The latest run in ``output`` that has a checkpoint. Raises ``ConfigError`` where there is none."""
-    for number in sorted(_run_numbers(output), reverse=True):
-        folder = output / f"run-{number:03d}"
-        if polyshard.checkpoint.latest(checkpoint_root(folder)) is not None:
-            return folder
-    raise ConfigError(f"there is no checkpoint to resume in {output}. Run once without --resume, or set run.output.")
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The last good checkpoint of the run in ``folder``; None where there is none yet."""
+    return polyshard.checkpoint.latest(checkpoint_root(folder))
 
 
 def checkpoint_root(folder: Path) -> Path:
@@ -58,16 +77,13 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, run: RunSettings, digest: str
+    directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, run: RunSettings, digest: str
 ) -> tuple[int, History]:
-    """Load the latest checkpoint in ``folder``; returns the steps done and what was recorded. Every rank calls it.
+    """Load the checkpoint ``directory``; returns the steps done and what was recorded. Every rank calls it.
 
     Raises ``ConfigError`` where the run went with other settings or other text, so that its next step could not be the
     one that it would have made.
     """
-    directory = polyshard.checkpoint.latest(checkpoint_root(folder))
-    if directory is None:
-        raise ConfigError(f"there is no checkpoint to resume in {folder}. Run once without --resume.")
     extra = polyshard.checkpoint.load(directory, model, optimizer)
     changed = [
         f"run.{name} was {extra['run'].get(name)!r} and is {value!r}"
@@ -86,3 +102,15 @@ def load_checkpoint(
 def _run_numbers(output: Path) -> list[int]:
     names = (path.name.removeprefix("run-") for path in output.glob("run-*") if path.is_dir())
     return [int(name) for name in names if name.isdecimal()]
+
+
+def _job_of(folder: Path) -> str | None:
+    path = folder / _JOB
+    return path.read_text(encoding="utf-8") if path.is_file() else None
+
+
+def _write_job(folder: Path, job: str) -> None:
+    # In one step: whatever kills this process, the file says one job or the other.
+    temporary = folder / f"{_JOB}.tmp"
+    temporary.write_text(job, encoding="utf-8")
+    temporary.replace(folder / _JOB)

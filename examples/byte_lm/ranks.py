@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -92,6 +93,9 @@ def join_ranks(settings: Settings) -> Iterator[Ranks]:
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), device, communicates=True)
     finally:
+        # A model is full of cycles, and holds the group: its threads would outlive the interpreter, and a thread that
+        # then wants the interpreter's lock aborts the process.
+        gc.collect()
         dist.destroy_process_group()
 
 

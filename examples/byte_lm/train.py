@@ -11,9 +11,10 @@ from pathlib import Path
 
 import polyshard
 import torch
-from checkpointing import last_run_folder, load_checkpoint, new_run_folder, save_checkpoint
+from checkpointing import latest_checkpoint, load_checkpoint, run_folder, save_checkpoint
 from curve import draw_curve
 from data import Corpus
+from launch import Launch
 from memory import show_memory
 from model import generate
 from polyshard.errors import ConfigError
@@ -39,7 +40,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """What was asked on the command line; ``overrides`` holds all that changes a setting."""
     parser = argparse.ArgumentParser(description="Train a byte-level language model, sharded by polyshard.")
     parser.add_argument("--config", type=Path, default=Path(__file__).with_name("run.toml"), help="a TOML file")
-    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the latest checkpoint, or begin where there is none"
+    )
     parser.add_argument("--stop-after", type=int, metavar="STEP", help="save and leave after this step")
     parser.add_argument(
         "--verify", action="store_true", help="compare with an unsharded copy; exit code 1 if it differs"
@@ -88,16 +91,19 @@ def train(settings: Settings, ranks: Ranks, corpus: Corpus, progress: Progress, 
     training = Training(settings, ranks, corpus)
     progress.note(describe(training))
     first = 0
-    if arguments.resume:
-        folder = last_run_folder(output)
+    chosen = None
+    if ranks.is_first:
+        mine = run_folder(output, Launch.from_environment(), resume=arguments.resume)
+        chosen = mine, latest_checkpoint(mine)
+    # One rank decides: what two see in one folder may differ.
+    chosen = ranks.from_first(chosen)
+    assert chosen is not None
+    folder, checkpoint = chosen
+    if checkpoint is not None:
         first, training.history = load_checkpoint(
-            folder, training.model, training.optimizer, run=run, digest=corpus.digest
+            checkpoint, training.model, training.optimizer, run=run, digest=corpus.digest
         )
         progress.note(f"going on in {folder} after step {first}")
-    else:
-        made = ranks.from_first(new_run_folder(output) if ranks.is_first else None)
-        assert made is not None
-        folder = made
 
     def save(step: int) -> None:
         saved = save_checkpoint(
