@@ -26,8 +26,12 @@ class Attempt:
         self.path = folder / f"{_UNFINISHED}{self.identity}"
         self.committed = False
         folder.mkdir(parents=True, exist_ok=True)
-        self.path.mkdir()
-        self._lock = _lock(self.path, wait=True)
+        self._lock: int | None = None
+        # Between the two, another job may take it for what an ended one left.
+        while not self.path.is_dir():
+            self._unlock()
+            self.path.mkdir()
+            self._lock = _lock(self.path, wait=True)
 
     def sizes(self, least: Mapping[str, int]) -> dict[str, int]:
         """Bytes of each file. ``least``: how many the ranks wrote.
@@ -66,6 +70,9 @@ class Attempt:
         """Give the directory back, and remove it where it was not committed."""
         if not self.committed:
             shutil.rmtree(self.path, ignore_errors=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

@@ -83,8 +83,9 @@ def save(
                     "optimizer": None if optimizer is None else described(optimizer),
                 }
                 _write(attempt.path / _SMALL, small)
-        path = from_first(collectives, None if attempt is None else attempt.path)
-        written = write_state(path, state, collectives)
+        # Names alone: one file system may be mounted at several places.
+        name: str = from_first(collectives, None if attempt is None else attempt.path.name)
+        written = write_state(Path(root) / name, state, collectives)
         with together(collectives, f"Committing {what}"):
             if attempt is not None and target is not None:
                 marker = Marker(
@@ -100,7 +101,7 @@ def save(
                 owner.checkpoint_line = line.after(marker)
                 if keep is not None:
                     owner.checkpoint_line.prune(keep)
-    directory: Path = from_first(collectives, target)
+    directory: Path = Path(root) / from_first(collectives, None if target is None else target.name)
     owner.events.on_save(model, directory)
     return directory
 
@@ -109,8 +110,9 @@ def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer | N
     """Read a checkpoint that ``save`` wrote into ``model`` and ``optimizer``; returns ``extra``.
 
     Every rank calls it, between steps. World size and strategy may differ from those of the save. Parameters and
-    buffers change in place; an optimizer that never stepped is given its state. Only read checkpoints that you trust:
-    they contain pickles.
+    buffers change in place; an optimizer that never stepped is given its state. Optimizer state that polyshard 0.1 let
+    stand still is repaired, with a warning, where it can be known. Only read checkpoints that you trust: they contain
+    pickles.
 
     Raises:
         StateError: the directory is not committed, or damaged; inside a step; ``model`` is not the outermost sharded
@@ -123,7 +125,8 @@ def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer | N
     collectives, directory = owner.collectives, Path(directory)
     with together(collectives, f"Opening the checkpoint {directory}"), _readable(directory, collectives):
         marker = Marker.read(directory)
-        marker.require_files(directory)
+        if coordinates(collectives):
+            marker.require_files(directory)
         # One rank holds an element of everything.
         may_stand_still = marker.format == 1 and marker.complete and marker.world_size > 1
         source = Source(directory, read_metadata(directory), marker.complete, may_stand_still)
