@@ -81,7 +81,7 @@ class Run:
                 f"ARGS=--output {output} {settings}",
             ],
             cwd=ROOT,
-            # Restarted ranks otherwise find the store of those that were killed.
+            # Restarted ranks otherwise find the addresses of those that were killed.
             env={**kept, "CUDA_VISIBLE_DEVICES": "", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
