@@ -137,6 +137,9 @@ class Run:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+        self._reader.join()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
 
 
 def run(ranks: int, output: Path, chance: random.Random | None = None) -> Outcome:
