@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from polyshard.errors import CollectiveError
+from polyshard.errors import CollectiveError, RankMismatchError
 from polyshard.interfaces import CollectivesCapabilities, ReduceOp, Work
 
 from .groups import check_same_dtype, check_slices
@@ -31,6 +32,7 @@ _CAPABILITIES = CollectivesCapabilities(
     capturable=False,
     fixed_addresses=False,
     can_communicate=True,
+    announces=True,
 )
 
 
@@ -86,6 +88,18 @@ class GlooCollectives(ProcessGroupCollectives):
     @property
     def capabilities(self) -> CollectivesCapabilities:
         return _CAPABILITIES
+
+    def announce(self, what: str) -> None:
+        mine = torch.tensor([zlib.crc32(what.encode())])
+        everyone = torch.empty(self._world_size, dtype=torch.int64)
+        self.all_gather(everyone, mine).wait()
+        if bool((everyone == mine).all()):
+            return
+        listed = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(self.all_gather_object(what)))
+        raise RankMismatchError(
+            f"Ranks are about to issue different collectives (rank {self._rank}):\n{listed}\n"
+            "Let every rank run the same modules in the same order; one that caught an exception goes on from there."
+        )
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         check_slices("all_gather", out, shard, self._rank, self._world_size)

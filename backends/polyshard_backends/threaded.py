@@ -24,6 +24,7 @@ _CAPABILITIES = CollectivesCapabilities(
     capturable=False,
     fixed_addresses=False,
     can_communicate=True,
+    announces=True,
 )
 
 
@@ -192,6 +193,9 @@ class ThreadedCollectives(Collectives):
         self._check_contiguous("broadcast", tensor)
         request = _Request(_unversioned(tensor), tensor)
         return self._issue(f"broadcast(from {src})", request, tensor, lambda all_: _broadcast(all_, src))
+
+    def announce(self, what: str) -> None:
+        self._world.announce(self._group[self._rank], what)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         # Pickled as between processes: a rank must not get hold of another's objects.

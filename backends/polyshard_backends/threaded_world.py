@@ -100,6 +100,7 @@ class ThreadedWorld:
         self._changed = threading.Condition()
         self._meetings: dict[tuple[tuple[int, ...], int], Meeting] = {}
         self._issued: dict[tuple[tuple[int, ...], int], int] = {}
+        self._announced: dict[int, str] = {}
         self._threads: dict[int, int] = {}
         self._abort_reason: str | None = None
         self._garbage = ThreadedGarbage()
@@ -108,6 +109,10 @@ class ThreadedWorld:
     def aborted(self) -> bool:
         """Whether the world was given up; nothing more can be exchanged in it."""
         return self._abort_reason is not None
+
+    def announce(self, rank: int, what: str) -> None:
+        """``rank``'s next collective is part of ``what``: it meets those of ranks that say the same, or fails."""
+        self._announced[rank] = what
 
     def meet(
         self,
@@ -126,6 +131,9 @@ class ThreadedWorld:
             CollectiveAbortedError: the world was given up.
         """
         self._garbage.collect_due()
+        what = self._announced.pop(rank, None)
+        if what is not None:
+            signature = f"{what}: {signature}"
         with self._changed:
             self._threads[rank] = threading.get_ident()
             self._check_alive(rank)
@@ -248,6 +256,7 @@ class ThreadedWorld:
             raise StateError(f"this threaded world was given up, because {self._abort_reason}; make a new one")
         self._meetings.clear()
         self._issued.clear()
+        self._announced.clear()
         self._threads.clear()
         results: dict[int, T] = {}
         errors: list[tuple[int, BaseException]] = []

@@ -17,7 +17,7 @@ What waits for what follows from sizes and order alone, so that all ranks fill t
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from typing import NamedTuple, Protocol
@@ -98,6 +98,10 @@ class Reducible(Protocol):
     grid: RankGrid
 
     @property
+    def label(self) -> str:
+        """Its unit's name, for people."""
+
+    @property
     def goes_with(self) -> object:
         """What two units must agree in to be reduced together; None for a unit that never is."""
 
@@ -148,6 +152,8 @@ class Bucket:
     def __init__(self, limit: int) -> None:
         #: Bytes up to which units that go that way are sent together.
         self.room = {Way.ALONE: 0, Way.GROUPED: min(limit, GROUPED_NBYTES), Way.MERGED: min(limit, MERGED_NBYTES)}
+        #: Called with what is reduced next, as ``Step.announce`` says.
+        self.announce: Callable[[str], None] | None = None
         self._waiting: list[Reducible] = []
         self._nbytes = 0
         self._way = Way.ALONE
@@ -186,6 +192,8 @@ class Bucket:
         members, places = tuple(self._waiting), tuple(self._places)
         self._forget()
         if members:
+            if self.announce is not None:
+                self.announce("reduction of " + ", ".join(member.label for member in members))
             with lanes.between(places):
                 if self._way is Way.MERGED and len(members) > 1:
                     self._send_merged(members, places, lanes)

@@ -243,6 +243,11 @@ class Gradients:
         return self.grid.reduce(reduction.result, reduction.input)
 
     @property
+    def label(self) -> str:
+        """The unit's name, for people."""
+        return self.spec.name or "(root)"
+
+    @property
     def goes_with(self) -> object:
         """What the gradients of two units must agree in to be reduced together; None where they never are."""
         grid = self.grid

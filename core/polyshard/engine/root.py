@@ -221,6 +221,8 @@ class Root(Step):
         self.bucket.flush(self.lanes)
         presence = self._presence_of_gradients()
         if presence is not None:
+            if self.announce is not None:
+                self.announce("end of a backward")
             presence.exchange(self.lanes)
         self.lanes.drain()
         for offload in self._parking:

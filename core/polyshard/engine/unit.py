@@ -453,6 +453,8 @@ def unshard_together(units: Sequence[Unit]) -> None:
     if step.audit is not None:
         for unit in units:
             step.audit.agree(unit.grid.world, unit.name, "all_gather", *unit.gathered)
+    if step.announce is not None:
+        step.announce("all_gather of " + ", ".join(unit.name for unit in units))
     step.lanes.gather(units)
     for unit in units:
         unit._issued()

@@ -89,6 +89,8 @@ class CollectivesCapabilities:
     """Buffers must come from ``lease``; otherwise the engine allocates and resizes its own."""
     can_communicate: bool
     """Bytes really travel. False for stand-ins: ranks are then never compared with each other."""
+    announces: bool = False
+    """``announce`` compares what ranks are about to do, at a price that every step may pay."""
     min_world_size: int = 1
     """Smallest number of ranks that it serves."""
     max_world_size: int | None = None
@@ -222,6 +224,18 @@ class Collectives(ABC):
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         """Overwrite ``tensor`` with that of group rank ``src``."""
+
+    def announce(self, what: str) -> None:
+        """What the engine issues next, in this group or a part of it: the same text on every rank that does the same.
+
+        Called in every step, before its gathers and reductions, where ``capabilities.announces``. Ranks that went
+        different ways, one after an exception that it caught, say, then learn of it before bytes of one unit arrive in
+        another. It may wait for the other ranks, or let the operation that follows fail.
+
+        Raises:
+            RankMismatchError: ranks announced different things; on every rank, here or where it waits for what follows.
+        """
+        return None
 
     @abstractmethod
     def all_gather_object(self, obj: Any) -> list[Any]:
