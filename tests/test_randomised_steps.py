@@ -221,7 +221,6 @@ def train(model: nn.Module, plan: Plan, rank: int, world: ThreadedWorld) -> Outc
 @settings(
     max_examples=EXAMPLES,
     deadline=None,
-    derandomize=False,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
 )

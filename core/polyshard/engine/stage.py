@@ -470,8 +470,13 @@ class Stage:
         if root.active is self and self._entered == 0:
             root.abandon()
         elif self._entered == 0:
+            # Whoever catches this goes on with the other ranks, which keep what is kept for a backward.
+            self.awaits_backward |= self._managed and torch.is_grad_enabled()
+            turns = self._order.turns_at(self)
             for unit in self.units:
-                unit.reshard()
+                unit.hide()
+                if unit.releases(turns):
+                    unit.reshard()
 
     def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self._enters_first:
