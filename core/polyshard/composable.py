@@ -167,7 +167,8 @@ def unsharded(model: nn.Module, *, writeback: bool = False) -> AbstractContextMa
     """A context in which every parameter is whole, in its original shape and dtype, on every rank.
 
     Takes the memory of the whole model. Changes are dropped on leaving unless ``writeback``; then each rank keeps its
-    own part.
+    own part. Modules that are called inside compute with these parameters, without casts or collectives; a backward
+    through such a call raises ``StateError``, inside and after leaving.
 
     Raises:
         StateError: inside a forward, a backward or another such context, or ``model`` is not the outermost.

@@ -34,7 +34,12 @@ def will_accumulate(leaf: torch.Tensor) -> bool:
 
     Under ``autograd.grad`` and ``backward(inputs=...)`` it may not, and no public call tells.
     """
-    return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node))
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        # What it raises for a leaf that ``autograd.grad`` was asked for.
+        return False
 
 
 def queue_after_backward(callback: Callable[[], None]) -> Callable[[], bool]:

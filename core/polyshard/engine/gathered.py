@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 
 from ..errors import ParameterChangedError, StateError
 from . import _torch_private
 from .buffer import view_of
-from .originals import become
+from .originals import ManagedParameter, become
 from .phase import Phase
 from .root import Root
 from .unit import Unit
@@ -19,6 +20,9 @@ from .unit import Unit
 @contextmanager
 def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
     """Inside, every original has its whole shape and master dtype; on leaving, own elements go back where asked.
+
+    Modules that are called inside compute with the originals as they are, without collectives. A backward through that
+    raises ``StateError``.
 
     Raises:
         StateError: inside a forward or backward, or when entered twice.
@@ -39,14 +43,20 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
         unit.take_up_changes()
     root.unsharded = True
     flats: dict[Unit, torch.Tensor] = {}
+    refusals = ExitStack()
     try:
         for unit in root.units:
             flats[unit] = _expose_whole(unit)
+            for parameter in unit.parameters:
+                if parameter.original.requires_grad:
+                    hook = partial(_refuse_gradient, parameter, root.rank)
+                    refusals.enter_context(parameter.original.register_hook(hook))  # type: ignore[no-untyped-call]
         yield
         if writeback:
             for unit, flat in flats.items():
                 _take_own(unit, flat)
     finally:
+        refusals.close()
         for unit in flats:
             for parameter in unit.parameters:
                 for module, key in parameter.sites:
@@ -66,6 +76,16 @@ def _expose_whole(unit: Unit) -> torch.Tensor:
         for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
             become(parameter.original, view_of(flat, slot.shape, slot.stride, slot.offset))
     return flat
+
+
+def _refuse_gradient(parameter: ManagedParameter, rank: int, _: torch.Tensor) -> None:
+    # Modules that are no unit, and plain uses of a parameter, have no output that a stage watches.
+    if _torch_private.will_accumulate(parameter.original):
+        raise StateError(
+            f"A backward inside unsharded() on rank {rank} reached '{parameter.names[0]}': its gradient would be whole "
+            "and this rank's alone. Run forward and backward outside of unsharded(), or use "
+            "torch.autograd.grad."
+        )
 
 
 def _take_own(unit: Unit, flat: torch.Tensor) -> None:

@@ -46,8 +46,6 @@ class Root(Step):
         self.events = events
         #: Decides which units are kept after forward; None where nothing is left to decide.
         self.budget: Budget | None = None
-        #: Whether ``unsharded_parameters`` shows whole parameters now.
-        self.unsharded = False
         self._presence: Presence | None = None
         # Whether the backward that was entered last may still end.
         self._goes_on: Callable[[], bool] = bool

@@ -147,6 +147,8 @@ class Stage:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         root = self.root
         assert root is not None
+        if root.unsharded:
+            return args, kwargs
         recomputes = _torch_private.in_backward()
         if not recomputes:
             if root.active is None or root.backward_failed:
@@ -176,6 +178,8 @@ class Stage:
     def _post_forward(self, module: nn.Module, output: Any) -> Any:
         root = self.root
         assert root is not None
+        if root.unsharded:
+            return self._watch_output(output)[0] if torch.is_grad_enabled() else output
         recomputes = _torch_private.in_backward()
         if output is None:
             error = sys.exception()
@@ -420,11 +424,20 @@ class Stage:
         )
 
     def _gradient_hook(self) -> Callable[..., None]:
+        if self.root is not None and self.root.unsharded:
+            return self._refuse_backward
         if self.host is not None and self._gave_back:
             return self.host._gradient_hook()
         if not self._full_precision_in_eval:
             return partial(self.come_back, self._itinerary)
         return partial(self._come_back_as, self._ruled_by.training, self._itinerary)
+
+    def _refuse_backward(self, *_: Any) -> NoReturn:
+        raise StateError(
+            f"A backward reached an output of '{self.name or '(root)'}' whose forward ran inside unsharded() on rank "
+            f"{self._rank}: its gradients would be whole and this rank's alone. Run that forward outside of "
+            "unsharded(), or inside torch.no_grad()."
+        )
 
     def _come_back_as(self, training: bool, itinerary: Itinerary[Stage] | None, *_: Any) -> None:
         # Autograd saved views of the buffer that this forward computed with; the mode may have changed since.

@@ -29,6 +29,8 @@ class Step(ABC):
         self.active: object | None = None
         #: Which stages that forward, or the last one, entered and left with gradients on.
         self.itinerary: Itinerary[Any] = Itinerary(None)
+        #: Whether ``unsharded_parameters`` shows whole parameters now: modules then compute with these.
+        self.unsharded = False
         #: False under ``no_sync``.
         self.synchronises = True
         #: Whether the backward that runs adds to gradients: ``autograd.grad`` does not.
