@@ -135,6 +135,31 @@ def test_arguments_unlike_the_captured_ones_are_refused_by_name(call: Any, messa
     assert_unchanged(model, before)
 
 
+def test_one_tensor_given_twice_at_the_capture_must_be_one_later() -> None:
+    model = alone()
+    optimizer = momentum(model)
+    same: list[bool] = []
+
+    def train_step(x: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
+        same.append(scale is x)
+        loss = (model(x) * scale.sum()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    step = Rerunning(model, optimizer, train_step, warmup=2)
+    for turn in range(4):
+        x = draw(4, 3, turn=turn)
+        step(x, scale=x)
+    assert same == [True] * len(same)
+    assert step.mode is CaptureMode.CAPTURED
+    before = whole(model)
+    with pytest.raises(CaptureError, match="Argument 'scale' was the same tensor as argument 0 in the captured call"):
+        step(draw(4, 3), scale=draw(4, 3))
+    assert_unchanged(model, before)
+
+
 def test_a_number_in_the_optimizers_settings_may_not_change_after_the_capture() -> None:
     model, optimizer, step = captured()
     optimizer.param_groups[0]["lr"] = 0.05

@@ -388,3 +388,169 @@ class Queries(nn.Module):
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 def test_a_parameter_of_the_root_as_input_of_a_unit(strategy: str) -> None:
     assert_parity(seeded(Queries), optimizer=adam, settings={**BLOCKS, "strategy": strategy})
+
+
+@dataclasses.dataclass
+class Late:
+    """Two of its fields may never be set."""
+
+    logits: torch.Tensor
+    hidden: torch.Tensor = dataclasses.field(init=False)
+    loss: torch.Tensor = dataclasses.field(init=False)
+
+
+def late(hidden: torch.Tensor, logits: torch.Tensor) -> Late:
+    record = Late(logits)
+    record.hidden = hidden
+    return record
+
+
+class Link:
+    def __init__(self, value: torch.Tensor | None, following: Link | None) -> None:
+        self.value, self.following = value, following
+
+
+def linked(hidden: torch.Tensor, logits: torch.Tensor) -> Link:
+    node = Link(logits, None)
+    for _ in range(10_000):
+        node = Link(None, node)
+    return Link(hidden, node)
+
+
+def ends_of(node: Link) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden = node.value
+    while node.following is not None:
+        node = node.following
+    assert hidden is not None
+    assert node.value is not None
+    return hidden, node.value
+
+
+def deep(hidden: torch.Tensor, logits: torch.Tensor) -> Any:
+    # Views, so that the containers are made anew.
+    value: Any = hidden.view(-1, 1)
+    for _ in range(2_500):
+        value = [(value,)]
+    return value, logits.t()
+
+
+def bottom_of(output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    value, logits = output
+    while not isinstance(value, torch.Tensor):
+        (value,) = value
+    return value.view(-1, 5), logits.t()
+
+
+def round_trip(hidden: torch.Tensor, logits: torch.Tensor) -> dict[str, Any]:
+    output: dict[str, Any] = {"hidden": hidden.view(-1, 1), "logits": logits.t()}
+    output["self"] = [output]
+    return output
+
+
+def around(output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    assert output["self"][0] is output
+    return output["hidden"].view(-1, 5), output["logits"].t()
+
+
+@pytest.mark.parametrize(
+    ("structure", "read"),
+    [(late, lambda output: (output.hidden, output.logits)), (linked, ends_of), (deep, bottom_of), (round_trip, around)],
+    ids=["unset field", "linked", "deep", "cyclic"],
+)
+def test_outputs_with_unset_fields_deep_ones_and_ones_that_contain_themselves(
+    structure: Callable[[torch.Tensor, torch.Tensor], Any], read: Callable[[Any], tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
+        hidden, logits = read(model(x))
+        loss = hidden.square().mean() + logits.square().mean()
+        loss.backward()
+        assert x.grad is not None
+        return [loss.detach(), x.grad]
+
+    model = seeded(lambda: Returns(structure, read))
+    assert_parity(model, step, world_size=2, settings={"policy": units_of(Returns.Inner)})
+
+
+class SeesTheSame(nn.MultiheadAttention):
+    """Asks what its superclass asks before it takes the packed path."""
+
+    seen: tuple[bool, bool] = (False, False)
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> Any:
+        self.seen = (query is key, key is value)
+        return super().forward(query, key, value, **kwargs)
+
+
+class Attends(nn.Module):
+    def __init__(self, same: tuple[bool, bool], by_name: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 6)
+        self.attention = SeesTheSame(6, 2, batch_first=True)
+        self.last = nn.Linear(6, 2)
+        self.same, self.by_name = same, by_name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query = self.first(x)
+        key = query if self.same[0] else query * 2.0
+        value = key if self.same[1] else key * 0.5
+        if self.by_name:
+            output, _ = self.attention(query, key=key, value=value)
+        else:
+            output, _ = self.attention(query, key, value)
+        assert self.attention.seen == self.same
+        return self.last(output.to(self.last.weight.dtype))
+
+
+@pytest.mark.parametrize("same", [(True, True), (False, True), (True, False), (False, False)])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_one_tensor_given_several_times_stays_one(same: tuple[bool, bool], by_name: bool) -> None:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        x = draw(2, 4, 3, turn=turn, rank=rank, requires_grad=True)
+        loss = model(x).square().mean()
+        loss.backward()
+        assert x.grad is not None
+        return [loss.detach(), x.grad]
+
+    settings = {"policy": units_of(nn.MultiheadAttention)}
+    assert_parity(seeded(lambda: Attends(same, by_name)), step, world_size=2, settings=settings)
+
+
+@pytest.mark.parametrize("precision", ["bf16", {"name": "mixed", "param": "bf16", "output": "fp32"}])
+def test_one_tensor_given_several_times_stays_one_when_it_is_cast(precision: Any) -> None:
+    model = seeded(lambda: Attends((True, True), True)).float()
+    # What the root hands on is cast by it; the unit is given fp32 here.
+    model.first.register_forward_hook(lambda module, args, output: output.float())
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        mine = sharded_copy(model, rank, world, policy=units_of(nn.MultiheadAttention), precision=precision)
+        loss = mine(draw(2, 4, 3).float()).square().mean()
+        loss.backward()
+        return [parameter.grad for parameter in mine.parameters() if parameter.grad is not None]
+
+    for gradients in on_ranks(2, on_rank):
+        assert any(gradient.abs().max() > 0 for gradient in gradients if gradient.numel())
+
+
+@pytest.mark.parametrize("reshape", [lambda x: x, lambda x: x.view(-1)], ids=["itself", "view"])
+def test_one_tensor_returned_several_times_stays_one(reshape: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def structure(hidden: torch.Tensor, logits: torch.Tensor) -> Any:
+        hidden = reshape(hidden)
+        return {"all": (hidden, [hidden, logits]), "last": hidden}
+
+    def read(output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, (again, logits) = output["all"]
+        assert hidden is again
+        assert hidden is output["last"]
+        return hidden.view(4, 5) + again.view(4, 5), logits
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
+        hidden, logits = read(model(x))
+        loss = hidden.square().mean() + logits.square().mean()
+        loss.backward()
+        assert x.grad is not None
+        return [loss.detach(), x.grad]
+
+    model = seeded(lambda: Returns(structure, read))
+    assert_parity(model, step, world_size=2, settings={"policy": units_of(Returns.Inner)})

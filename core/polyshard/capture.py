@@ -100,7 +100,8 @@ class CapturedStep(Generic[P, T]):
 
     **Inputs.** Tensors, on the CPU (best pinned) or on the model's device, and tuples, lists, dicts and dataclasses of
     them; ``train_step`` always gets them on the device. Their structure, shapes and dtypes must stay those of the
-    captured call, other values (numbers, strings, None) equal to those.
+    captured call, what was one tensor at several places must be one again, and other values (numbers, strings, None)
+    must be equal to those.
 
     **Outputs.** Tensors are detached. Those of a replay are the same memory each time, overwritten by the next call:
     clone to keep. Other values are constants of the captured call.

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from polyshard.engine import _torch_private
-from polyshard.engine.boundary import pass_through
-from polyshard.engine.tensors import iter_hidden_tensors, iter_tensors, map_tensors
+from polyshard.engine.boundary import pass_through_in
+from polyshard.engine.tensors import distinct_tensors, iter_hidden_tensors, map_tensors
 from torch import nn
 
 from ._common_utils import HandleTrainingState
@@ -60,12 +60,11 @@ def _register_pre_backward_hooks(
     for tensor in iter_hidden_tensors(outputs):
         if tensor.grad_fn is not None:
             _torch_private.on_gradient(tensor, hook)
-    found = [tensor for tensor in iter_tensors(outputs) if tensor.grad_fn is not None]
+    found = distinct_tensors(outputs, lambda tensor: tensor.grad_fn is not None)
     if any(tensor._is_view() for tensor in found):
         # An in-place change of a view rewrites its history, and a hook on it would be lost: hang it on what is none.
-        found = list(pass_through(_nothing, found))
-        passed = iter(found)
-        outputs = map_tensors(lambda tensor: next(passed) if tensor.grad_fn is not None else tensor, outputs)
+        outputs = pass_through_in(_nothing, outputs, found)
+        found = distinct_tensors(outputs, lambda tensor: tensor.grad_fn is not None)
     for tensor in found:
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
     return outputs
@@ -86,7 +85,7 @@ def _move_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.de
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.device == device else tensor.to(device)
 
-    return map_tensors(move, args), map_tensors(move, kwargs)
+    return map_tensors(move, (args, kwargs))
 
 
 def _cast_forward_inputs(dtype: torch.dtype | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -97,4 +96,4 @@ def _cast_forward_inputs(dtype: torch.dtype | None, args: tuple[Any, ...], kwarg
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
 
-    return map_tensors(cast, args), map_tensors(cast, kwargs)
+    return map_tensors(cast, (args, kwargs))

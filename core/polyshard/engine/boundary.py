@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+from .tensors import map_tensors
+
+T = TypeVar("T")
 
 
 class Boundary(torch.autograd.Function):
@@ -34,3 +38,9 @@ def pass_through(callback: Callable[[], None], tensors: list[torch.Tensor]) -> t
     """``tensors``, with ``callback`` called in backward before their gradients leave."""
     passed: tuple[torch.Tensor, ...] = Boundary.apply(callback, *tensors)  # type: ignore[no-untyped-call]
     return passed
+
+
+def pass_through_in(callback: Callable[[], None], value: T, tensors: list[torch.Tensor]) -> T:
+    """``value`` with ``tensors``, which are distinct, passed through: each is one tensor still wherever it occurs."""
+    passed = dict(zip(map(id, tensors), pass_through(callback, tensors), strict=True))
+    return map_tensors(lambda tensor: passed.get(id(tensor), tensor), value)

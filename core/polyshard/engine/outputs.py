@@ -10,8 +10,8 @@ from torch import nn
 
 from ..errors import UnshardedUseError
 from . import _torch_private
-from .boundary import pass_through
-from .tensors import iter_hidden_tensors, iter_tensors, map_tensors
+from .boundary import pass_through_in
+from .tensors import distinct_tensors, iter_hidden_tensors, iter_tensors
 from .unit import Unit, UnitState
 
 Hook = Callable[..., None]
@@ -30,7 +30,7 @@ def watch_output(output: Any, hook: Hook) -> tuple[Any, bool]:
             _torch_private.on_gradient(output, hook)
             return output, True
     hidden = [tensor for tensor in iter_hidden_tensors(output) if _has_graph(tensor)]
-    found = [tensor for tensor in iter_tensors(output) if _has_graph(tensor)]
+    found = distinct_tensors(output, _has_graph)
     for tensor in hidden:
         _torch_private.on_gradient(tensor, hook)
     if not any(tensor._is_view() for tensor in found):
@@ -39,8 +39,7 @@ def watch_output(output: Any, hook: Hook) -> tuple[Any, bool]:
         return output, bool(found or hidden)
     # An in-place change of a view rewrites its history and would drop a hook on it, and backward would then read
     # released memory. The boundary's output is no view.
-    passed = iter(pass_through(hook, found))
-    return map_tensors(lambda tensor: next(passed) if _has_graph(tensor) else tensor, output), True
+    return pass_through_in(hook, output, found), True
 
 
 class SideOutputs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -14,14 +15,14 @@ from torch import nn
 from ..errors import StateError, UnshardedUseError
 from ..interfaces import InputCast, OutputCast
 from . import _torch_private
-from .boundary import pass_through
+from .boundary import pass_through, pass_through_in
 from .itinerary import Act, Itinerary, Mark
 from .originals import ManagedParameter, names_behind
 from .outputs import SideOutputs, refuse_escape, watch_output
 from .ranks import RankGrid
 from .schedule import Schedule
 from .step import Step
-from .tensors import iter_tensors, map_tensors
+from .tensors import distinct_tensors
 from .unit import Unit, UnitState, unshard_together
 
 
@@ -497,15 +498,11 @@ class Stage:
             return args, kwargs
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) and args[0].requires_grad:
             return pass_through(self._boundary_hook(), list(args)), kwargs
-        found = [tensor for tensor in iter_tensors((args, kwargs)) if tensor.requires_grad]
+        found = distinct_tensors((args, kwargs), attrgetter("requires_grad"))
         if not found:
             # The end of the backward takes over: an integer input, or the first unit of the model.
             return args, kwargs
-        passed = iter(pass_through(self._boundary_hook(), found))
-        replace: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: (  # noqa: E731
-            next(passed) if tensor.requires_grad else tensor
-        )
-        return map_tensors(replace, args), map_tensors(replace, kwargs)
+        return pass_through_in(self._boundary_hook(), (args, kwargs), found)
 
     def _boundary_hook(self) -> Callable[[], None]:
         if self._itinerary is not None:

@@ -11,7 +11,8 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import CaptureError
-from .tensors import iter_tensors, map_tensors
+from ..nested import fields_of
+from .tensors import map_tensors
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -46,7 +47,7 @@ def to_device(args: Args, kwargs: Kwargs, device: torch.device) -> tuple[Args, d
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
 
-    return map_tensors(moved, args), map_tensors(moved, dict(kwargs))
+    return map_tensors(moved, (args, dict(kwargs)))
 
 
 class StaticInputs:
@@ -67,10 +68,10 @@ class StaticInputs:
             _refuse(path, value)
         self._device = device
         with torch.inference_mode(False), torch.no_grad():
-            self.args: Args = map_tensors(self._static, args)
-            self.kwargs: dict[str, Any] = map_tensors(self._static, kwargs)
+            self.args: Args
+            self.kwargs: dict[str, Any]
+            self.args, self.kwargs = map_tensors(self._static, (args, kwargs))
         self._leaves = list(_leaves(self.args, self.kwargs))
-        self._tensors = list(iter_tensors((self.args, self.kwargs)))
 
     def _static(self, tensor: torch.Tensor) -> torch.Tensor:
         # Never the caller's own memory, which the caller may free or write.
@@ -79,12 +80,18 @@ class StaticInputs:
     def mismatch(self, args: Args, kwargs: Kwargs) -> str | None:
         """In what these arguments differ from the recorded ones, or None where they can be replayed."""
         leaves = list(_leaves(args, dict(sorted(kwargs.items()))))
+        # One tensor at several places has one static tensor, which could hold the values of one of them only.
+        first: dict[int, tuple[str, object]] = {}
         for (path, value), (recorded_path, recorded) in zip(leaves, self._leaves, strict=False):
             if path != recorded_path:
                 return f"{recorded_path} was given in the captured call, {path} in its place now"
             difference = self._difference(value, recorded)
             if difference is not None:
                 return f"{path} {difference}"
+            if isinstance(recorded, torch.Tensor):
+                first_path, first_value = first.setdefault(id(recorded), (path, value))
+                if first_value is not value:
+                    return f"{path} was the same tensor as {first_path} in the captured call, and is not now"
         if len(leaves) > len(self._leaves):
             return f"{leaves[len(self._leaves)][0]} was not given in the captured call"
         if len(leaves) < len(self._leaves):
@@ -94,9 +101,10 @@ class StaticInputs:
     def load(self, args: Args, kwargs: Kwargs) -> None:
         """Copy the tensors into the static ones, on the current stream. Nothing may be mismatched."""
         with torch.no_grad():
-            given = iter_tensors((args, dict(sorted(kwargs.items()))))
-            for static, tensor in zip(self._tensors, given, strict=True):
-                static.copy_(tensor, non_blocking=True)
+            given = _leaves(args, dict(sorted(kwargs.items())))
+            for (_, static), (_, tensor) in zip(self._leaves, given, strict=True):
+                if isinstance(static, torch.Tensor) and isinstance(tensor, torch.Tensor):
+                    static.copy_(tensor, non_blocking=True)
 
     def _difference(self, value: object, recorded: object) -> str | None:
         if not isinstance(value, torch.Tensor) or not isinstance(recorded, torch.Tensor):
@@ -122,7 +130,7 @@ def _leaves(args: Args, kwargs: Kwargs) -> Iterator[tuple[str, object]]:
 
 
 def _walk(path: str, value: Any) -> Iterator[tuple[str, object]]:
-    # The containers of tensors.iter_tensors.
+    # The containers of nested.iter_tensors.
     items: list[tuple[str, Any]]
     if isinstance(value, (torch.Tensor, PackedSequence, *_CONSTANTS)):
         yield path, value
@@ -132,7 +140,7 @@ def _walk(path: str, value: Any) -> Iterator[tuple[str, object]]:
     elif isinstance(value, dict):
         items = [(f"{path}[{key!r}]", item) for key, item in value.items()]
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = [(f"{path}.{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value)]
+        items = [(f"{path}.{name}", item) for name, item in fields_of(value).items()]
     else:
         yield path, value
         return
