@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import polyshard
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from parity import Block, Net, adam, assert_parity, draw, root_of, seeded, square_step, units_of
+from polyshard.engine.schedule import MOST_ROUTES, Schedule
 from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
 from torch import nn
@@ -156,3 +160,134 @@ def test_the_last_unit_is_released_where_no_backward_follows() -> None:
         with torch.no_grad():
             model(torch.ones(2, 8))
         assert root_of(model).gathered == ()
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A stage, as far as a schedule looks at it."""
+
+    index: int
+    gathered_nbytes: int = 1
+    is_part: bool = False
+
+
+STAGES = [Sized(0, gathered_nbytes=0), *(Sized(index) for index in range(1, 6))]
+
+
+def walk(schedule: Schedule[Sized], route: Sequence[int]) -> list[list[int]]:
+    """What is asked for as each stage of ``route`` is entered, in one forward."""
+    schedule.begin_forward()
+    asked = []
+    for index in route:
+        asked.append([stage.index for batch in schedule.enter(STAGES[index]) for stage in batch])
+    schedule.end_forward()
+    assert [stage.index for stage in schedule.order] == list(route)
+    return asked
+
+
+def behind(route: Sequence[int], ahead: int) -> list[list[int]]:
+    return [list(route[position + 1 : position + 1 + ahead]) for position in range(len(route))]
+
+
+ROUTES = st.lists(st.integers(1, 5), max_size=6).map(lambda indices: (0, *indices))
+WALKS = st.lists(ROUTES, min_size=1, max_size=4, unique=True).flatmap(
+    lambda routes: st.lists(st.sampled_from(routes), min_size=1, max_size=12)
+)
+
+
+@given(WALKS, st.integers(0, 3))
+def test_what_is_asked_for_is_what_a_recorded_order_says(routes: list[tuple[int, ...]], ahead: int) -> None:
+    schedule: Schedule[Sized] = Schedule(ahead, 1)
+    recorded: set[tuple[int, ...]] = set()
+    for route in routes:
+        for position, asked in enumerate(walk(schedule, route)):
+            entered = route[: position + 1]
+            fitting = [each for each in recorded if each[: position + 1] == entered]
+            answers = [list(each[position + 1 : position + 1 + ahead]) for each in fitting]
+            # Of no more orders than are kept, one that fits is always found; and nothing else is ever asked for.
+            assert asked in answers if answers else asked == []
+        recorded.add(route)
+
+
+@given(st.lists(ROUTES, min_size=1, max_size=MOST_ROUTES, unique=True), st.integers(0, 3), st.integers(0, 3))
+def test_orders_that_come_in_turns_are_foreseen(routes: list[tuple[int, ...]], ahead: int, turns: int) -> None:
+    schedule: Schedule[Sized] = Schedule(ahead, 1)
+    for route in routes + routes[:1]:
+        walk(schedule, route)
+    for _ in range(turns):
+        for route in routes[1:] + routes[:1]:
+            assert walk(schedule, route) == behind(route, ahead)
+
+
+@given(st.lists(ROUTES, max_size=40), ROUTES)
+def test_an_order_that_is_repeated_is_followed_whatever_came_before(
+    before: list[tuple[int, ...]], route: tuple[int, ...]
+) -> None:
+    schedule: Schedule[Sized] = Schedule(2, 1)
+    for each in [*before, route, route]:
+        walk(schedule, each)
+    assert walk(schedule, route) == behind(route, 2)
+    turning = STAGES[route[-1]]
+    assert schedule.turning is turning
+    schedule.begin_forward()
+    for index in route:
+        schedule.enter(STAGES[index])
+    assert schedule.turns_at(turning)
+
+
+def test_no_more_orders_are_kept_than_the_last_ones() -> None:
+    schedule: Schedule[Sized] = Schedule(1, 1)
+    kept = [(0, first, second) for first in range(1, 4) for second in range(1, 4)][:MOST_ROUTES]
+    forgotten = (0, 5, 5, 5)
+    for route in [forgotten, *kept]:
+        walk(schedule, route)
+    assert walk(schedule, forgotten)[1:] == [[], [], []]
+    assert walk(schedule, forgotten)[1:] == [[5], [5], []]
+
+
+class Wanders(Net):
+    """Takes its blocks in the order that it is told."""
+
+    route: tuple[int, ...] = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for index in self.route:
+            x = self.blocks[index](x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("other", [(0, 2, 1, 3), (0, 3), (2, 3), (0, 1)])
+@pytest.mark.parametrize("batch", [0, "16 MiB"])
+def test_orders_that_alternate_lose_no_prefetch(other: tuple[int, ...], batch: int | str) -> None:
+    model, collectives = cast("Wanders", seeded(lambda: Wanders(blocks=4))), fake()
+    settings = {"forward_prefetch": 1, "batch_nbytes": batch}
+    polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, **BLOCKS, **settings))
+    fetched: list[bool] = []
+
+    def watch(block: nn.Module, args: Any) -> None:
+        # Before the block's own gather would be issued.
+        name = f"blocks.{list(model.blocks).index(block)}"
+        fetched.append(name in root_of(model).gathered)
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(watch, prepend=True)
+    for turn in range(8):
+        model.route = other if turn % 2 else (0, 1, 2, 3)
+        fetched.clear()
+        collectives.calls.clear()
+        square_step(model, turn, 0)
+        if turn >= 3:
+            assert fetched == [True] * len(model.route)
+            # Each block for its forward and for its backward, the root once: nothing that is not used.
+            gathers = sum(call.operation == "all_gather" for call in collectives.calls)
+            assert gathers == 2 * len(model.route) + 1
+    assert_parity(seeded(lambda: Wanders(blocks=4)), world_size=2, step=alternating(other), turns=4, settings=BLOCKS)
+
+
+def alternating(other: tuple[int, ...]) -> Callable[[nn.Module, int, int], list[torch.Tensor]]:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        cast("Wanders", model).route = other if turn % 2 else (0, 1, 2, 3)
+        return square_step(model, turn, rank)
+
+    return step

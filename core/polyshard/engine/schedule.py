@@ -13,6 +13,12 @@ travel beside as it has bytes, where links are slow.
 Compute waits for the whole of a batch before it enters its first stage. At the start there is little compute beside
 which a large one could travel, so batches begin with one stage, and each may have twice as many as the one before, up
 to a number from which on the host gains little by fewer launches, while all of a batch takes memory at once.
+
+[Note: routes]
+Not every forward takes the same way: an encoder and a decoder that are called in turns, a mixture whose blocks change
+places, an evaluation that skips one. A few recorded orders are kept, the last ones that were taken. A forward is
+expected to take the one that last came after the order before it, so that orders that alternate are foreseen from their
+first stage. Where it departs, another order that begins with what was entered so far is followed from there on.
 """
 
 from __future__ import annotations
@@ -38,6 +44,9 @@ S = TypeVar("S", bound=Gathered)
 #: The most stages of a batch.
 LARGEST_BATCH = 16
 
+#: The most orders that are kept. A forward that departs compares its beginning with each.
+MOST_ROUTES = 8
+
 
 def batch_ends(sizes: Sequence[int], limit: int) -> list[int]:
     """For each of ``sizes``, the index behind the last one of its batch.
@@ -62,6 +71,8 @@ class _Order(Generic[S]):
 
     def __init__(self, stages: Sequence[S], batch_nbytes: int) -> None:
         self.stages = list(stages)
+        #: The order that the next forward took when one had taken this.
+        self.then: _Order[S] = self
         if batch_nbytes == 0:
             self._ends = list(range(1, len(self.stages) + 1))
             return
@@ -96,12 +107,14 @@ class Schedule(Generic[S]):
         self._forward_ahead = forward_ahead
         self._backward_ahead = backward_ahead
         self.batch_nbytes = batch_nbytes
-        self._forward_order: _Order[S] = _Order((), 0)
+        # Those that finished forwards took, the last one first. One that is kept leads to one that is kept: what came
+        # after it is more recent.
+        self._routes: list[_Order[S]] = []
         self._backward_order: _Order[S] = _Order((), 0)
         self._backward_stale = False
-        self._expected: list[S] = []
         self._entered: list[S] = []
-        self._follows = False
+        # The one that the forward follows; None where it follows none.
+        self._route: _Order[S] | None = None
         self._left: list[S] = []
         self._cursor = 0
 
@@ -113,33 +126,47 @@ class Schedule(Generic[S]):
     @property
     def order(self) -> tuple[S, ...]:
         """The stages in the order in which the last finished forward entered them."""
-        return tuple(self._expected)
+        return tuple(self._routes[0].stages) if self._routes else ()
 
     def begin_forward(self) -> None:
         """An outermost forward starts."""
         self._entered = []
-        self._follows = bool(self._expected)
+        self._route = self._routes[0].then if self._routes else None
 
     def end_forward(self) -> None:
-        """The outermost forward ended; what it recorded is expected of the next."""
-        self._expected = self._entered
-        if self._forward_order.stages != self._expected:
-            self._forward_order = _Order(self._expected, self.batch_nbytes)
+        """The outermost forward ended; the order that it recorded is one of those expected of the next."""
+        taken = self._route
+        if taken is None or taken.stages != self._entered:
+            taken = next((route for route in self._routes if route.stages == self._entered), None)
+        if taken is None:
+            taken = _Order(self._entered, self.batch_nbytes)
+        if self._routes:
+            self._routes[0].then = taken
+            if self._routes[0] is taken:
+                return
+            self._routes = [route for route in self._routes if route is not taken][: MOST_ROUTES - 1]
+        self._routes.insert(0, taken)
 
     def enter(self, stage: S) -> list[list[S]]:
         """``stage`` starts its forward; returns the stages whose gather should be issued now, unless it was already.
 
-        Those of one list are gathered together. Once a forward departs from the recorded order, nothing more is
+        Those of one list are gathered together. Once a forward departs from all recorded orders, nothing more is
         prefetched in it: a wrong guess costs a gather and memory.
         """
         position = len(self._entered)
         self._entered.append(stage)
-        if not self._follows:
+        route = self._route
+        if route is None:
             return []
-        if position >= len(self._expected) or self._expected[position] is not stage:
-            self._follows = False
-            return []
-        return self._forward_order.behind(position, self._forward_ahead)
+        if position >= len(route.stages) or route.stages[position] is not stage:
+            route = self._route = self._beginning_as_entered()
+            if route is None:
+                return []
+        return route.behind(position, self._forward_ahead)
+
+    def _beginning_as_entered(self) -> _Order[S] | None:
+        count = len(self._entered)
+        return next((route for route in self._routes if route.stages[:count] == self._entered), None)
 
     @property
     def turning(self) -> S | None:
@@ -148,14 +175,12 @@ class Schedule(Generic[S]):
         It is entered last, and either is a part of what surrounds the others, or the outermost stage, whose backward
         comes first, has nothing gathered.
         """
-        if not self._expected:
-            return None
-        first, last = self._expected[0], self._expected[-1]
-        return last if last.is_part or not first.gathered_nbytes else None
+        return _turning(self._routes[0].stages) if self._routes else None
 
     def turns_at(self, stage: S) -> bool:
-        """Whether ``stage``, whose forward ends, is the one that ``turning`` names."""
-        return self._follows and len(self._entered) == len(self._expected) and self.turning is stage
+        """Whether ``stage``, whose forward ends, is what ``turning`` names for the order that this forward follows."""
+        route = self._route
+        return route is not None and len(self._entered) == len(route.stages) and _turning(route.stages) is stage
 
     def leave(self, stage: S) -> None:
         """``stage`` ended a forward that a backward will come back to."""
@@ -187,3 +212,10 @@ class Schedule(Generic[S]):
         self._left.clear()
         self._backward_stale = True
         self._cursor = 0
+
+
+def _turning(stages: Sequence[S]) -> S | None:
+    if not stages:
+        return None
+    first, last = stages[0], stages[-1]
+    return last if last.is_part or not first.gathered_nbytes else None
