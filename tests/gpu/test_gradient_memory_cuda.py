@@ -41,7 +41,7 @@ def held_by(parameters: list[torch.Tensor]) -> int:
     return sum(found.values())
 
 
-def freed_by_zero_grad(settings: dict[str, Any], flat: bool) -> list[tuple[int, int]]:
+def freed_by_zero_grad(rank: int, settings: dict[str, Any], flat: bool) -> list[tuple[int, int]]:
     """(bytes of gradients, bytes that ``zero_grad`` freed) of three steps."""
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
