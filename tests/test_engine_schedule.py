@@ -235,6 +235,19 @@ def test_an_order_that_is_repeated_is_followed_whatever_came_before(
     assert schedule.turns_at(turning)
 
 
+def test_modules_that_are_called_by_themselves_in_turns_are_foreseen_too() -> None:
+    schedule: Schedule[Sized] = Schedule(1, 1)
+    encoder, decoder = (1, 2, 3), (4, 5)
+    for route in (encoder, decoder, encoder):
+        walk(schedule, route)
+    assert walk(schedule, decoder) == [[5], []]
+    assert walk(schedule, encoder) == [[2], [3], []]
+    # Twice in a row, as it never was: found as soon as it departs from what was foreseen.
+    assert walk(schedule, encoder) == [[2], [3], []]
+    schedule.begin_forward()
+    assert [stage.index for (stage,) in schedule.enter(STAGES[1])] == [2]
+
+
 def test_no_more_orders_are_kept_than_the_last_ones() -> None:
     schedule: Schedule[Sized] = Schedule(1, 1)
     kept = [(0, first, second) for first in range(1, 4) for second in range(1, 4)][:MOST_ROUTES]

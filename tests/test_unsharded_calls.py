@@ -239,3 +239,49 @@ def test_side_outputs_are_still_watched_after_a_first_forward_without_gradients(
         return [net.loss.detach()]
 
     assert_parity(seeded(Routed), step, 2, settings=BLOCKS)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("policy", [units_of(Block), "always"])
+def test_a_backward_of_a_forward_before_it_is_not_disturbed(policy: Any, strategy: str) -> None:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
+        loss = model(x).square().mean()
+        if hasattr(model, "_polyshard_stage"):
+            with polyshard.unsharded(model), torch.no_grad():
+                model(draw(4, 3))
+                cast("Net", model).blocks[1](draw(4, 5))
+        loss.backward()
+        assert x.grad is not None
+        return [loss.detach(), x.grad]
+
+    assert_parity(seeded(Net), step, 2, optimizer=adam, settings={"policy": policy, "strategy": strategy})
+
+
+def test_recurrent_modules_and_offloaded_units_can_be_called() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.memory = nn.LSTM(3, 6, 2)
+            self.attends = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True, dropout=0.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = self.attends(self.memory(x)[0])
+            return output
+
+    model = seeded(Recurrent)
+    x = draw(4, 2, 3)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        policy = units_of(nn.LSTM, nn.TransformerEncoderLayer)
+        mine = sharded_copy(model, rank, world, policy=policy, offload="cpu")
+        outputs = []
+        for _ in range(2):
+            with polyshard.unsharded(mine), torch.no_grad():
+                outputs += [mine(x), cast("Recurrent", mine).attends(cast("Recurrent", mine).memory(x)[0])]
+            mine(x).sum().backward()
+        return outputs
+
+    for outputs in on_ranks(2, on_rank):
+        for output in outputs:
+            torch.testing.assert_close(output, model(x).detach(), rtol=1e-12, atol=1e-12)
