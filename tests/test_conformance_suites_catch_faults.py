@@ -69,6 +69,13 @@ class SortedParts(ThreadedCollectives):
         return super().partition([sorted(ranks) for ranks in rank_lists])
 
 
+class Unheard(ThreadedCollectives):
+    """Says that it compares announcements, and does not."""
+
+    def announce(self, what: str) -> None:
+        return None
+
+
 class SuiteOf(CollectivesSuite):
     def __init__(self, backend: type[ThreadedCollectives]) -> None:
         self.backend = backend
@@ -88,9 +95,10 @@ class SuiteOf(CollectivesSuite):
         (NarrowSums, lambda suite: suite.test_widening_accumulates_in_the_output_dtype(2, ReduceOp.SUM)),
         (FirstOnly, lambda suite: suite.test_many_reductions_at_once(2, ReduceOp.SUM)),
         (ForgottenScale, lambda suite: suite.test_all_reduce_follows_the_formula(2, ReduceOp.MAX)),
+        (Unheard, lambda suite: suite.test_announcements_that_differ_reach_every_rank(2)),
         (SortedParts, lambda suite: suite.test_partition_numbers_ranks_by_their_list(3)),
     ],
-    ids=["gather", "overlap", "widening", "many", "postscale", "numbering"],
+    ids=["gather", "overlap", "widening", "many", "postscale", "announcements", "numbering"],
 )
 def test_faulty_collectives_fail(backend: type[ThreadedCollectives], test: Callable[[SuiteOf], None]) -> None:
     with pytest.raises(AssertionError):

@@ -16,6 +16,7 @@ from ..errors import StateError, UnshardedUseError
 from ..interfaces import InputCast, OutputCast
 from . import _torch_private
 from .boundary import pass_through, pass_through_in
+from .gathers import show_whole, unshard_ahead
 from .itinerary import Act, Itinerary, Mark
 from .originals import ManagedParameter, names_behind
 from .outputs import SideOutputs, refuse_escape, watch_output
@@ -23,7 +24,7 @@ from .ranks import RankGrid
 from .schedule import Schedule
 from .step import Step
 from .tensors import distinct_tensors
-from .unit import Unit, UnitState, unshard_together
+from .unit import Unit, UnitState
 
 
 class _Recomputation:
@@ -162,8 +163,8 @@ class Stage:
             ahead = []
         if torch.is_grad_enabled():
             self._enter_on(None if recomputes else root.itinerary)
-        _show_whole(self.units, self._ruled_by.training, recomputes=recomputes)
-        _unshard_ahead(ahead)
+        show_whole(self.units, self._ruled_by.training, recomputes=recomputes)
+        unshard_ahead(ahead)
         if self.input_cast is not None and not self._in_full_precision:
             args, kwargs = self.input_cast(args, kwargs)
         if self._managed and torch.is_grad_enabled() and not (recomputes and self.awaits_backward):
@@ -278,7 +279,7 @@ class Stage:
         self._prefetch(self._order.enter_backward(self))
 
     def _prefetch(self, batches: Sequence[Sequence[Stage]]) -> None:
-        _unshard_ahead(batches)
+        unshard_ahead(batches)
 
     def post_backward(self, itinerary: Itinerary[Stage]) -> None:
         """The gradients of the inputs of its first forward on ``itinerary`` are there, and so are all others."""
@@ -374,7 +375,7 @@ class Stage:
         moved, self.units, self._gave_back = self.units, (), True
         if moved:
             host._own((*host.units, *moved))
-            _show_whole(moved, host.module.training, recomputes=False)
+            show_whole(moved, host.module.training, recomputes=False)
         else:
             # In backward, where autograd kept a stand-in.
             unit.unshard()
@@ -547,28 +548,6 @@ class Stage:
             "that its forward returned, so its parameters were not gathered and its gradients are not right. Return "
             "every tensor that leaves the forward, in a tuple, list, dict, dataclass or plain object."
         )
-
-
-def _show_whole(units: Sequence[Unit], training: bool, *, recomputes: bool) -> None:
-    for unit in units:
-        unit.choose_buffer(training)
-        unit.unshard()
-    for unit in units:
-        unit.wait()
-        unit.show()
-        for observer in unit.observers:
-            observer.compute(unit.spec, recomputes)
-
-
-def _unshard_ahead(batches: Sequence[Sequence[Stage]]) -> None:
-    for batch in batches:
-        first = batch[0]
-        if len(batch) == 1:
-            first.unshard()
-        elif any(unit.due for unit in first.units):
-            # A stage may come up twice in a batch.
-            units = dict.fromkeys(unit for stage in batch for unit in stage.units)
-            unshard_together([unit for unit in units if unit.due])
 
 
 # torch.compile does not look inside these. Eager steps go around them, and so never import the compiler.

@@ -116,6 +116,9 @@ class CollectivesSuite:
     def test_objects_arrive_in_rank_order(self, world_size: int) -> None:
         self.run_ranks(world_size, checks.check_objects)
 
+    def test_announcements_that_differ_reach_every_rank(self, world_size: int) -> None:
+        self.run_ranks(world_size, checks.check_announcements)
+
     def test_barrier_keeps_order(self, world_size: int) -> None:
         self.run_ranks(world_size, checks.check_barrier)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from polyshard.errors import WorldSizeError
+from polyshard.errors import RankMismatchError, WorldSizeError
 from polyshard.interfaces import BufferRole, Collectives, ReduceOp, Work
 
 #: Dtypes that a gather must carry, whatever the transport knows.
@@ -219,6 +219,25 @@ def check_objects(collectives: Collectives) -> None:
     expected = [description(sender(collectives, rank)) for rank in range(collectives.world_size)]
     if received != expected:
         raise AssertionError(f"all_gather_object gave {received}, not {expected}")
+
+
+def check_announcements(collectives: Collectives) -> None:
+    """Ranks that announce the same go on; where one announces something else, every rank is told."""
+    if not collectives.capabilities.announces:
+        return
+    out = torch.empty(collectives.world_size, device=collectives.device)
+    mine = torch.ones(1, device=collectives.device)
+    collectives.announce("a gather")
+    collectives.all_gather(out, mine).wait()
+    assert_same(out, torch.ones_like(out), "a gather that was announced")
+    if collectives.world_size == 1:
+        return
+    try:
+        collectives.announce(f"gather {min(collectives.rank, 1)}")
+        collectives.all_gather(out, mine).wait()
+    except RankMismatchError:
+        return
+    raise AssertionError(f"rank {collectives.rank} was not told that ranks announced different things")
 
 
 def check_barrier(collectives: Collectives) -> None:
