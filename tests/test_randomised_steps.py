@@ -17,7 +17,7 @@ from typing import Any
 
 import polyshard
 import torch
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from parity import Block, adam, draw, seeded, threaded, units_of, warns_for
 from polyshard.errors import PolyshardError, RankMismatchError
@@ -196,11 +196,14 @@ def reference(model: nn.Module, plan: Plan) -> tuple[list[list[list[torch.Tensor
     return losses, {name: each.detach() for name, each in copies[0].named_parameters()}
 
 
-Outcome = tuple[list[list[torch.Tensor]], "dict[str, torch.Tensor] | PolyshardError"]
+Outcome = tuple[list[list[torch.Tensor]], "dict[str, torch.Tensor] | type[PolyshardError]"]
 
 
 def train(model: nn.Module, plan: Plan, rank: int, world: ThreadedWorld) -> Outcome:
-    """This rank's losses, and whole parameters, or the error that ended it."""
+    """This rank's losses, and whole parameters, or the kind of error that ended it.
+
+    Not the error itself: it holds frames of checkpoints, which torch can leave on the thread alone that entered them.
+    """
     with world.lock:
         mine = copy.deepcopy(model)
     losses: list[list[torch.Tensor]] = []
@@ -214,7 +217,7 @@ def train(model: nn.Module, plan: Plan, rank: int, world: ThreadedWorld) -> Outc
         with polyshard.unsharded(mine):
             return losses, {name: each.detach().clone() for name, each in mine.named_parameters()}
     except PolyshardError as error:
-        return losses, error
+        return losses, type(error)
 
 
 @seed(SEED)
@@ -222,6 +225,8 @@ def train(model: nn.Module, plan: Plan, rank: int, world: ThreadedWorld) -> Outc
     max_examples=EXAMPLES,
     deadline=None,
     database=None,
+    # Of two ranks or four, three blocks and six steps: small enough to read, and shrinking takes minutes.
+    phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
 )
 @given(plan=plans())
@@ -232,13 +237,13 @@ def test_training_is_right_or_every_rank_is_told(plan: Plan) -> None:
         outcomes = ThreadedWorld(plan.world_size, timeout=5.0).run(
             lambda rank, world: train(model, plan, rank, world), timeout=40.0
         )
-    errors = [result for _, result in outcomes if isinstance(result, PolyshardError)]
+    errors = [result for _, result in outcomes if isinstance(result, type)]
     # What was computed before anybody was told is right, too.
     for rank, (losses, _) in enumerate(outcomes):
         for step, values in enumerate(losses):
             torch.testing.assert_close(values, wanted_losses[step][rank], rtol=1e-11, atol=1e-11)
     if errors:
-        assert [type(error) for error in errors] == [RankMismatchError] * plan.world_size, errors
+        assert errors == [RankMismatchError] * plan.world_size
         assert any(len(set(forward)) > 1 for step in plan.uses for forward in step)
         return
     for _, parameters in outcomes:

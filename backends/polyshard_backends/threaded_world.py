@@ -101,6 +101,8 @@ class ThreadedWorld:
         self._meetings: dict[tuple[tuple[int, ...], int], Meeting] = {}
         self._issued: dict[tuple[tuple[int, ...], int], int] = {}
         self._announced: dict[int, str] = {}
+        # Meetings of ranks that wanted different things, by rank, until that rank was told.
+        self._diverged: dict[int, Meeting] = {}
         self._threads: dict[int, int] = {}
         self._abort_reason: str | None = None
         self._garbage = ThreadedGarbage()
@@ -154,6 +156,7 @@ class ThreadedWorld:
                     f"ranks issued different collectives as number {number} of group {list(group)}: {wanted}; every "
                     f"rank must issue the same operations in the same order",
                 )
+                self._diverged.update(dict.fromkeys(group, meeting))
                 self._changed.notify_all()
                 return meeting
             meeting.state = MeetingState.RUNNING
@@ -194,6 +197,12 @@ class ThreadedWorld:
             self._threads[rank] = threading.get_ident()
             while meeting.state in (MeetingState.GATHERING, MeetingState.RUNNING):
                 self._check_alive(rank)
+                earlier = self._diverged.get(rank)
+                if earlier is not None and meeting.state is MeetingState.GATHERING:
+                    # The others were told where they waited for that one, and do not come here.
+                    meeting.fail(earlier.error, earlier.message)
+                    self._changed.notify_all()
+                    break
                 if meeting.state is MeetingState.RUNNING:
                     # Every rank is there, and the one that carries it out always reports an end.
                     self._changed.wait()
@@ -211,6 +220,7 @@ class ThreadedWorld:
                     break
                 self._changed.wait(left)
             if meeting.state is MeetingState.FAILED:
+                self._diverged.pop(rank, None)
                 raise meeting.error(f"rank {rank}: {meeting.message}") from meeting.cause
             return meeting.result
 
@@ -257,6 +267,7 @@ class ThreadedWorld:
         self._meetings.clear()
         self._issued.clear()
         self._announced.clear()
+        self._diverged.clear()
         self._threads.clear()
         results: dict[int, T] = {}
         errors: list[tuple[int, BaseException]] = []
