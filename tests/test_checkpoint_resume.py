@@ -127,6 +127,8 @@ QUICK = frozenset(
         pytest.param(name, sharding, marks=() if (name, sharding) in QUICK else pytest.mark.slow)
         for name in OPTIMIZERS
         for sharding in SHARDINGS
+        # It looks at whole matrices, and is refused over pieces of them.
+        if name != "Adafactor" or "no_shard" in sharding
     ],
 )
 def test_resuming_twice_is_not_stopping(tmp_path: Path, name: str, sharding: str) -> None:

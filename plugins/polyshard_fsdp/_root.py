@@ -67,6 +67,11 @@ class FSDPRoot(Root):
                 assert isinstance(unit, FlatUnit)
                 unit.flat_gradients.show_unreduced()
 
+    def _turn(self) -> None:
+        """Hand reduced gradients over while parameters are shards, which those of the other forward gather again."""
+        self.bucket.flush(self.lanes)
+        self.lanes.drain()
+
     def _presence_of_gradients(self) -> None:
         """A parameter that was not used in a unit that was has a gradient of zeros in FSDP; of units, see ``_idle``."""
 

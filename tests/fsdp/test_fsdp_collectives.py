@@ -41,6 +41,10 @@ class TestConformance(CollectivesSuite):
         with pytest.raises(UnsupportedError, match="pair of process groups"):
             super().test_partition_numbers_ranks_by_their_list(world_size)
 
+    def test_closing_a_part_leaves_the_others(self, world_size: int) -> None:
+        with pytest.raises(UnsupportedError, match="pair of process groups"):
+            super().test_closing_a_part_leaves_the_others(world_size)
+
     def test_partition_refuses_lists_that_do_not_cover(self, world_size: int) -> None:
         with pytest.raises(NotImplementedError, match="cannot divide it"):
             super().test_partition_refuses_lists_that_do_not_cover(world_size)

@@ -155,6 +155,7 @@ class Root(Step):
         walk = self._walk
         if not walk.follows(itinerary):
             self._follow(walk.rest())
+            self._turn()
             for between in self._behind(itinerary):
                 self._go_through(between)
             walk.begin(itinerary)
@@ -167,6 +168,9 @@ class Root(Step):
         if mark.act is Act.FINISH:
             mark.stage.owes = self.accumulates
         return True
+
+    def _turn(self) -> None:
+        """A backward leaves one forward behind, and goes on with an earlier one."""
 
     def _behind(self, itinerary: Itinerary[Stage]) -> list[Itinerary[Stage]]:
         """What was called apart after ``itinerary``, from the last one on, and was not followed yet."""
