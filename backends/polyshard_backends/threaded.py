@@ -147,7 +147,6 @@ class ThreadedCollectives(Collectives):
         self._group = group
         self._rank = rank
         self._timeout = min(world.timeout, context.timeout.total_seconds())
-        self._parted = False
 
     @property
     def capabilities(self) -> CollectivesCapabilities:
@@ -196,12 +195,7 @@ class ThreadedCollectives(Collectives):
         return self._issue(f"broadcast(from {src})", request, tensor, lambda all_: _broadcast(all_, src))
 
     def announce(self, what: str) -> None:
-        if self._parted:
-            # What follows may be issued in a part: ranks of other parts would wait for those that learn of it there.
-            meeting = self._meet(what, None, len)
-            self._world.await_end(meeting, self._group[self._rank], self._timeout)
-        else:
-            self._world.announce(self._group[self._rank], what)
+        self._world.announce(self._group[self._rank], what)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         # Pickled as between processes: a rank must not get hold of another's objects.
@@ -218,7 +212,6 @@ class ThreadedCollectives(Collectives):
         # A meeting of its own, so that ranks with different lists find out here and not in the first collective.
         meeting = self._meet(f"partition into {[list(ranks) for ranks in rank_lists]}", None, len)
         self._world.await_end(meeting, self._group[self._rank], self._timeout)
-        self._parted = True
         part = object.__new__(type(self))
         group = tuple(self._group[member] for member in members)
         part._enter(self._context, self._world, group, members.index(self._rank))

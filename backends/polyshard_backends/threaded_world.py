@@ -156,7 +156,8 @@ class ThreadedWorld:
                     f"ranks issued different collectives as number {number} of group {list(group)}: {wanted}; every "
                     f"rank must issue the same operations in the same order",
                 )
-                self._diverged.update(dict.fromkeys(group, meeting))
+                # Ranks of other groups, too, will wait for these in vain.
+                self._diverged.update(dict.fromkeys(range(self.world_size), meeting))
                 self._changed.notify_all()
                 return meeting
             meeting.state = MeetingState.RUNNING
@@ -199,7 +200,7 @@ class ThreadedWorld:
                 self._check_alive(rank)
                 earlier = self._diverged.get(rank)
                 if earlier is not None and meeting.state is MeetingState.GATHERING:
-                    # The others were told where they waited for that one, and do not come here.
+                    # Others were told where they waited for that one, and do not come here.
                     meeting.fail(earlier.error, earlier.message)
                     self._changed.notify_all()
                     break

@@ -30,13 +30,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
 
+from ..errors import PolyshardError
 from ..interfaces import Collectives, Work
 from . import _torch_private
 from .buffer import FlatBuffer
@@ -118,6 +119,10 @@ class Lanes(ABC):
     def drain(self) -> None:
         """Order compute after every reduction, and retire them (rule 5)."""
 
+    def give_up(self) -> None:
+        """Wait for all that is in flight, whatever becomes of it: whoever cleans up has an error to tell already."""
+        self.drain()
+
     def here(self) -> object:
         """Where operations that are issued now are ordered: equal for equal streams, None without streams."""
         return None
@@ -176,6 +181,20 @@ class HostLanes(Lanes):
     def drain(self) -> None:
         while self._reductions:
             self._finish_oldest()
+
+    def give_up(self) -> None:
+        while self._reductions:
+            work, deliver, retire = self._reductions.popleft()
+            with suppress(PolyshardError):
+                work.wait()
+            deliver()
+            retire()
+        batches = list(dict.fromkeys(self._gathers.values()))
+        self._gathers.clear()
+        for work in (work for batch in batches for work in batch.works):
+            # Their memory is written until they end.
+            with suppress(PolyshardError):
+                work.wait()
 
     def _finish_oldest(self) -> None:
         work, deliver, retire = self._reductions.popleft()

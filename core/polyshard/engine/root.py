@@ -277,7 +277,7 @@ class Root(Step):
         self._walk.end()
         for unit in self.units:
             unit.gradients.forget()
-        self.lanes.drain()
+        self.lanes.give_up()
         self.bucket.discard()
         for stage in self.stages:
             stage.reset()

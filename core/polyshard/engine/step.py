@@ -37,7 +37,7 @@ class Step(ABC):
         self.accumulates = False
         #: Compares each collective with the other ranks' until the first backward has ended.
         self.audit = Audit() if check_ranks and collectives.capabilities.can_communicate else None
-        #: Called with what is issued next; None where ranks do not compare it.
+        #: Called with what all ranks issue next; None where they do not compare it.
         self.announce = collectives.announce if check_ranks and collectives.capabilities.announces else None
         bucket.announce = self.announce
 

@@ -453,8 +453,10 @@ def unshard_together(units: Sequence[Unit]) -> None:
     if step.audit is not None:
         for unit in units:
             step.audit.agree(unit.grid.world, unit.name, "all_gather", *unit.gathered)
-    if step.announce is not None:
-        step.announce("all_gather of " + ", ".join(unit.name for unit in units))
+    shard = units[0].grid.shard
+    if step.announce is not None and shard is not None:
+        # Among those that gather: replicas may evaluate apart.
+        shard.announce("all_gather of " + ", ".join(unit.name for unit in units))
     step.lanes.gather(units)
     for unit in units:
         unit._issued()
