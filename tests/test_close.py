@@ -306,3 +306,24 @@ def keys_of_agreements(rank: int) -> list[int]:
 def test_the_store_does_not_fill_with_former_agreements() -> None:
     counts = run_processes(1, keys_of_agreements)[0]
     assert counts[1:] == [counts[1]] * 4
+
+
+def destroyed_in_between(rank: int) -> list[float]:
+    losses = []
+    for _ in range(3):
+        model = polyshard.shard(net(), ShardConfig(policy={"name": "module_class", "classes": nn.Linear}, **HYBRID))
+        known = set(dist.distributed_c10d._world.pg_map) - {dist.group.WORLD}
+        train(model)
+        losses.append(float(model(torch.ones(2, 6)).detach().sum()))
+        del model
+        gc.collect()
+        for group in sorted(known, key=lambda each: each.group_name):
+            dist.destroy_process_group(group)
+    return losses
+
+
+def test_a_program_may_destroy_the_groups_of_models_that_are_gone() -> None:
+    with torch.random.fork_rng():
+        expected = float(net()(torch.ones(2, 6)).detach().sum())
+    for losses in run_processes(WORLD, destroyed_in_between):
+        assert losses == pytest.approx([expected] * 3, rel=1e-6)

@@ -20,7 +20,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from parity import Block, adam, draw, seeded, threaded, units_of, warns_for
-from polyshard.errors import PolyshardError, RankMismatchError
+from polyshard.errors import CollectiveTimeoutError, PolyshardError, RankMismatchError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -243,7 +243,10 @@ def test_training_is_right_or_every_rank_is_told(plan: Plan) -> None:
         for step, values in enumerate(losses):
             torch.testing.assert_close(values, wanted_losses[step][rank], rtol=1e-11, atol=1e-11)
     if errors:
-        assert errors == [RankMismatchError] * plan.world_size
+        # Ranks that wait for each other in a circle of groups do not meet in any.
+        told = (RankMismatchError, CollectiveTimeoutError) if "shard_size" in plan.settings else (RankMismatchError,)
+        assert errors[0] in told
+        assert errors == [errors[0]] * plan.world_size
         assert any(len(set(forward)) > 1 for step in plan.uses for forward in step)
         return
     for _, parameters in outcomes:

@@ -44,6 +44,14 @@ class SharedGroups:
                 with suppress(ValueError):
                     dist.destroy_process_group(group)
 
+    @property
+    def alive(self) -> bool:
+        """Whether torch knows all of them: a program may destroy groups that it did not make."""
+        try:
+            return all(dist.get_process_group_ranks(group) for group in self.groups)
+        except (KeyError, ValueError):
+            return False
+
     def abort(self) -> None:
         """Give up what is in flight. Nobody is given these groups any more."""
         self._forget()
@@ -68,6 +76,6 @@ def shared_groups(
     """
     table = _MADE.setdefault(parent, {})
     shared = table.get(key)
-    if shared is None:
+    if shared is None or not shared.alive:
         shared = table[key] = SharedGroups(table, key, make())
     return shared.lease()

@@ -101,7 +101,7 @@ class ThreadedWorld:
         self._meetings: dict[tuple[tuple[int, ...], int], Meeting] = {}
         self._issued: dict[tuple[tuple[int, ...], int], int] = {}
         self._announced: dict[int, str] = {}
-        # Meetings of ranks that wanted different things, by rank, until that rank was told.
+        # Meetings that ranks did not come to, or wanted different things in, by rank, until that rank was told.
         self._diverged: dict[int, Meeting] = {}
         self._threads: dict[int, int] = {}
         self._abort_reason: str | None = None
@@ -217,6 +217,8 @@ class ThreadedWorld:
                         f"ranks {meeting.missing()}, which did not issue it; see below where every rank stands\n"
                         f"{self.stacks()}",
                     )
+                    # Those of other groups may wait for one that has given up here.
+                    self._diverged.update(dict.fromkeys(range(self.world_size), meeting))
                     self._changed.notify_all()
                     break
                 self._changed.wait(left)
