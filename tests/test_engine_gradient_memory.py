@@ -164,8 +164,7 @@ def test_gradients_replaced_by_the_user_are_added_to(case: str) -> None:
     """Same memory, other strides: a gradient that was put there, and not the one that was delivered."""
 
     def on_rank(rank: int, world: ThreadedWorld) -> bool:
-        torch.manual_seed(0)
-        model = sharded_copy(nn.Linear(3, 3).double(), rank, world, **SETTINGS[case])
+        model = sharded_copy(seeded(lambda: nn.Linear(3, 3)), rank, world, **SETTINGS[case])
         square_step(model, 0, rank)
         first = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
         model.zero_grad()
