@@ -80,6 +80,11 @@ class Walk(Generic[S]):
         # What ``_order`` was made of: steps repeat.
         self._ordered: list[Mark[S]] = []
 
+    @property
+    def begun(self) -> bool:
+        """Whether this backward is on any itinerary."""
+        return self._itinerary is not None
+
     def follows(self, itinerary: Itinerary[S]) -> bool:
         """Whether this backward is on ``itinerary``, or has left it behind."""
         return itinerary is self._itinerary or itinerary in self._left

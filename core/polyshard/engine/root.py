@@ -155,7 +155,8 @@ class Root(Step):
         walk = self._walk
         if not walk.follows(itinerary):
             self._follow(walk.rest())
-            self._turn()
+            if walk.begun:
+                self._turn()
             for between in self._behind(itinerary):
                 self._go_through(between)
             walk.begin(itinerary)
