@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from clocks import DeviceClock, Gemm, HostClock
 from measure import output_of, spread, undisturbed
-from polyshard.engine.layout import PARAMETER_ALIGNMENT_BYTES, FlatLayout, plan_layout
+from polyshard.engine.planning.layout import PARAMETER_ALIGNMENT_BYTES, FlatLayout, plan_layout
 from polyshard.interfaces import BufferRole, Collectives, PluginContext, ReduceOp
 from polyshard_backends.gloo import GlooCollectives
 from polyshard_backends.nccl import NcclCollectives

@@ -25,7 +25,7 @@ from parity import (
     train_reference,
     units_of,
 )
-from polyshard.engine.schedule import batch_ends
+from polyshard.engine.step.schedule import batch_ends
 from polyshard.interfaces import Observer, PluginContext, UnitSpec, Work
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld

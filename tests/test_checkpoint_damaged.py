@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, units_of
 from polyshard import checkpoint, flat_parameters, unsharded
 from polyshard.checkpoint.transfer import write_state
-from polyshard.engine.root import Root
+from polyshard.engine.step.root import Root
 from polyshard.errors import ConfigError, PolyshardError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn

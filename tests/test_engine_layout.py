@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from polyshard.engine.layout import FlatLayout, Piece, dense_stride, plan_layout
+from polyshard.engine.planning.layout import FlatLayout, Piece, dense_stride, plan_layout
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6)
 WORLD_SIZES = st.integers(1, 9)

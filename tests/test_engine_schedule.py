@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from parity import Block, Net, adam, assert_parity, draw, root_of, seeded, square_step, units_of
-from polyshard.engine.schedule import MOST_ROUTES, Schedule
+from polyshard.engine.step.schedule import MOST_ROUTES, Schedule
 from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
 from torch import nn

@@ -27,7 +27,7 @@ from parity import (
     train_reference,
     units_of,
 )
-from polyshard.engine.budget import PATIENCE, Budget, fitting
+from polyshard.engine.step.budget import PATIENCE, Budget, fitting
 from polyshard.errors import ConfigError, RankMismatchError
 from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives

@@ -23,7 +23,7 @@ from parity import (
     train_sharded,
     units_of,
 )
-from polyshard.engine import parts
+from polyshard.engine.planning import parts
 from polyshard.errors import RankMismatchError, StateError, UnshardedUseError
 from polyshard_backends.threaded import ThreadedWorld
 from tailed import WIDTH, WORDS, Model, names_of, sharded, step

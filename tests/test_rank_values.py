@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from polyshard import ShardConfig
 from polyshard.config import ConfigError
-from polyshard.engine.values import checksum
+from polyshard.engine.planning.values import checksum
 from polyshard.errors import RankMismatchError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn

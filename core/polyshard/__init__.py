@@ -17,8 +17,8 @@ from .composable import (
     unsharded,
 )
 from .config import ShardConfig, Strategy
-from .engine.placement import Placement
-from .engine.report import MemoryReport
+from .engine.surface.placement import Placement
+from .engine.surface.report import MemoryReport
 from .hookspecs import hookimpl
 from .wrapper import FullyShardedDataParallel
 

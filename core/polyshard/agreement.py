@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .engine import _torch_private
-from .engine.values import VALUES, refusal
+from .engine.planning.values import VALUES, refusal
 from .errors import RankMismatchError
 from .fingerprint import first_difference
 from .interfaces import Collectives

@@ -19,15 +19,15 @@ from . import catalog
 from .agreement import agree
 from .building import Blueprint, build, close_groups, give_up, prepare
 from .config import PluginChoice, ShardConfig, Strategy
-from .engine.answers import leaves_alone, refuse_unable
-from .engine.broken import refuse_broken
-from .engine.draft import Draft, draft_stage
-from .engine.materialize import Initializer, refuse_uninitializable
-from .engine.originals import ManagedParameter
-from .engine.plan import STAGE_ATTRIBUTE, PlannedStage, plan_stages, refuse_sharded, refuse_unshardable
-from .engine.ranks import RankGrid
-from .engine.root import Root
-from .engine.values import described_buffers, described_values
+from .engine.cutting.broken import refuse_broken
+from .engine.cutting.materialize import Initializer, refuse_uninitializable
+from .engine.planning.answers import leaves_alone, refuse_unable
+from .engine.planning.draft import Draft, draft_stage
+from .engine.planning.managed_parameter import ManagedParameter
+from .engine.planning.plan import STAGE_ATTRIBUTE, PlannedStage, plan_stages, refuse_sharded, refuse_unshardable
+from .engine.planning.ranks import RankGrid
+from .engine.planning.values import described_buffers, described_values
+from .engine.step.root import Root
 from .errors import ConfigError, DeviceError, ParameterError, RankMismatchError, WorldSizeError
 from .events import Events
 from .interfaces import (

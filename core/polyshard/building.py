@@ -9,20 +9,21 @@ import torch
 from torch import nn
 
 from .config import ShardConfig, Strategy
-from .engine.answers import refuse_shared_memory
-from .engine.broken import mark_broken
-from .engine.budget import Budget, CudaMemory, PlannedMemory
-from .engine.draft import Draft, build_units, cut, park
-from .engine.lanes import lanes_for
-from .engine.materialize import Initializer, materialize, remember
-from .engine.plan import STAGE_ATTRIBUTE, PlannedStage, names_in
-from .engine.ranks import RankGrid
-from .engine.report import memory_report
-from .engine.resting import Resting
-from .engine.root import Root
-from .engine.schedule import Schedule
-from .engine.stage import Stage
-from .engine.unit import Reshard
+from .engine.cutting.broken import mark_broken
+from .engine.cutting.build import build_units, cut, park
+from .engine.cutting.materialize import Initializer, materialize, remember
+from .engine.planning.answers import refuse_shared_memory
+from .engine.planning.draft import Draft
+from .engine.planning.plan import STAGE_ATTRIBUTE, PlannedStage, names_in
+from .engine.planning.ranks import RankGrid
+from .engine.step.budget import Budget, CudaMemory, PlannedMemory
+from .engine.step.resting import Resting
+from .engine.step.root import Root
+from .engine.step.schedule import Schedule
+from .engine.step.stage import Stage
+from .engine.step.unit import Reshard
+from .engine.surface.report import memory_report
+from .engine.transport.lanes import lanes_for
 from .events import Events
 from .interfaces import Collectives, OffloadManager, UnitSpec
 

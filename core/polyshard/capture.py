@@ -12,9 +12,8 @@ from torch import nn
 
 from .composable import outermost_root
 from .engine import _torch_private
-from .engine.optimizer_watch import OptimizerWatch, optimizer_obstacle
-from .engine.phase import Phase
-from .engine.replay import (
+from .engine.capture.optimizer_watch import OptimizerWatch, optimizer_obstacle
+from .engine.capture.replay import (
     EngineWatch,
     Obstacle,
     Recorder,
@@ -26,8 +25,9 @@ from .engine.replay import (
     settle,
     step_obstacle,
 )
-from .engine.root import Root
-from .engine.static_inputs import StaticInputs, to_device
+from .engine.capture.static_inputs import StaticInputs, to_device
+from .engine.step.phase import Phase
+from .engine.step.root import Root
 from .engine.tensors import map_tensors
 from .errors import CaptureError, ConfigError, ConfigTypeError, PolyshardError, StateError
 

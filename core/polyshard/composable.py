@@ -12,17 +12,17 @@ from torch import nn
 
 from .assembly import Request, shard_module
 from .config import ShardConfig
-from .engine.broken import refuse_broken
-from .engine.gathered import unsharded_parameters
-from .engine.materialize import Initializer
-from .engine.norms import clip_grad_norm
-from .engine.placement import Placement, placement_of
-from .engine.plan import STAGE_ATTRIBUTE
-from .engine.report import MemoryReport, memory_report
-from .engine.root import Root
-from .engine.stage import Stage
-from .engine.state_dicts import state_dicts_of_pieces
-from .engine.torch_utilities import follow
+from .engine.cutting.broken import refuse_broken
+from .engine.cutting.materialize import Initializer
+from .engine.planning.plan import STAGE_ATTRIBUTE
+from .engine.step.root import Root
+from .engine.step.stage import Stage
+from .engine.surface.gathered import unsharded_parameters
+from .engine.surface.norms import clip_grad_norm
+from .engine.surface.placement import Placement, placement_of
+from .engine.surface.report import MemoryReport, memory_report
+from .engine.surface.state_dicts import state_dicts_of_pieces
+from .engine.surface.torch_utilities import follow
 from .errors import ConfigError, StateError
 
 M = TypeVar("M", bound=nn.Module)

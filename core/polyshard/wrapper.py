@@ -11,7 +11,7 @@ from torch import nn
 
 from .composable import clip_grad_norm_, close, no_sync, shard, unsharded
 from .config import ShardConfig
-from .engine.materialize import Initializer
+from .engine.cutting.materialize import Initializer
 
 
 class FullyShardedDataParallel(nn.Module):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from polyshard.engine.schedule import Schedule
-from polyshard.engine.stage import Stage
+from polyshard.engine.step.schedule import Schedule
+from polyshard.engine.step.stage import Stage
 from polyshard.errors import StateError
 from polyshard.interfaces import Collectives
 

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from polyshard.engine.buffer import view_of
-from polyshard.engine.layout import FlatLayout, plan_layout
-from polyshard.engine.originals import ManagedParameter, become
+from polyshard.engine.parameters.originals import become
+from polyshard.engine.planning.layout import FlatLayout, plan_layout
+from polyshard.engine.planning.managed_parameter import ManagedParameter
+from polyshard.engine.transport.buffer import view_of
 from polyshard.errors import ParameterChangedError, ParameterError, UnsupportedError
 from torch import nn
 

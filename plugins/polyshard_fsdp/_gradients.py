@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from polyshard.engine.bucket import Copies, PendingReduction
-from polyshard.engine.buffer import FlatBuffer, view_of
-from polyshard.engine.lanes import Lanes
-from polyshard.engine.reduction import Gradients
-from polyshard.engine.step import Step
+from polyshard.engine.gradients.bucket import Bucket, Copies, PendingReduction
+from polyshard.engine.gradients.reduction import Gradients
+from polyshard.engine.transport.buffer import FlatBuffer, view_of
+from polyshard.engine.transport.lanes import Lanes
 from polyshard.errors import StateError
 from polyshard.interfaces import COMPLETED, UnitDtypes, Work
 from torch import nn
@@ -67,10 +66,10 @@ class FlatGradients(Gradients):
             self._unreduced = self._new_unreduced()
         super().keep(gradients, lanes)
 
-    def reduce(self, gradients: list[torch.Tensor | None], step: Step) -> None:
+    def reduce(self, gradients: list[torch.Tensor | None], bucket: Bucket) -> None:
         self._take_back()
         self._restore_reduced()
-        super().reduce(gradients, step)
+        super().reduce(gradients, bucket)
 
     def collect(self) -> Copies:
         copies = super().collect()

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from polyshard.engine.buffer import view_of
 from polyshard.engine.tensors import map_tensors
+from polyshard.engine.transport.buffer import view_of
 from polyshard.errors import ConfigError, RankMismatchError
 from polyshard.interfaces import Collectives
 from torch import nn

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from polyshard.engine.buffer import view_of
-from polyshard.engine.layout import Slot
+from polyshard.engine.planning.layout import Slot
+from polyshard.engine.transport.buffer import view_of
 from polyshard.errors import ConfigError
 from polyshard.interfaces import Collectives
 from torch import nn

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from polyshard.engine.layout import FlatLayout
+from polyshard.engine.planning.layout import FlatLayout
 from polyshard.errors import ConfigAssertionError, ConfigError, ConfigTypeError
 from torch import nn
 

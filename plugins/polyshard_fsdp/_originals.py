@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from polyshard.engine.bindings import Bindings, Shown, Swap
-from polyshard.engine.guard import ShardedParameter
-from polyshard.engine.layout import FlatLayout
-from polyshard.engine.originals import ManagedParameter, MasterViews, Recipient
+from polyshard.engine.parameters.bindings import Bindings, Shown, Swap
+from polyshard.engine.parameters.guard import ShardedParameter
+from polyshard.engine.parameters.originals import MasterViews, Recipient
+from polyshard.engine.planning.layout import FlatLayout
+from polyshard.engine.planning.managed_parameter import ManagedParameter
 from torch import nn
 
 from ._flat_param import FlatParameter

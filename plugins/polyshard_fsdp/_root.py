@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from polyshard.engine.lanes import lanes_for
-from polyshard.engine.outputs import refuse_escape
-from polyshard.engine.ranks import RankGrid
-from polyshard.engine.root import Root
-from polyshard.engine.stage import Stage
+from polyshard.engine.planning.ranks import RankGrid
+from polyshard.engine.step.outputs import refuse_escape
+from polyshard.engine.step.root import Root
+from polyshard.engine.step.stage import Stage
+from polyshard.engine.transport.lanes import lanes_for
 from polyshard.errors import ConfigError, DeviceError, StateError, StepAssertionError
 from polyshard.events import Events
 from torch import nn
@@ -69,7 +69,7 @@ class FSDPRoot(Root):
 
     def _turn(self) -> None:
         """Hand reduced gradients over while parameters are shards, which those of the other forward gather again."""
-        self.bucket.flush(self.lanes)
+        self.bucket.flush()
         self.lanes.drain()
 
     def _presence_of_gradients(self) -> None:

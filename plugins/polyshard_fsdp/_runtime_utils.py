@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from polyshard.engine import _torch_private
-from polyshard.engine.boundary import pass_through_in
+from polyshard.engine.step.boundary import pass_through_in
 from polyshard.engine.tensors import distinct_tensors, iter_hidden_tensors, map_tensors
 from torch import nn
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from polyshard.engine import _torch_private
-from polyshard.engine.outputs import SideOutputs
-from polyshard.engine.stage import Stage
+from polyshard.engine.step.outputs import SideOutputs
+from polyshard.engine.step.stage import Stage
 from polyshard.engine.tensors import iter_hidden_tensors, iter_tensors
 from torch import nn
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from polyshard.engine.plan import STAGE_ATTRIBUTE
-from polyshard.engine.ranks import RankGrid
-from polyshard.engine.unit import Reshard
+from polyshard.engine.planning.plan import STAGE_ATTRIBUTE
+from polyshard.engine.planning.ranks import RankGrid
+from polyshard.engine.step.unit import Reshard
 from polyshard.errors import StateError
 from polyshard.interfaces import Collectives, PluginContext, UnitSpec
 from polyshard_plugins.offload import CpuOffload, NoOffload

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from polyshard.engine.layout import contiguous_stride, product
+from polyshard.engine.planning.layout import contiguous_stride, product
 from polyshard.errors import StateError, StepAssertionError
 
 from . import _torch_private

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from polyshard.engine.bindings import Bindings, Shown
-from polyshard.engine.buffer import FlatBuffer, view_of
-from polyshard.engine.originals import MasterViews, Originals, become
-from polyshard.engine.phase import Phase
-from polyshard.engine.ranks import RankGrid
-from polyshard.engine.unit import Reshard, Unit, UnitState
+from polyshard.engine.parameters.bindings import Bindings, Shown
+from polyshard.engine.parameters.originals import MasterViews, Originals, become
+from polyshard.engine.planning.ranks import RankGrid
+from polyshard.engine.step.phase import Phase
+from polyshard.engine.step.unit import Reshard, Unit, UnitState
+from polyshard.engine.transport.buffer import FlatBuffer, view_of
 from polyshard.errors import DeviceError, ParameterChangedError, ParameterMovedError, StateError
 from polyshard.interfaces import OffloadManager, PrecisionCaster, UnitDtypes, UnitSpec
 from torch import nn

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from polyshard.engine import _torch_private
-from polyshard.engine.buffer import view_of
-from polyshard.engine.unit import UnitState
+from polyshard.engine.step.unit import UnitState
+from polyshard.engine.transport.buffer import view_of
 from polyshard.errors import ParameterChangedError, StepAssertionError, UnsupportedError
 from polyshard.interfaces import ReduceOp
 from torch import nn

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from polyshard.engine.norms import clip_grad_norm
+from polyshard.engine.surface.norms import clip_grad_norm
 from polyshard.errors import ConfigAssertionError, ConfigError, StateError
 from torch import nn
 

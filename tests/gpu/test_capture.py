@@ -12,7 +12,7 @@ import polyshard
 import pytest
 import torch
 from polyshard import CapturedStep, CaptureMode
-from polyshard.engine.root import Root
+from polyshard.engine.step.root import Root
 from polyshard.errors import CaptureError
 from polyshard_backends.nccl import NcclCollectives
 from processes import KeptRanks

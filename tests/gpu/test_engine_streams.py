@@ -14,9 +14,9 @@ from unittest import mock
 import polyshard
 import pytest
 import torch
-from polyshard.engine import weight_gradients
-from polyshard.engine.reduction import Gradients
-from polyshard.engine.root import Root
+from polyshard.engine.gradients import weight_gradients
+from polyshard.engine.gradients.reduction import Gradients
+from polyshard.engine.step.root import Root
 from processes import KeptRanks
 from torch import nn
 

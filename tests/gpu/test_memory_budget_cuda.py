@@ -9,7 +9,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from polyshard.engine.root import Root
+from polyshard.engine.step.root import Root
 from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
 from processes import RankPool

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import polyshard
 import pytest
 import torch
-from polyshard.engine.root import Root
+from polyshard.engine.step.root import Root
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 

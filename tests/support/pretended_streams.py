@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 from polyshard.engine import _torch_private
-from polyshard.engine.buffer import FlatBuffer
-from polyshard.engine.lanes import StreamLanes
+from polyshard.engine.transport.buffer import FlatBuffer
+from polyshard.engine.transport.lanes import StreamLanes
 from polyshard.interfaces import ReduceOp, Work
 from polyshard_backends.fake import FakeCollectives
 

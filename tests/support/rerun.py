@@ -11,8 +11,8 @@ import polyshard
 import torch
 from parity import Block, Net, Training, draw, seeded, train_reference, units_of
 from polyshard import CapturedStep, CaptureMode
-from polyshard.engine.replay import Recorder, Recording
-from polyshard.engine.root import Root
+from polyshard.engine.capture.replay import Recorder, Recording
+from polyshard.engine.step.root import Root
 from polyshard.engine.tensors import iter_tensors
 from polyshard.interfaces import CollectivesCapabilities, PluginContext
 from polyshard_backends.fake import FakeCollectives

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..engine.layout import Piece, Slot
-from ..engine.root import Root
-from ..engine.unit import Unit
+from ..engine.planning.layout import Piece, Slot
+from ..engine.step.root import Root
+from ..engine.step.unit import Unit
 from ..errors import ConfigError
 from .sharded import CheckpointTensor, of_piece, whole
 

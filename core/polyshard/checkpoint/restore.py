@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ..engine.root import Root
+from ..engine.step.root import Root
 from ..errors import ConfigError
 from .flat_state import FlatState
 from .kind import IMPLEMENTATION, require_same_kind

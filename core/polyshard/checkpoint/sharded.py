@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ..engine.layout import Piece, Slot
+from ..engine.planning.layout import Piece, Slot
 from ..errors import StateError
 from .boxes import Box, inverse, range_boxes, storage_order
 

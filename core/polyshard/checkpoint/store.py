@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.root import Root
+from ..engine.step.root import Root
 from ..errors import ConfigError, PolyshardError, RankMismatchError, StateError
 from ..interfaces import Collectives, PrecisionCaster
 from .agreement import together

@@ -1,0 +1,177 @@
+"""The tensors that a recorded step reads: allocated once, filled before each replay."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from ...errors import CaptureError
+from ...nested import fields_of
+from ..tensors import map_tensors
+
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+
+#: What a recording may contain as a constant: compared by value, and nothing in it can change unseen.
+_CONSTANTS = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    slice,
+)
+
+
+class _Container(NamedTuple):
+    """Stands for a container in a list of leaves: two of them are alike if type and keys are."""
+
+    kind: type
+    keys: tuple[object, ...]
+
+
+def to_device(args: Args, kwargs: Kwargs, device: torch.device) -> tuple[Args, dict[str, Any]]:
+    """The arguments with every tensor on ``device``; the copy of a pinned tensor does not hold up the host."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
+
+    return map_tensors(moved, (args, dict(kwargs)))
+
+
+class StaticInputs:
+    """Static tensors in the places of the tensors of one call's arguments.
+
+    Args:
+        args, kwargs: tensors, containers of tensors (tuples, lists, dicts, dataclasses) and constants.
+        device: where the static tensors live.
+
+    Raises:
+        CaptureError: naming an argument that cannot be static: a tensor that wants a gradient or is not strided, or an
+            object of which it cannot be told whether it changed.
+    """
+
+    def __init__(self, args: Args, kwargs: Kwargs, device: torch.device) -> None:
+        kwargs = dict(sorted(kwargs.items()))
+        for path, value in _leaves(args, kwargs):
+            _refuse(path, value)
+        self._device = device
+        with torch.inference_mode(False), torch.no_grad():
+            self.args: Args
+            self.kwargs: dict[str, Any]
+            self.args, self.kwargs = map_tensors(self._static, (args, kwargs))
+        self._leaves = list(_leaves(self.args, self.kwargs))
+
+    def _static(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Never the caller's own memory, which the caller may free or write.
+        return torch.empty_like(tensor, device=self._device, requires_grad=False).copy_(tensor)
+
+    def mismatch(self, args: Args, kwargs: Kwargs) -> str | None:
+        """In what these arguments differ from the recorded ones, or None where they can be replayed."""
+        leaves = list(_leaves(args, dict(sorted(kwargs.items()))))
+        # One tensor at several places has one static tensor, which could hold the values of one of them only.
+        first: dict[int, tuple[str, object]] = {}
+        for (path, value), (recorded_path, recorded) in zip(leaves, self._leaves, strict=False):
+            if path != recorded_path:
+                return f"{recorded_path} was given in the captured call, {path} in its place now"
+            difference = self._difference(value, recorded)
+            if difference is not None:
+                return f"{path} {difference}"
+            if isinstance(recorded, torch.Tensor):
+                first_path, first_value = first.setdefault(id(recorded), (path, value))
+                if first_value is not value:
+                    return f"{path} was the same tensor as {first_path} in the captured call, and is not now"
+        if len(leaves) > len(self._leaves):
+            return f"{leaves[len(self._leaves)][0]} was not given in the captured call"
+        if len(leaves) < len(self._leaves):
+            return f"{self._leaves[len(leaves)][0]} was given in the captured call, and is not now"
+        return None
+
+    def load(self, args: Args, kwargs: Kwargs) -> None:
+        """Copy the tensors into the static ones, on the current stream. Nothing may be mismatched."""
+        with torch.no_grad():
+            given = _leaves(args, dict(sorted(kwargs.items())))
+            for (_, static), (_, tensor) in zip(self._leaves, given, strict=True):
+                if isinstance(static, torch.Tensor) and isinstance(tensor, torch.Tensor):
+                    static.copy_(tensor, non_blocking=True)
+
+    def _difference(self, value: object, recorded: object) -> str | None:
+        if not isinstance(value, torch.Tensor) or not isinstance(recorded, torch.Tensor):
+            if value is recorded or (type(value) is type(recorded) and value == recorded):
+                return None
+            return f"is {_shortened(value)}, and was {_shortened(recorded)} in the captured call"
+        if value.shape != recorded.shape:
+            return f"has shape {tuple(value.shape)}, and had {tuple(recorded.shape)} in the captured call"
+        if value.dtype != recorded.dtype:
+            return f"is {value.dtype}, and was {recorded.dtype} in the captured call"
+        if value.requires_grad:
+            return "wants a gradient, which would arrive in another tensor"
+        if value.device != self._device and value.device.type != "cpu":
+            return f"is on {value.device}; give it on the CPU or on {self._device}"
+        return None
+
+
+def _leaves(args: Args, kwargs: Kwargs) -> Iterator[tuple[str, object]]:
+    for index, value in enumerate(args):
+        yield from _walk(f"argument {index}", value)
+    for key, value in kwargs.items():
+        yield from _walk(f"argument '{key}'", value)
+
+
+def _walk(path: str, value: Any) -> Iterator[tuple[str, object]]:
+    # The containers of nested.iter_tensors.
+    items: list[tuple[str, Any]]
+    if isinstance(value, (torch.Tensor, PackedSequence, *_CONSTANTS)):
+        yield path, value
+        return
+    if isinstance(value, (tuple, list)):
+        items = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+    elif isinstance(value, dict):
+        items = [(f"{path}[{key!r}]", item) for key, item in value.items()]
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = [(f"{path}.{name}", item) for name, item in fields_of(value).items()]
+    else:
+        yield path, value
+        return
+    yield path, _Container(type(value), tuple(value) if isinstance(value, dict) else (len(items),))
+    for inner, item in items:
+        yield from _walk(inner, item)
+
+
+def _refuse(path: str, value: object) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad:
+            raise CaptureError(f"{path} wants a gradient, which would arrive in a static copy of it. Detach it.")
+        if value.layout is not torch.strided:
+            raise CaptureError(f"{path} has layout {value.layout}. Give strided tensors.")
+    elif not isinstance(value, (_Container, *_CONSTANTS)) or isinstance(value, PackedSequence):
+        raise CaptureError(
+            f"{path} is a {type(value).__name__}, of which it cannot be told what changes from call to call. Give "
+            "tensors, numbers, strings, or tuples, lists, dicts and dataclasses of them."
+        )
+
+
+def _described(container: _Container) -> str:
+    keys = container.keys
+    size = f"{keys[0]} items" if len(keys) == 1 and isinstance(keys[0], int) else f"keys {list(keys)}"
+    return f"a {container.kind.__name__} of {size}"
+
+
+def _shortened(value: object) -> str:
+    if isinstance(value, _Container):
+        return _described(value)
+    if not isinstance(value, _CONSTANTS):
+        return f"a {type(value).__name__}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,1 @@
+"""From the gradients of views to those of the originals."""

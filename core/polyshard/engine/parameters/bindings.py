@@ -1,0 +1,122 @@
+"""Which tensor stands under a parameter's name: the original, the view that computes, or a guard."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .. import _torch_private
+from .guard import ShardedParameter
+from .lent import Lend, LentParameter
+
+if TYPE_CHECKING:
+    from ..planning.managed_parameter import ManagedParameter
+
+
+class Shown(enum.Enum):
+    """What modules see under their parameters' names."""
+
+    ORIGINALS = "originals"
+    """The user's own parameters: shards, outside of compute."""
+    VIEWS = "views"
+    """Whole parameters in compute dtype, during the unit's own compute."""
+    GUARDS = "guards"
+    """While another unit's forward runs: stand-ins that refuse to compute or, of a part, bring the parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """What one module's names stand for, in the dict where it looks them up."""
+
+    target: dict[str, Any]
+    of: dict[Shown, dict[str, Any]]
+
+
+class Bindings:
+    """Puts a unit's views in the place of its parameters, and the parameters back.
+
+    Plain assignments to the modules' dicts: ``nn.Module.__setattr__`` would cost a microsecond a parameter and refuse
+    tensors that are no ``nn.Parameter``, and an update a module costs more than an assignment a parameter.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[ManagedParameter],
+        leaves: Sequence[torch.Tensor],
+        *,
+        guarded: bool,
+        lends: Sequence[Lend] | None = None,
+    ) -> None:
+        """``guarded``: views have no memory outside of the unit's compute. ``lends``: of a part, one a parameter."""
+        self.shown = Shown.ORIGINALS
+        # Where nothing is ever released, whoever computes gets the leaf whose gradient is reduced.
+        self._elsewhere = Shown.GUARDS if guarded else Shown.VIEWS
+        self._lends = lends
+        self._lent: list[LentParameter] = []
+        self._parameters = tuple(parameters)
+        self._swaps = self._collect(leaves)
+        self._updates: dict[Shown, list[tuple[dict[str, Any], str, Any]]] = {}
+
+    def _collect(self, leaves: Sequence[torch.Tensor]) -> dict[nn.Module, Swap]:
+        swaps: dict[nn.Module, Swap] = {}
+        for parameter, leaf in zip(self._parameters, leaves, strict=True):
+            if leaf is parameter.original:
+                continue
+            for module, attribute in parameter.sites:
+                swap = swaps.setdefault(module, Swap(module._parameters, {shown: {} for shown in Shown}))
+                swap.of[Shown.ORIGINALS][attribute] = parameter.original
+                swap.of[Shown.VIEWS][attribute] = leaf
+        return swaps
+
+    def hide(self, computing: bool) -> None:
+        """Let modules see the originals, or, while a forward is ``computing``, what it may see of other units."""
+        self.show(self._elsewhere if computing else Shown.ORIGINALS)
+
+    def show(self, shown: Shown) -> None:
+        """Let modules see ``shown``. Views must be attached by then."""
+        if self.shown is not shown:
+            if not self._updates:
+                self._prepare()
+            for target, name, tensor in self._updates[shown]:
+                target[name] = tensor
+            self.shown = shown
+
+    def follow_requires_grad(self) -> None:
+        """Take up a ``requires_grad`` that changed on a view."""
+        for lent in self._lent:
+            lent.follow_requires_grad()
+
+    def _add_guards(self) -> None:
+        if self._elsewhere is Shown.GUARDS:
+            for index, parameter in enumerate(self._parameters):
+                guard = self._guard(index, parameter)
+                for module, attribute in parameter.sites:
+                    self._swaps[module].of[Shown.GUARDS][attribute] = guard
+
+    def _guard(self, index: int, parameter: ManagedParameter) -> torch.Tensor:
+        if self._lends is None:
+            return ShardedParameter.of(parameter.original, parameter.names[0])
+        module, attribute = parameter.sites[0]
+        lent = LentParameter.of(self._swaps[module].of[Shown.VIEWS][attribute], self._lends[index])
+        self._lent.append(lent)
+        return lent
+
+    def _prepare(self) -> None:
+        # At first use, which is in the first forward: sharding a model is then as fast as it can be.
+        self._add_guards()
+        swaps = list(self._swaps.values())
+        swaps += [_flat_weights(module, swap) for module, swap in self._swaps.items() if isinstance(module, nn.RNNBase)]
+        self._updates = {
+            shown: [(swap.target, name, value) for swap in swaps for name, value in swap.of[shown].items()]
+            for shown in Shown
+        }
+
+
+def _flat_weights(module: nn.RNNBase, swap: Swap) -> Swap:
+    lists = {shown: _torch_private.rnn_weights(module, values) for shown, values in swap.of.items()}
+    return Swap(module.__dict__, lists)

@@ -1,0 +1,144 @@
+"""A planned stage laid out: what each of its units will be, and all that plugins say about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ...events import Events
+from ...interfaces import (
+    InputCast,
+    Observer,
+    OffloadManager,
+    OutputCast,
+    PrecisionCaster,
+    UnitDtypes,
+    UnitSpec,
+    WireSpec,
+)
+from .answers import callable_or_none, dtypes_of, full_precision_in_eval_of, wire_of
+from .layout import FlatLayout, plan_layout
+from .managed_parameter import ManagedParameter
+from .plan import PlannedStage
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedUnit:
+    """What a unit will be, with everything that plugins say about it."""
+
+    spec: UnitSpec
+    layout: FlatLayout
+    dtypes: UnitDtypes
+    wire: WireSpec | None
+    observers: tuple[Observer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a stage will be, before any memory is taken for it.
+
+    Everything that plugins say about it was asked and checked: from here on only memory can fail, and ``place``.
+    """
+
+    stage: PlannedStage
+    modules: tuple[nn.Module, ...]
+    """The modules inside the stage's that no inner stage owns."""
+    caster: PrecisionCaster
+    offload: OffloadManager
+    units: tuple[DraftedUnit, ...]
+    buffer_dtype: torch.dtype | None
+    """Of floating-point buffers; None leaves them alone."""
+    input_cast: InputCast | None
+    output_cast: OutputCast | None
+    full_precision_in_eval: bool
+
+    @property
+    def has_meta_parameters(self) -> bool:
+        """Whether any of its parameters has no values yet."""
+        return any(parameter.original.is_meta for group in self.stage.groups for parameter in group)
+
+
+def draft_stage(
+    stage: PlannedStage,
+    modules: Sequence[nn.Module],
+    shards: int,
+    device: torch.device,
+    caster: PrecisionCaster,
+    offload: OffloadManager,
+    events: Events,
+    *,
+    is_root: bool,
+    rank: int,
+) -> Draft:
+    """Lay out the units of ``stage`` for so many ``shards``, and ask plugins all there is to ask.
+
+    Raises:
+        PluginContractError: a plugin answered what its contract does not allow.
+    """
+    units: list[DraftedUnit] = []
+    for group in stage.groups:
+        suffix = _suffix(group) if units else ""
+        shapes = [tuple(parameter.original.shape) for parameter in group]
+        strides = [parameter.original.stride() for parameter in group]
+        # Alignment follows from what travels, which the caster tells from a spec: ask with the master's layout first.
+        itemsize = group[0].original.dtype.itemsize
+        layout = plan_layout(shapes, strides, world_size=shards, itemsize=itemsize)
+        spec = _spec(stage, group, layout, device, suffix, is_root)
+        dtypes = dtypes_of(caster, spec, rank)
+        travels = min(dtypes.compute.itemsize, dtypes.wire.itemsize)
+        if travels != itemsize:
+            layout = plan_layout(shapes, strides, world_size=shards, itemsize=travels)
+            spec = _spec(stage, group, layout, device, suffix, is_root)
+        wire = wire_of(caster, spec, rank) if shards > 1 else None
+        # Asked again when the unit is built: a caster that cannot answer must say so while the model is whole.
+        full_precision_in_eval_of(caster, spec, rank)
+        observers = events.observers(spec) if events.active else ()
+        units.append(DraftedUnit(spec, layout, dtypes, wire, observers))
+    if units:
+        first, buffer_dtype = units[0].spec, units[0].dtypes.buffer
+    else:
+        first = UnitSpec(stage.name, type(stage.governing), (), 0, 0, stage.dtype, device, is_root)
+        buffer_dtype = dtypes_of(caster, first, rank).buffer
+    # What a part takes and returns stays inside its host.
+    casts = stage.host is None
+    return Draft(
+        stage,
+        tuple(modules),
+        caster,
+        offload,
+        tuple(units),
+        buffer_dtype,
+        callable_or_none(caster, "input_cast", first, rank) if casts else None,
+        callable_or_none(caster, "output_cast", first, rank) if casts else None,
+        full_precision_in_eval_of(caster, first, rank),
+    )
+
+
+def _spec(
+    stage: PlannedStage,
+    group: Sequence[ManagedParameter],
+    layout: FlatLayout,
+    device: torch.device,
+    suffix: str,
+    is_root: bool,
+) -> UnitSpec:
+    return UnitSpec(
+        name=f"{stage.name}{suffix}",
+        module_class=type(stage.governing),
+        parameter_names=tuple(parameter.names[0] for parameter in group),
+        numel=layout.padded_numel,
+        shard_numel=layout.shard_numel,
+        master_dtype=group[0].original.dtype,
+        device=device,
+        is_root=is_root,
+        suffix=suffix,
+    )
+
+
+def _suffix(group: Sequence[ManagedParameter]) -> str:
+    # All that parameters of one module are divided by: no two of its units have the same.
+    frozen = "" if group[0].original.requires_grad else ", frozen"
+    return f"[{str(group[0].original.dtype).removeprefix('torch.')}{frozen}]"

@@ -1,0 +1,305 @@
+"""Which parameters form which units. Reads the model, changes nothing."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from ...errors import AlreadyShardedError, ConfigError, DeviceError, EmptyUnitError, ParameterError, PluginContractError
+from ...interfaces import UNIT_OVERRIDES, UnitPlan
+from .. import _torch_private
+from .managed_parameter import ManagedParameter
+from .parts import find_parts
+
+#: Attribute under which a sharded module holds its stage.
+STAGE_ATTRIBUTE = "_polyshard_stage"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStage:
+    """A module that will own units."""
+
+    name: str
+    """Fully-qualified name; empty for the root."""
+    module: nn.Module
+    groups: tuple[tuple[ManagedParameter, ...], ...]
+    """One group for each unit: parameters of one dtype, all trained or all frozen."""
+    overrides: Mapping[str, Any]
+    """Settings that differ from the model's."""
+    dtype: torch.dtype
+    """Of its own parameters or, without any, of its parts'; torch's default where there are neither."""
+    host: nn.Module | None = None
+    """The module of the stage that this one is a part of; None where it was chosen."""
+
+    @property
+    def governing(self) -> nn.Module:
+        """The module that decides dtypes and the like: a part's are its host's."""
+        return self.module if self.host is None else self.host
+
+
+def plan_stages(
+    root: nn.Module,
+    chosen: UnitPlan,
+    *,
+    ignored_modules: Collection[nn.Module] = (),
+    ignored_parameters: Collection[nn.Parameter] = (),
+    rank: int = 0,
+    divides: bool = False,
+) -> list[PlannedStage]:
+    """Assign every parameter of ``root`` to the innermost chosen module that contains all of its uses.
+
+    ``root`` is always a stage, the first of the result, with or without parameters of its own; the others follow in
+    module order, less those that have none left. ``divides``: where there are others, what ``root`` owns may be in
+    several stages (``parts.py``).
+
+    Raises:
+        EmptyUnitError: ``root`` has no parameter at all, sharded ones included.
+        AlreadyShardedError: a parameter is claimed by a stage that exists already.
+        DeviceError: parameters are on several devices.
+        PluginContractError: ``chosen`` is not a plan for ``root``.
+    """
+    names = {module: name for name, module in root.named_modules()}
+    overrides = _checked(chosen, names, rank)
+    ignored = _inside(ignored_modules)
+    skipped = set(ignored_parameters)
+    claimed = {
+        managed.original
+        for module in names
+        if STAGE_ATTRIBUTE in module.__dict__
+        for unit in module.__dict__[STAGE_ATTRIBUTE].units
+        for managed in unit.parameters
+    }
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    sites: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    aliases: dict[nn.Parameter, list[str]] = {}
+    for prefix, module, chain in _walk(root, overrides, ignored):
+        for key, parameter in module._parameters.items():
+            if parameter is None or parameter in skipped:
+                continue
+            name = f"{prefix}.{key}" if prefix else key
+            if parameter in claimed:
+                raise AlreadyShardedError(
+                    f"Parameter '{name}' is shared with a module that is sharded already (rank {rank}). "
+                    "Shard the module that contains all of its uses in one call."
+                )
+            owners[parameter] = (
+                [owner for owner in owners[parameter] if owner in chain] if parameter in owners else list(chain)
+            )
+            site = (module, key)
+            if site not in sites.setdefault(parameter, []):
+                sites[parameter].append(site)
+            aliases.setdefault(parameter, []).append(name)
+    if not owners and not claimed:
+        raise EmptyUnitError(
+            f"There is nothing to shard: {type(root).__name__} has no parameters (rank {rank}). "
+            "Pass a module that has some, or leave it as it is."
+        )
+    _check_device(aliases, rank)
+    inner = {module for module in names if module is not root and STAGE_ATTRIBUTE in module.__dict__}
+    inner |= {owning[-1] for owning in owners.values() if owning[-1] is not root}
+    owned = {parameter: sites[parameter] for parameter, owning in owners.items() if owning[-1] is root}
+    parts = find_parts(root, inner, owned) if divides and inner else []
+    for part in parts:
+        for user in part.modules():
+            for parameter in user._parameters.values():
+                if parameter in owned:
+                    owners[parameter].append(part)
+    groups: dict[nn.Module, dict[tuple[torch.dtype, bool], list[ManagedParameter]]] = {}
+    for parameter, owning in owners.items():
+        managed = ManagedParameter(parameter, tuple(aliases[parameter]), tuple(sites[parameter]))
+        kind = (parameter.dtype, parameter.requires_grad)
+        groups.setdefault(owning[-1], {}).setdefault(kind, []).append(managed)
+    stages = []
+    for module, name in names.items():
+        if module is root or module in groups:
+            kinds = groups.get(module, {})
+            ordered = sorted(kinds.items(), key=lambda item: not item[0][1])
+            host = root if module in parts else None
+            dtypes = [dtype for dtype, _ in kinds] or [each.dtype for each in owned]
+            stages.append(
+                PlannedStage(
+                    name,
+                    module,
+                    tuple(tuple(group) for _, group in ordered),
+                    overrides.get(host or module, {}),
+                    dtypes[0] if dtypes else torch.get_default_dtype(),
+                    host,
+                )
+            )
+    return stages
+
+
+def refuse_unshardable(
+    root: nn.Module,
+    *,
+    ignored_modules: Collection[nn.Module] = (),
+    ignored_parameters: Collection[nn.Parameter] = (),
+    rank: int = 0,
+) -> None:
+    """Raise if a parameter of ``root`` cannot be sharded. To be called before a policy looks at them.
+
+    Raises:
+        ParameterError: saying which, and what to do.
+    """
+    seen = set(ignored_parameters)
+    for prefix, module, _ in _walk(root, {}, _inside(ignored_modules)):
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ParameterError(
+                f"'{prefix}' makes sparse gradients, which cannot be reduced in a flat buffer (rank {rank}). "
+                "Construct it with sparse=False, or pass it in ignored_modules."
+            )
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter not in seen:
+                seen.add(parameter)
+                known = _torch_private.rnn_references(module, parameter) if isinstance(module, nn.RNNBase) else 0
+                _check_parameter(f"{prefix}.{key}" if prefix else key, parameter, rank, known)
+
+
+def _check_parameter(name: str, parameter: nn.Parameter, rank: int, known_references: int) -> None:
+    where = f"'{name}' on rank {rank}"
+    if isinstance(parameter, (UninitializedParameter, UninitializedBuffer)):
+        raise ParameterError(f"The parameter {where} is not initialized. Run a forward of the lazy module first.")
+    if parameter.layout is not torch.strided:
+        raise ParameterError(f"Cannot flatten {parameter.layout} tensors: {where}. Make the parameter dense.")
+    if not (parameter.dtype.is_floating_point or parameter.dtype.is_complex):
+        raise ParameterError(
+            f"Cannot flatten integer dtype tensors: {where} has dtype {parameter.dtype}. "
+            "Register it as a buffer, or pass it in ignored_parameters."
+        )
+    if parameter.ndim == 0:
+        raise ParameterError(
+            f"polyshard doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1 "
+            f"(rank {rank})."
+        )
+    if type(parameter.data) is not torch.Tensor:
+        raise ParameterError(
+            f"The parameter {where} is a {type(parameter.data).__name__}, not a plain tensor. "
+            "Pass it in ignored_parameters."
+        )
+    if _torch_private.tensor_hooks(parameter):
+        raise ParameterError(
+            f"The parameter {where} has a hook from register_hook, which would never fire on a sharded parameter. "
+            "Remove it, and use register_post_accumulate_grad_hook, which runs after the reduction."
+        )
+    if parameter.grad is not None:
+        raise ParameterError(f"The parameter {where} has a gradient already. Call zero_grad(set_to_none=True) first.")
+    if parameter.is_meta and weakref.getweakrefcount(parameter) > known_references:
+        raise ParameterError(
+            f"The meta parameter {where} is weakly referenced, so it cannot be materialized in place. "
+            "Drop the reference, or materialize the model before sharding it."
+        )
+
+
+def _walk(
+    root: nn.Module, chosen: Mapping[nn.Module, Any], ignored: Collection[nn.Module]
+) -> list[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
+    # Every path to every module, shared ones too: a parameter belongs to a module that contains all of its uses.
+    found: list[tuple[str, nn.Module, tuple[nn.Module, ...]]] = []
+
+    def visit(prefix: str, module: nn.Module, chain: tuple[nn.Module, ...], above: frozenset[nn.Module]) -> None:
+        if module in ignored or module in above:
+            return
+        if module is not root and STAGE_ATTRIBUTE in module.__dict__:
+            return
+        if module is root or module in chosen:
+            chain = (*chain, module)
+        found.append((prefix, module, chain))
+        for key, child in module._modules.items():
+            if child is not None:
+                visit(f"{prefix}.{key}" if prefix else key, child, chain, above | {module})
+
+    visit("", root, (), frozenset())
+    return found
+
+
+def names_in(root: nn.Module) -> Callable[[ManagedParameter], tuple[str, ...]]:
+    """What tells all names that a parameter has in ``root``, in module order, whatever paths lead to its modules."""
+    paths: dict[nn.Module, list[tuple[int, str]]] = {}
+
+    def visit(prefix: str, module: nn.Module, above: frozenset[nn.Module]) -> None:
+        if module in above:
+            return
+        paths.setdefault(module, []).append((len(order), prefix))
+        order.append(module)
+        for key, child in module._modules.items():
+            if child is not None:
+                visit(f"{prefix}.{key}" if prefix else key, child, above | {module})
+
+    order: list[nn.Module] = []
+    visit("", root, frozenset())
+
+    def names_of(parameter: ManagedParameter) -> tuple[str, ...]:
+        found = sorted((*path, key) for module, key in parameter.sites for path in paths[module])
+        return tuple(f"{path}.{key}" if path else key for _, path, key in found)
+
+    return names_of
+
+
+def refuse_sharded(root: nn.Module, rank: int) -> None:
+    """Raise if ``root`` or anything inside it is sharded already.
+
+    Raises:
+        AlreadyShardedError: naming the first such module.
+    """
+    for name, module in root.named_modules():
+        if STAGE_ATTRIBUTE in module.__dict__:
+            raise AlreadyShardedError(
+                f"A model can be sharded once, but '{name or '(root)'}' of this {type(root).__name__} is sharded "
+                f"already (rank {rank}). Shard the whole model in one call, or compose it from the inside out with "
+                "fully_shard."
+            )
+
+
+def _checked(chosen: UnitPlan, names: Mapping[nn.Module, str], rank: int) -> dict[nn.Module, Mapping[str, Any]]:
+    if not isinstance(chosen, Mapping):
+        raise PluginContractError(
+            f"A wrap policy must return a mapping of modules to overrides, but it returned {chosen!r} (rank {rank}). "
+            "Return {module: {}} for each module that becomes a unit."
+        )
+    for module, overrides in chosen.items():
+        if not isinstance(module, nn.Module) or not isinstance(overrides, Mapping):
+            raise PluginContractError(
+                f"A wrap policy must return a mapping of modules to overrides, but it has the entry "
+                f"{module!r}: {overrides!r} (rank {rank}). Return {{module: {{}}}} for each module that becomes a unit."
+            )
+        if module not in names:
+            raise PluginContractError(
+                f"A wrap policy chose a {type(module).__name__} that is not inside the model (rank {rank}). "
+                "Choose from root.modules()."
+            )
+        unknown = sorted(set(overrides) - set(UNIT_OVERRIDES))
+        if unknown:
+            raise ConfigError(
+                f"A wrap policy overrides {', '.join(unknown)} for '{names[module]}' (rank {rank}), which no unit has. "
+                f"A unit has: {', '.join(UNIT_OVERRIDES)}."
+            )
+        releases = overrides.get("reshard_after_forward")
+        if releases is not None and not isinstance(releases, bool):
+            raise ConfigError(
+                f"A wrap policy overrides reshard_after_forward for '{names[module]}' by {releases!r} (rank {rank}). "
+                "Give True, False or None."
+            )
+    return dict(chosen)
+
+
+def _inside(modules: Collection[nn.Module]) -> set[nn.Module]:
+    return {inner for module in modules for inner in module.modules()}
+
+
+def _check_device(aliases: Mapping[nn.Parameter, list[str]], rank: int) -> None:
+    kinds: dict[str, str] = {}
+    for parameter, names in aliases.items():
+        if not parameter.is_meta:
+            kinds.setdefault(str(parameter.device), names[0])
+    if len(kinds) > 1:
+        listed = ", ".join(f"'{name}' on {device}" for device, name in kinds.items())
+        raise DeviceError(
+            f"polyshard only supports single device modules but got params on several: {listed} (rank {rank}). "
+            "Move the model to one device first."
+        )

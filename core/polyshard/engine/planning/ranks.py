@@ -1,0 +1,95 @@
+"""Which ranks share a unit's shards, and which hold the same shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...interfaces import COMPLETED, BufferRole, Collectives, ReduceOp, Work
+
+
+@dataclass(frozen=True, slots=True)
+class RankGrid:
+    """The ranks of a strategy: ``shard`` times ``replicate`` of them.
+
+    ========================  ===============  ==================
+    strategy                  shard            replicate
+    ========================  ===============  ==================
+    FULL_SHARD, SHARD_GRAD_OP all ranks        none
+    HYBRID_SHARD (and ZeRO-2) ``shard_size``   the other ranks
+    NO_SHARD                  none             all ranks
+    ========================  ===============  ==================
+    """
+
+    world: Collectives
+    """All ranks; what the plugin gave."""
+    shard: Collectives | None
+    """Ranks among which a unit is cut; None where each rank holds whole units."""
+    replicate: Collectives | None
+    """Ranks that hold the same shard; None where there is no other."""
+
+    @property
+    def shard_size(self) -> int:
+        """Number of shards of a unit."""
+        return self.shard.world_size if self.shard else 1
+
+    @property
+    def shard_rank(self) -> int:
+        """Index of this rank's shard."""
+        return self.shard.rank if self.shard else 0
+
+    @property
+    def replicate_size(self) -> int:
+        """Number of ranks that hold the same shard."""
+        return self.replicate.world_size if self.replicate else 1
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank."""
+        return self.shard is None and self.replicate is None
+
+    def reduce(self, result: torch.Tensor, wire: torch.Tensor) -> Work:
+        """Start taking the mean of ``wire`` (``[shard_size * n]``) over all ranks; ``result`` (``[n]``) gets the shard.
+
+        ``wire`` is overwritten. Without shards the mean replaces it.
+        """
+        if self.shard is None:
+            return COMPLETED if self.replicate is None else self.replicate.all_reduce(wire, op=ReduceOp.MEAN)
+        scratch = self._scratch(self.shard, result, wire)
+        work = self.shard.reduce_scatter(result, wire, op=ReduceOp.MEAN, scratch=scratch)
+        return work if self.replicate is None else _ThenAllReduce(work, self.replicate, [result])
+
+    def reduce_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
+        """``reduce(result, wire)`` of units that have shards, in one launch where the backend can."""
+        shard = self.shard
+        assert shard is not None
+        work = shard.reduce_scatter_many(
+            [(result, wire, self._scratch(shard, result, wire)) for result, wire in pairs], op=ReduceOp.MEAN
+        )
+        if self.replicate is None:
+            return work
+        return _ThenAllReduce(work, self.replicate, [result for result, _ in pairs])
+
+    @staticmethod
+    def _scratch(shard: Collectives, result: torch.Tensor, wire: torch.Tensor) -> torch.Tensor | None:
+        nbytes = shard.scratch_nbytes(BufferRole.REDUCE, wire.numel(), wire.dtype, result.dtype)
+        return torch.empty(nbytes, dtype=torch.uint8, device=wire.device) if nbytes else None
+
+
+class _ThenAllReduce:
+    """Reductions over shards, then over the replicas of each shard."""
+
+    def __init__(self, first: Work, replicate: Collectives, results: Sequence[torch.Tensor]) -> None:
+        self._first = first
+        self._replicate = replicate
+        self._results = results
+        self._done = False
+
+    def wait(self) -> None:
+        if not self._done:
+            self._first.wait()
+            for work in [self._replicate.all_reduce(result, op=ReduceOp.MEAN) for result in self._results]:
+                work.wait()
+            self._done = True

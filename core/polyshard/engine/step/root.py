@@ -1,0 +1,329 @@
+"""What the units of one model share: streams, order, phase, and the ends of forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from ...errors import StateError, UnshardedUseError
+from ...events import Events
+from ...interfaces import Collectives, OffloadManager, PrecisionCaster
+from .. import _torch_private
+from ..transport.lanes import Lanes
+from .budget import Budget
+from .itinerary import Act, Itinerary, Mark, Walk
+from .outputs import refuse_escape
+from .phase import Phase
+from .presence import Presence
+from .resting import Resting
+from .schedule import Schedule
+from .stage import Stage
+from .step import Step
+from .unit import UnitState
+
+
+class Root(Step):
+    """The outermost of a model's sharded modules, and every stage inside it."""
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        stages: Sequence[Stage],
+        lanes: Lanes,
+        schedule: Schedule[Stage],
+        events: Events,
+        *,
+        check_ranks: bool,
+    ) -> None:
+        super().__init__(collectives, lanes, schedule.batch_nbytes, check_ranks=check_ranks)
+        self.stages = tuple(stages)
+        #: Every unit, in module order, whichever stage it goes to later.
+        self.units = tuple(unit for stage in self.stages for unit in stage.units)
+        self.schedule = schedule
+        self.events = events
+        #: Decides which units are kept after forward; None where nothing is left to decide.
+        self.budget: Budget | None = None
+        self._presence: Presence | None = None
+        # Whether the backward that was entered last may still end.
+        self._goes_on: Callable[[], bool] = bool
+        self._walk: Walk[Stage] = Walk()
+        # The last itinerary of each inner stage that was called by itself, with gradients on, since the last backward.
+        self._apart: dict[object, Itinerary[Stage]] = {}
+        self._followed = False
+        #: Refuses calls that would compute with pieces between steps; None where nothing does.
+        self.rest: Resting | None = None
+        #: Collectives that were made for this model, to be closed with it, in this order on every rank.
+        self.owned: tuple[Collectives, ...] = ()
+        #: What ``checkpoint`` saved or loaded last; it alone knows what that is.
+        self.checkpoint_line: object | None = None
+        for stage in self.stages:
+            stage.root = self
+            stage.schedule = schedule
+            for unit in stage.units:
+                unit.step = self
+        self._parking: tuple[OffloadManager, ...] = tuple(
+            {id(u.offload): u.offload for u in self.units if u.parks}.values()
+        )
+        self._encoding: tuple[PrecisionCaster, ...] = tuple(
+            {id(u.caster): u.caster for u in self.units if u.caster.capabilities.encodes}.values()
+        )
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The modules of all stages."""
+        return (stage.module for stage in self.stages)
+
+    def begin_forward(self, outermost: object, module: nn.Module) -> None:
+        """The outermost forward starts."""
+        if self.phase is not Phase.IDLE:
+            self.abandon()
+        if self.audit is not None and self.audit.done:
+            self.end_audit()
+        for unit in self.units:
+            unit.take_up_changes()
+            if not unit.prepared:
+                unit.prepare()
+            unit.expire()
+        if self.rest is not None:
+            self.rest.leave()
+        self.phase = Phase.FORWARD
+        self.active = outermost
+        self.itinerary = Itinerary(outermost)
+        for unit in self.units:
+            unit.hide()
+        self.lanes.begin_forward()
+        self.schedule.begin_forward()
+        for caster in self._encoding:
+            caster.prepare([unit.spec for unit in self.units if unit.caster is caster], self.collectives)
+        if self.events.active:
+            self.events.step_begin(module)
+
+    def end_forward(self, output: object) -> None:
+        """The outermost forward ended and returns ``output``, which may hold no memory of a unit."""
+        try:
+            self.refuse_escape(output)
+        except UnshardedUseError:
+            self.abandon()
+            raise
+        if self.active is not self.stages[0]:
+            self._keep_apart(self.itinerary)
+        self.active = None
+        self.phase = Phase.IDLE
+        if self.rest is not None:
+            self.rest.enter()
+        self.schedule.end_forward()
+        if self.audit is not None:
+            self.audit.forward_ended()
+        for stage in self.stages:
+            stage.left_forward()
+        if self.events.active and not any(stage.awaits_backward for stage in self.stages):
+            self.events.step_end(self.stages[0].module)
+
+    def refuse_escape(self, output: object) -> None:
+        """Raise if ``output`` lies in memory of a unit.
+
+        Raises:
+            UnshardedUseError: naming the parameter.
+        """
+        refuse_escape(self.units, output, "", self.rank)
+
+    def enter_backward(self) -> None:
+        """A gradient reached one of the outputs."""
+        if self.phase is Phase.BACKWARD:
+            if self._goes_on():
+                return
+            # One before this one raised.
+            self.abandon()
+        self.refuse_closed("A backward")
+        self.phase = Phase.BACKWARD
+        self.accumulates = any(
+            leaf.requires_grad and _torch_private.will_accumulate(leaf)
+            for stage in reversed(self.stages)
+            for unit in stage.units
+            for leaf in unit.leaves
+        )
+        self._goes_on = _torch_private.queue_after_backward(self.end_backward)
+
+    def arrive(self, itinerary: Itinerary[Stage], mark: Mark[Stage]) -> bool:
+        """Do what comes before ``mark``, so that every rank does it here, whichever outputs this one used.
+
+        A forward that was called before the one that the backward leaves behind is next, and those of inner stages in
+        between, whose outputs nobody used on this rank.
+        """
+        walk = self._walk
+        if not walk.follows(itinerary):
+            self._follow(walk.rest())
+            if walk.begun:
+                self._turn()
+            for between in self._behind(itinerary):
+                self._go_through(between)
+            walk.begin(itinerary)
+            itinerary.walked |= self.accumulates
+        before = walk.until(itinerary, mark)
+        if before is None:
+            return False
+        if before:
+            self._follow(before)
+        if mark.act is Act.FINISH:
+            mark.stage.owes = self.accumulates
+        return True
+
+    def _turn(self) -> None:
+        """A backward leaves one forward behind, and goes on with an earlier one."""
+
+    def _behind(self, itinerary: Itinerary[Stage]) -> list[Itinerary[Stage]]:
+        """What was called apart after ``itinerary``, from the last one on, and was not followed yet."""
+        found: list[Itinerary[Stage]] = []
+        if self.accumulates and itinerary in self._apart.values():
+            for other in reversed(self._apart.values()):
+                if other is itinerary:
+                    break
+                if not other.walked:
+                    found.append(other)
+        return found
+
+    def _go_through(self, itinerary: Itinerary[Stage]) -> None:
+        itinerary.walked = True
+        self._walk.begin(itinerary)
+        self._follow(self._walk.rest())
+
+    def _follow(self, marks: Sequence[Mark[Stage]]) -> None:
+        """Take part in what other ranks may do at ``marks``, where this one's backward went past."""
+        for mark in marks:
+            stage = mark.stage
+            if mark.act is Act.FINISH:
+                stage.owes = self.accumulates
+                if self.accumulates or stage.in_backward:
+                    stage.catch_up()
+            elif self.accumulates:
+                stage.pass_by()
+
+    def _keep_apart(self, itinerary: Itinerary[Stage]) -> None:
+        if itinerary:
+            if self._followed:
+                self._apart.clear()
+                self._followed = False
+            # Behind those that came before.
+            self._apart.pop(itinerary.outermost, None)
+            self._apart[itinerary.outermost] = itinerary
+
+    def end_backward(self) -> None:
+        """All gradients of this backward have been accumulated."""
+        self._follow(self._walk.rest())
+        if self.accumulates:
+            for itinerary in [each for each in reversed(self._apart.values()) if not each.walked]:
+                self._go_through(itinerary)
+            self._followed = True
+        self._walk.end()
+        # In one order on all ranks, whichever of them got gradients.
+        for stage in reversed(self.stages):
+            if stage.late():
+                stage.catch_up()
+        self.bucket.flush()
+        presence = self._presence_of_gradients()
+        if presence is not None:
+            if self.announce is not None:
+                self.announce("end of a backward")
+            presence.exchange(self.lanes)
+        self.lanes.drain()
+        for offload in self._parking:
+            offload.sync_for_step()
+        if presence is not None:
+            presence.settle()
+        for unit in self.units:
+            if unit.reduced:
+                unit.reduced = False
+                unit.gradients.end_backward()
+        for stage in self.stages:
+            if not stage.entered:
+                stage.reset()
+        self.schedule.end_backward()
+        if self.budget is not None and self.active is None and self.synchronises and self.accumulates:
+            stages = self.schedule.order
+            # The outermost module's units are kept whatever the budget, and so are those where forward turns. Keeping
+            # an embedding would save no gather.
+            kept = (stages[0], self.schedule.turning)
+            order = [u for stage in stages if stage not in kept and stage.reads_in_backward for u in stage.units]
+            if self.budget.decide(self.units, order, self.collectives):
+                self.budget = None
+        # A forward that differentiates inside itself goes on.
+        self.phase = Phase.IDLE if self.active is None else Phase.FORWARD
+        self.end_audit()
+        if self.events.active:
+            self.events.step_end(self.stages[0].module)
+
+    def _presence_of_gradients(self) -> Presence | None:
+        """What tells parameters that no rank used from those whose gradient is zero; None where nothing is reduced."""
+        if not (self.synchronises and self.accumulates):
+            return None
+        if self._presence is None:
+            self._presence = Presence(self.units, self.collectives)
+        return self._presence
+
+    def abandon(self) -> None:
+        """Give up an unfinished forward or backward: release everything, drop its gradients.
+
+        Raises:
+            StateError: the model was closed.
+        """
+        # Here alone, which no step between two others comes to, a forward of a closed model is found.
+        self.refuse_closed("A forward")
+        self.active = None
+        self.phase = Phase.IDLE
+        if self.rest is not None:
+            self.rest.enter()
+        self.schedule.end_backward()
+        self._walk.end()
+        for unit in self.units:
+            unit.gradients.forget()
+        self.lanes.give_up()
+        self.bucket.discard()
+        for stage in self.stages:
+            stage.reset()
+            for unit in stage.units:
+                unit.reduced = False
+                unit.discard_gradients()
+
+    def refuse_closed(self, call: str) -> None:
+        """Raise if the model was closed; ``call`` begins the message.
+
+        Raises:
+            StateError: saying so.
+        """
+        if self.phase is Phase.CLOSED:
+            raise StateError(
+                f"{call} came after polyshard.close (rank {self.rank}): the model's ranks cannot exchange anything any "
+                "more, and its parameters are this rank's pieces. Close a model behind its last use."
+            )
+
+    def close(self) -> None:
+        """Release the gather buffers and the collectives that were made for this model.
+
+        Raises:
+            StateError: inside a forward, a backward or ``unsharded``.
+        """
+        if self.phase is Phase.CLOSED:
+            return
+        if self.backward_failed and not _torch_private.in_backward():
+            self.abandon()
+        if self.phase is not Phase.IDLE or self.unsharded:
+            where = "polyshard.unsharded()" if self.unsharded else f"a {self.phase.value} of the model"
+            raise StateError(f"close() was called inside {where} (rank {self.rank}). Call it between steps.")
+        self.abandon()
+        if self.lanes.here() is not None:
+            # What was issued must have run before its communicators end.
+            torch.cuda.synchronize(self.collectives.device)
+        self.phase = Phase.CLOSED
+        for collectives in self.owned:
+            collectives.close()
+
+    @property
+    def budget_pending(self) -> bool:
+        """Whether it is still to be decided which units are kept: a step must not be captured before."""
+        return self.budget is not None
+
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        """Names of the units that hold whole parameters in a gather buffer, or are about to."""
+        return tuple(u.name for u in self.units if not u.permanent and u.state is not UnitState.SHARDED)

@@ -1,0 +1,107 @@
+"""Whole parameters in full precision, outside of compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+
+from ...errors import ParameterChangedError, StateError
+from .. import _torch_private
+from ..parameters.originals import become
+from ..planning.managed_parameter import ManagedParameter
+from ..step.phase import Phase
+from ..step.root import Root
+from ..step.unit import Unit
+from ..transport.buffer import view_of
+
+
+@contextmanager
+def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
+    """Inside, every original has its whole shape and master dtype; on leaving, own elements go back where asked.
+
+    Modules that are called inside compute with the originals as they are, without collectives. A backward through that
+    raises ``StateError``.
+
+    Raises:
+        StateError: inside a forward or backward, or when entered twice.
+    """
+    if root.backward_failed and not _torch_private.in_backward():
+        root.abandon()
+    if root.phase is not Phase.IDLE:
+        raise StateError(
+            f"Cannot manually unshard parameters during forward/backward (rank {root.rank}, phase {root.phase.value}). "
+            "Leave the forward or backward first."
+        )
+    if root.unsharded:
+        raise StateError(
+            f"Cannot manually unshard parameters when already unsharding parameters (rank {root.rank}). "
+            "Use the context that is open."
+        )
+    for unit in root.units:
+        unit.take_up_changes()
+    root.unsharded = True
+    flats: dict[Unit, torch.Tensor] = {}
+    refusals = ExitStack()
+    try:
+        for unit in root.units:
+            flats[unit] = _expose_whole(unit)
+            for parameter in unit.parameters:
+                if parameter.original.requires_grad:
+                    hook = partial(_refuse_gradient, parameter, root.rank)
+                    refusals.enter_context(parameter.original.register_hook(hook))  # type: ignore[no-untyped-call]
+        yield
+        if writeback:
+            for unit, flat in flats.items():
+                _take_own(unit, flat)
+    finally:
+        refusals.close()
+        for unit in flats:
+            for parameter in unit.parameters:
+                for module, key in parameter.sites:
+                    module._parameters[key] = parameter.original
+            unit.originals.expose()
+        root.unsharded = False
+
+
+def _expose_whole(unit: Unit) -> torch.Tensor:
+    shard = unit.grid.shard
+    with torch.inference_mode(False), torch.no_grad():
+        flat = torch.empty(unit.layout.padded_numel, dtype=unit.spec.master_dtype, device=unit.spec.device)
+        own = flat.narrow(0, unit.grid.shard_rank * unit.layout.shard_numel, unit.layout.shard_numel)
+        own.copy_(unit.master)
+        if shard is not None:
+            shard.all_gather(flat, own).wait()
+        for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
+            become(parameter.original, view_of(flat, slot.shape, slot.stride, slot.offset))
+    return flat
+
+
+def _refuse_gradient(parameter: ManagedParameter, rank: int, _: torch.Tensor) -> None:
+    # Modules that are no unit, and plain uses of a parameter, have no output that a stage watches.
+    if _torch_private.will_accumulate(parameter.original):
+        raise StateError(
+            f"A backward inside unsharded() on rank {rank} reached '{parameter.names[0]}': its gradient would be whole "
+            "and this rank's alone. Run forward and backward outside of unsharded(), or use "
+            "torch.autograd.grad."
+        )
+
+
+def _take_own(unit: Unit, flat: torch.Tensor) -> None:
+    with torch.no_grad():
+        for index, (parameter, slot) in enumerate(zip(unit.parameters, unit.layout.slots, strict=True)):
+            module, key = parameter.sites[0]
+            current = module._parameters.get(key)
+            whole = view_of(flat, slot.shape, slot.stride, slot.offset)
+            if current is None or current.shape != whole.shape:
+                got = None if current is None else tuple(current.shape)
+                raise ParameterChangedError(
+                    f"Cannot writeback when the parameter shape changes\nExpects {slot.shape} but got {got} for "
+                    f"'{unit.parameters[index].names[0]}' on rank {unit.grid.world.rank}. Keep the whole shape."
+                )
+            if current.data_ptr() != whole.data_ptr():
+                whole.copy_(current)
+        own = flat.narrow(0, unit.grid.shard_rank * unit.layout.shard_numel, unit.layout.shard_numel)
+        unit.master.copy_(own)

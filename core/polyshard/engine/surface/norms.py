@@ -1,0 +1,111 @@
+"""Gradient norms over all shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from ...errors import ConfigError
+from ...interfaces import Collectives, ReduceOp
+from .. import _torch_private
+from ..step.root import Root
+from ..step.unit import Unit
+
+
+def clip_grad_norm(root: Root, module: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
+    """Scale all gradients so that their norm, over every rank's shards, is at most ``max_norm``.
+
+    Norms are accumulated in fp32 (fp64 for fp64 gradients), with one all-reduce for each group of shards. Parameters
+    outside of units count as the same on every rank.
+
+    Raises:
+        ConfigError: ``norm_type`` is not positive.
+    """
+    refuse_order(norm_type, "clip_grad_norm_", root.rank)
+    device = root.collectives.device
+    groups: dict[Collectives | None, list[torch.Tensor]] = {}
+    managed: set[nn.Parameter] = set()
+    for unit in root.units:
+        managed.update(unit.originals.tensors)
+        for parameter in unit.receivers:
+            if parameter.grad is not None:
+                groups.setdefault(unit.grid.shard, []).append(parameter.grad)
+        # A rank without a part of any parameter still takes part in the reduction.
+        groups.setdefault(unit.grid.shard, [])
+    loose = [
+        parameter.grad for parameter in module.parameters() if parameter not in managed and parameter.grad is not None
+    ]
+    if loose:
+        groups.setdefault(None, []).extend(loose)
+    gradients = [gradient for group in groups.values() for gradient in group]
+    wide = accumulator(root.units, gradients)
+    norms = group_norms(groups, norm_type, wide, device)
+    if not norms:
+        return torch.zeros((), dtype=wide, device=device)
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    by_place: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_place.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (place, dtype), group in by_place.items():
+        _torch_private.foreach_mul_(group, factor.to(device=place, dtype=dtype))
+    return total
+
+
+def refuse_order(norm_type: float, call: str, rank: int) -> None:
+    """Raise where norms of shards do not make a norm of the whole.
+
+    Raises:
+        ConfigError: ``norm_type`` is not positive.
+    """
+    if not norm_type > 0:
+        raise ConfigError(
+            f"{call} got norm_type={norm_type} (rank {rank}): norms of shards combine for positive orders alone. Give "
+            "2.0, 1.0 or inf."
+        )
+
+
+def accumulator(units: Iterable[Unit], gradients: Iterable[torch.Tensor] = ()) -> torch.dtype:
+    """The dtype in which norms add up: fp64 where any gradient is, else fp32. The same on all ranks."""
+    # A rank may hold no fp64 shard where others do, so the units are asked too.
+    if any(unit.dtypes.grad == torch.float64 for unit in units):
+        return torch.float64
+    return torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
+
+
+def group_norms(
+    groups: Mapping[Collectives | None, Sequence[torch.Tensor]],
+    norm_type: float,
+    wide: torch.dtype,
+    device: torch.device,
+) -> list[torch.Tensor]:
+    """The norm over each group of shards, 0-dim on ``device``; each group's ranks must be asked in one order.
+
+    ``groups``: what this rank holds of each, which may be nothing. None: tensors that are whole on every rank.
+    """
+    infinite = math.isinf(norm_type)
+    norms = []
+    for shard, tensors in groups.items():
+        power = _power(tensors, norm_type, wide, device)
+        if shard is not None and infinite:
+            # A maximum over ranks may drop what is not a number.
+            told = torch.stack([power.nan_to_num(nan=0.0, posinf=math.inf), power.isnan().to(wide)])
+            shard.all_reduce(told, op=ReduceOp.MAX).wait()
+            power = told[0].masked_fill(told[1] > 0, math.nan)
+        elif shard is not None:
+            shard.all_reduce(power, op=ReduceOp.SUM).wait()
+        norms.append(power if infinite else power ** (1.0 / norm_type))
+    return norms
+
+
+def _power(
+    gradients: Sequence[torch.Tensor], norm_type: float, wide: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    present = [gradient for gradient in gradients if gradient.numel()]
+    if not present:
+        return torch.zeros((), dtype=wide, device=device)
+    norms = torch.stack([norm.to(device) for norm in _torch_private.foreach_norm(present, norm_type, wide)])
+    return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()

@@ -1,0 +1,180 @@
+"""What of optimizers cannot be right on pieces of parameters, found at an optimizer's first step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+
+from ...errors import ConfigError, StateError, UnsupportedError
+from .. import _torch_private
+from .live_roots import Found, LiveRoots
+
+#: Names of ``torch.optim`` whose update of an element depends on others of the parameter, and on which.
+_NOT_ELEMENTWISE = {
+    "Muon": "orthogonalises whole matrices",
+    "Adafactor": "factors the second moments of whole matrices, and scales by the norm of the whole parameter",
+    "LBFGS": "takes inner products over all elements",
+}
+_STATE_DICTS = "torch.distributed.checkpoint.state_dict"
+
+
+class OptimizerCheck:
+    """Looks at each optimizer once, before its first step after a model was sharded or it got another group.
+
+    What it refuses follows from parameter groups and whole shapes alone, so alike on all ranks.
+    """
+
+    def __init__(self, live: LiveRoots) -> None:
+        self._live = live
+        # And how many parameter groups they had.
+        self._passed: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        self._guarded: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """To be called before each step of each optimizer.
+
+        Raises:
+            UnsupportedError: it computes with whole parameters.
+            ConfigError: its parameter groups were split by the shapes of pieces, or its parameters get no gradients.
+        """
+        if torch.compiler.is_compiling():
+            _hidden_look_at(self, optimizer)
+        elif self._passed.get(optimizer) != len(optimizer.param_groups):
+            self._look_at(optimizer)
+
+    def forget(self) -> None:
+        """Another model was sharded, whose parameters optimizers may hold already."""
+        self._passed.clear()
+
+    def _look_at(self, optimizer: torch.optim.Optimizer) -> None:
+        groups: list[list[tuple[torch.Tensor, Found]]] = []
+        for group in optimizer.param_groups:
+            found = self._live.find(group["params"])
+            groups.append(
+                [
+                    (parameter, each)
+                    for parameter, each in zip(group["params"], found, strict=True)
+                    if each is not None and each.unit.grid.shard is not None
+                ]
+            )
+        if any(groups):
+            _refuse_whole_matrices(optimizer, groups)
+            _refuse_replaced(optimizer, groups)
+            _refuse_split_of_pieces(optimizer, groups)
+            self._guard(optimizer)
+        self._passed[optimizer] = len(optimizer.param_groups)
+
+    def _guard(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer not in self._guarded:
+            self._guarded.add(optimizer)
+            # That module makes the first step itself to have a state at all.
+            guard = _StateGuard(fresh=_asked_for_states())
+            optimizer.register_state_dict_pre_hook(guard.before_state_dict)
+            optimizer.register_load_state_dict_pre_hook(guard.before_load)
+
+
+@_torch_private.hidden_from_compile
+def _hidden_look_at(check: OptimizerCheck, optimizer: torch.optim.Optimizer) -> None:
+    check._look_at(optimizer)
+
+
+class _StateGuard:
+    """Refuses ``torch.distributed.checkpoint.state_dict`` the state of one optimizer, which it would take for whole."""
+
+    def __init__(self, fresh: bool) -> None:
+        self._fresh = fresh
+
+    def before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
+        self._refuse(optimizer)
+
+    def before_load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        self._refuse(optimizer)
+
+    def _refuse(self, optimizer: torch.optim.Optimizer) -> None:
+        if not _asked_for_states():
+            self._fresh = False
+            return
+        if self._fresh:
+            optimizer.state.clear()
+        raise StateError(
+            f"{_STATE_DICTS} takes the state of {type(optimizer).__name__} for that of whole parameters, but it is of "
+            "pieces of sharded ones. Save and load with polyshard.checkpoint, or optimizer.state_dict() on each rank "
+            "for its pieces."
+        )
+
+
+def _asked_for_states() -> bool:
+    """Whether torch's functions for states of whole models are among the callers."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _STATE_DICTS:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _refuse_whole_matrices(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[tuple[torch.Tensor, Found]]]
+) -> None:
+    for name, does in _NOT_ELEMENTWISE.items():
+        kind = getattr(torch.optim, name, None)
+        if kind is not None and isinstance(optimizer, kind):
+            first = next(each for group in groups for _, each in group)
+            raise UnsupportedError(
+                f"torch.optim.{name} {does}, and of '{_name(first)}' each rank holds a piece (rank {first.root.rank}). "
+                "Use an optimizer that treats elements alike, strategy='no_shard', or pass what it trains in "
+                "ignored_parameters."
+            )
+
+
+def _refuse_replaced(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[tuple[torch.Tensor, Found]]]) -> None:
+    for group in groups:
+        for _, each in group:
+            if each.slot is not None and each.unit.flat is not None and each.unit.trainable:
+                raise ConfigError(
+                    f"{type(optimizer).__name__} holds '{_name(each)}', whose gradient arrives in the flat parameter "
+                    f"of unit '{each.unit.name}' (rank {each.root.rank}): it would never be updated. Give the "
+                    "optimizer what polyshard.flat_parameters returned."
+                )
+
+
+def _refuse_split_of_pieces(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[tuple[torch.Tensor, Found]]]
+) -> None:
+    """Refuse groups that ``p.ndim >= 2`` made after sharding, which no piece fulfils."""
+    dims = [
+        [len(each.unit.layout.slots[each.slot].shape) for _, each in group if each.slot is not None] for group in groups
+    ]
+    matrices = [index for index, group in enumerate(dims) if any(ndim >= 2 for ndim in group)]
+    if not matrices:
+        return
+    given = optimizer.param_groups
+    mixed = [index for index in matrices if any(ndim < 2 for ndim in dims[index])]
+    decays = [bool(group.get("weight_decay", 0)) for group in given]
+    for index, group in enumerate(given):
+        empty = not group["params"]
+        loses_decay = decays[index] and not any(decays[other] for other in matrices)
+        if index in matrices or not (mixed or empty) or not (loses_decay or (empty and mixed)):
+            continue
+        there = (mixed or matrices)[0]
+        first = next(
+            each
+            for _, each in groups[there]
+            if each.slot is not None and len(each.unit.layout.slots[each.slot].shape) >= 2
+        )
+        assert first.slot is not None
+        raise ConfigError(
+            f"The parameter groups of {type(optimizer).__name__} look as if they were chosen by the shapes of pieces "
+            f"(rank {first.root.rank}): group {index} {'is empty' if empty else 'decays and holds no sharded matrix'}, "
+            f"and '{_name(first)}', of shape {first.unit.layout.slots[first.slot].shape}, is in group {there}. A "
+            "sharded parameter is 1-D: choose by polyshard.placement(parameter).shape, by name, or before sharding. If "
+            "it is meant so, leave an empty group out, and give matrices a group of their own."
+        )
+
+
+def _name(found: Found) -> str:
+    return found.unit.name if found.slot is None else found.unit.parameters[found.slot].names[0]

@@ -1,0 +1,99 @@
+"""What memory one rank needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..gradients.bucket import Bucket, Way
+from ..gradients.reduction import Gradients
+from ..step.root import Root
+from ..transport.lanes import REDUCTIONS_ALIVE
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Bytes that one rank needs for parameters and what belongs to them. Activations are not counted."""
+
+    world_size: int
+    rank: int
+    units: int
+    parameters: int
+    """Elements of the whole model."""
+    master_nbytes: int
+    """Master shards."""
+    gradient_nbytes: int
+    """Gradient shards, from a backward to the next ``zero_grad``."""
+    gathered_nbytes: int
+    """Gather buffers alive at once at most: what is kept, the computing unit, and those prefetched, in batches."""
+    reduction_nbytes: int
+    """Inputs of the reductions in flight. Of small units that travel together their gradients instead, which are held
+    until then, and one bucket's inputs twice: as the units lay them out, and as they travel."""
+    kept: tuple[str, ...]
+    """Names of the units that stay gathered between forward and backward, ``(root)`` for the outermost. After the first
+    forward the one that ran last may join them, and under ``reshard_after_forward="auto"`` more."""
+
+    def optimizer_nbytes(self, states: int) -> int:
+        """Bytes of an optimizer with ``states`` tensors of a master's size (AdamW: 2)."""
+        return states * self.master_nbytes
+
+    def total_nbytes(self, states: int = 2) -> int:
+        """Everything together, for an optimizer with ``states`` tensors a parameter."""
+        return (
+            self.master_nbytes
+            + self.gradient_nbytes
+            + self.gathered_nbytes
+            + self.reduction_nbytes
+            + self.optimizer_nbytes(states)
+        )
+
+
+def memory_report(root: Root) -> MemoryReport:
+    """The report of ``root``'s rank.
+
+    Read off the layouts: nothing is measured.
+    """
+    units = list(root.units)
+    stages = (root.stages[0], root.schedule.turning)
+    turning = {unit for stage in stages if stage is not None for unit in stage.units}
+    kept = [u for u in units if not u.permanent and not u.releases(u in turning)]
+    released = sorted((u.gathered_nbytes for u in units if not u.permanent and u not in kept), reverse=True)
+    return MemoryReport(
+        world_size=root.collectives.world_size,
+        rank=root.rank,
+        units=len(units),
+        parameters=sum(slot.numel for u in units for slot in u.layout.slots),
+        master_nbytes=sum(u.master.numel() * u.master.element_size() for u in units),
+        gradient_nbytes=sum(u.layout.shard_numel * u.dtypes.grad.itemsize for u in units if u.trainable),
+        gathered_nbytes=sum(u.gathered_nbytes for u in kept) + _prefetched_nbytes(released, root),
+        reduction_nbytes=_reduced_nbytes([u.gradients for u in units if u.trainable and not u.resident], root.bucket),
+        kept=tuple(u.name for u in kept),
+    )
+
+
+def _prefetched_nbytes(released: Sequence[int], root: Root) -> int:
+    """Of units that are released, largest first: one that computes, and those ahead of it."""
+    ahead = root.schedule.ahead
+    single = sum(released[: 1 + ahead])
+    if not ahead:
+        return single
+    # The last stage ahead may be the first of a batch, and the stage that computes the first of the batch before it.
+    batch = root.schedule.batch_nbytes
+    return min(sum(released), max(single, sum(released[:ahead]) + batch, 2 * batch))
+
+
+def _reduced_nbytes(gradients: Sequence[Gradients], bucket: Bucket) -> int:
+    """Of the two largest inputs, whether they are one unit's or a bucket's."""
+    inputs: list[int] = []
+    nbytes = dict.fromkeys(Way, 0)
+    for each in gradients:
+        way = bucket.way_of(each)
+        nbytes[way] += each.wire_nbytes
+        if way is Way.ALONE:
+            inputs.append(each.wire_nbytes)
+    for way in (Way.GROUPED, Way.MERGED):
+        total, room = nbytes[way], bucket.room[way]
+        inputs += [min(total, room), min(max(0, total - room), room)]
+    # Both go back to the pool of the stream that reduces before the next bucket's come from there.
+    copied = 2 * min(nbytes[Way.MERGED], bucket.room[Way.MERGED])
+    return sum(sorted(inputs, reverse=True)[:REDUCTIONS_ALIVE]) + copied

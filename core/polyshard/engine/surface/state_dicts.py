@@ -1,0 +1,118 @@
+"""What ``state_dict`` and ``load_state_dict`` mean for a module with sharded parameters: whole ones, or an error.
+
+This rank's pieces under the names of whole parameters look like a model to whoever saves them. They are given to those
+alone who ask for pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import StateError
+from ..step.root import Root
+from ..step.unit import Unit
+
+_of_pieces: ContextVar[bool] = ContextVar("polyshard_state_dicts_of_pieces", default=False)
+
+
+@contextmanager
+def state_dicts_of_pieces() -> Iterator[None]:
+    """Inside, on this thread, state dicts of sharded modules are of this rank's pieces."""
+    token = _of_pieces.set(True)
+    try:
+        yield
+    finally:
+        _of_pieces.reset(token)
+
+
+def guard_state_dicts(units: Iterable[Unit]) -> None:
+    """Let state dicts of the modules that hold parameters of ``units`` be whole, or refused."""
+    for unit in units:
+        slots: dict[nn.Module, dict[str, int]] = {}
+        for index, parameter in enumerate(unit.parameters):
+            for module, key in parameter.sites:
+                slots.setdefault(module, {})[key] = index
+        for module, held in slots.items():
+            guard = _Guard(unit, held)
+            module.register_state_dict_pre_hook(guard.before_state_dict)  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(guard.before_load)  # type: ignore[no-untyped-call]
+
+
+class _Guard:
+    """Hooks of one module, for its parameters of one unit."""
+
+    def __init__(self, unit: Unit, slots: Mapping[str, int]) -> None:
+        self._unit = unit
+        self._slots = slots
+
+    def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if self._shows_pieces:
+            first = self._parameter(next(iter(self._slots.values())))
+            raise StateError(
+                f"state_dict() found '{first}' sharded (rank {self._rank}): it would hold this rank's pieces under the "
+                "names of whole parameters. Save with polyshard.checkpoint.save, call it inside of 'with "
+                "polyshard.unsharded(model)' for whole parameters, or call polyshard.local_state_dict(model) for the "
+                "pieces of this rank."
+            )
+
+    def before_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Leave this rank's piece of each whole parameter in ``state_dict``, which is ``load_state_dict``'s own."""
+        if not self._shows_pieces:
+            return
+        pieces = {piece.slot: piece for piece in self._unit.pieces}
+        for key, index in self._slots.items():
+            value = state_dict.get(prefix + key)
+            # Whatever else there is will not fit, and torch says so.
+            if type(value) is not torch.Tensor and type(value) is not nn.Parameter:
+                continue
+            slot, piece = self._unit.layout.slots[index], pieces.get(index)
+            if tuple(value.shape) != slot.shape:
+                raise StateError(
+                    f"load_state_dict() got '{self._parameter(index)}' in shape {tuple(value.shape)}, "
+                    f"and the whole parameter has {slot.shape} (rank {self._rank}). Give whole parameters, which each "
+                    "rank takes its part of, or load what polyshard.local_state_dict returned with "
+                    "polyshard.load_local_state_dict."
+                )
+            whole = value.detach()
+            if whole.stride() != slot.stride:
+                whole = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device=value.device).copy_(
+                    whole
+                )
+            start, stop = (piece.start, piece.stop) if piece is not None else (0, 0)
+            state_dict[prefix + key] = whole.as_strided((stop - start,), (1,), whole.storage_offset() + start)
+
+    # A module that is copied or pickled by itself holds pieces as before, and may not drag the model along.
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Guard:
+        return self
+
+    def __reduce__(self) -> tuple[type[_NoGuard], tuple[()]]:
+        return _NoGuard, ()
+
+    @property
+    def _shows_pieces(self) -> bool:
+        root = self._unit.step
+        assert isinstance(root, Root)
+        return self._unit.grid.shard is not None and not root.unsharded and not _of_pieces.get()
+
+    def _parameter(self, index: int) -> str:
+        return self._unit.parameters[index].names[0]
+
+    @property
+    def _rank(self) -> int:
+        return self._unit.grid.world.rank
+
+
+class _NoGuard:
+    """Stands for a ``_Guard`` where its module was pickled by itself."""
+
+    def before_state_dict(self, *_: Any) -> None:
+        """Let every state dict through."""
+
+    def before_load(self, *_: Any) -> None:
+        """Let every state dict through."""

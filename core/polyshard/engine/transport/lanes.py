@@ -1,0 +1,431 @@
+"""On which streams a step's gathers, compute and reductions run, and what waits for what.
+
+[Note: ordering without blocking the host]
+Gathers run on one stream, reductions on another, compute on the caller's. Memory is handed from one to the next by
+events only:
+
+1. A gather writes after every event recorded by a reshard: the memory that it reuses was last read by compute.
+2. Compute waits for the event of the one gather whose parameters it is about to use. Units that were gathered together
+   have one event.
+3. A reduction begins after compute has computed its gradients: what brings them together runs on its stream, beside
+   compute. They and its input go back to compute's memory pool after compute has been ordered behind the reduction. One
+   input is filled while another travels.
+4. At the start of a forward the gather stream waits for compute: the optimizer has then written the masters.
+5. At the end of a backward compute waits for the reductions: the optimizer may then read the gradients.
+
+Compute may take several streams: that of a module's forward is whichever is current when it is called, and autograd
+runs a backward on the stream of its forward. Each rule then holds for all of them. What waits is the stream whose
+memory it is, since only that one may be given the memory again: the one that takes a reduction's input, the one that
+gathers. Units and gradients carry the places, a stream each, at which they were used or computed.
+
+What a module does on further streams before it returns is out of sight. Its forward lets them wait for the stream that
+calls it, and that one for them. Of its backward, only what leads to the gradients of its inputs is sure to be waited
+for before the backward ends. So what computes on a stream of its own is best a unit of its own.
+
+On the host's own device operations run in the order in which they are issued, and only ``Work.wait`` blocks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, Protocol
+
+import torch
+
+from ...errors import PolyshardError
+from ...interfaces import Collectives, Work
+from .. import _torch_private
+from .buffer import FlatBuffer
+
+_HERE: AbstractContextManager[Any] = nullcontext()
+
+#: Reductions, or launches of several, whose inputs may be alive at once: one travels while another is filled.
+REDUCTIONS_ALIVE = 2
+
+
+class Gatherable(Protocol):
+    """What lanes need of a unit."""
+
+    buffer: FlatBuffer
+    master: torch.Tensor
+    #: Where it was used since its gather, as ``Lanes.here`` says.
+    places: list[object]
+
+    @property
+    def gather_group(self) -> Collectives | None:
+        """The ranks that ``buffer`` is gathered over as it is; None where ``fill`` alone knows how."""
+
+    @property
+    def allocation(self) -> AbstractContextManager[Any]:
+        """The backend's memory for gathers."""
+
+    def fill(self) -> Work:
+        """Write the own slice and start the gather."""
+
+    def filling(self) -> None:
+        """The gather starts at the present point of the current stream, by other means than ``fill``."""
+
+    def filled(self) -> None:
+        """The gather ends at the present point of the current stream."""
+
+
+class Lanes(ABC):
+    """Runs gathers and reductions beside compute. One instance serves all units of a root."""
+
+    @abstractmethod
+    def begin_forward(self) -> None:
+        """Order gathers after what was issued so far (rule 4)."""
+
+    @abstractmethod
+    def gather(self, units: Sequence[Gatherable]) -> None:
+        """Issue the gathers of ``units``, at least one, as one communication."""
+
+    @abstractmethod
+    def arrive(self, unit: Gatherable) -> None:
+        """Order compute after the gather of ``unit`` (rule 2)."""
+
+    def follow(self) -> None:
+        """Order compute here after all gathers so far, whether or not they have arrived elsewhere."""
+        return None
+
+    @abstractmethod
+    def release(self, unit: Gatherable) -> None:
+        """Give the gather buffer's memory back (rule 1)."""
+
+    @abstractmethod
+    def make_room(self, alive: int = REDUCTIONS_ALIVE - 1) -> None:
+        """Retire reductions until at most ``alive`` are left, so that one more input may be filled (rule 3)."""
+
+    @abstractmethod
+    def reduce(
+        self,
+        issue: Callable[[], Work],
+        deliver: Callable[[], None],
+        retire: Callable[[], None],
+        taken_at: Sequence[object],
+    ) -> None:
+        """Run a reduction.
+
+        ``issue`` starts it, ``deliver`` uses its result, ``retire`` lets go of its input; in that order. ``taken_at``
+        are the places at which its input was given memory, apart from the present one.
+        """
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Order compute after every reduction, and retire them (rule 5)."""
+
+    def give_up(self) -> None:
+        """Wait for all that is in flight, whatever becomes of it: whoever cleans up has an error to tell already."""
+        self.drain()
+
+    def here(self) -> object:
+        """Where operations that are issued now are ordered: equal for equal streams, None without streams."""
+        return None
+
+    def between(self, places: Sequence[object]) -> AbstractContextManager[Any]:
+        """What is issued inside comes after all that was issued at ``places``, and before what will be."""
+        return _HERE
+
+
+class HostLanes(Lanes):
+    """For operations that run where they are issued, or on a backend's own threads until ``Work.wait``."""
+
+    def __init__(self) -> None:
+        self._gathers: dict[Gatherable, _Batch] = {}
+        self._reductions: deque[tuple[Work, Callable[[], None], Callable[[], None]]] = deque()
+
+    def begin_forward(self) -> None:
+        return None
+
+    def gather(self, units: Sequence[Gatherable]) -> None:
+        for unit in units:
+            unit.buffer.attach()
+        batch = _Batch(units, _fill(units))
+        for unit in units:
+            self._gathers[unit] = batch
+
+    def arrive(self, unit: Gatherable) -> None:
+        batch = self._gathers.get(unit)
+        if batch is None:
+            return
+        waiting = [other for other in batch.units if self._gathers.get(other) is batch]
+        for other in waiting:
+            del self._gathers[other]
+        for work in batch.works:
+            work.wait()
+        for other in waiting:
+            other.filled()
+
+    def release(self, unit: Gatherable) -> None:
+        self.arrive(unit)
+        unit.buffer.release()
+
+    def make_room(self, alive: int = REDUCTIONS_ALIVE - 1) -> None:
+        while len(self._reductions) > alive:
+            self._finish_oldest()
+
+    def reduce(
+        self,
+        issue: Callable[[], Work],
+        deliver: Callable[[], None],
+        retire: Callable[[], None],
+        taken_at: Sequence[object],
+    ) -> None:
+        self._reductions.append((issue(), deliver, retire))
+
+    def drain(self) -> None:
+        while self._reductions:
+            self._finish_oldest()
+
+    def give_up(self) -> None:
+        while self._reductions:
+            work, deliver, retire = self._reductions.popleft()
+            with suppress(PolyshardError):
+                work.wait()
+            deliver()
+            retire()
+        batches = list(dict.fromkeys(self._gathers.values()))
+        self._gathers.clear()
+        for work in (work for batch in batches for work in batch.works):
+            # Their memory is written until they end.
+            with suppress(PolyshardError):
+                work.wait()
+
+    def _finish_oldest(self) -> None:
+        work, deliver, retire = self._reductions.popleft()
+        work.wait()
+        deliver()
+        retire()
+
+
+class StreamLanes(Lanes):
+    """For CUDA and stream-ordered collectives."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = torch.cuda.current_device() if device.index is None else device.index
+        # High priority: a collective that waits behind compute kernels delays the compute that waits for it.
+        self._gather_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._reduce_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        # When each unit was last used. An event may be recorded again while waits on its last recording are still
+        # queued, so one a unit serves for good.
+        self._used: dict[Gatherable, torch.cuda.Event] = {}
+        self._arriving: dict[Gatherable, _Arrival] = {}
+        # One event a stream that used gathered memory: the latest covers the earlier ones of the same stream.
+        self._released: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
+        self._filled = _event()
+        self._spare: list[torch.cuda.Event] = []
+        self._seen: dict[tuple[int, int, int], torch.cuda.Stream] = {}
+        # Which of the two streams has anything that compute was not ordered after. Inside the capture of a CUDA graph a
+        # stream takes part from its first use on, and one that does not may not be waited for.
+        self._gathers = self._reduces = False
+        self._reductions: deque[tuple[torch.cuda.Event, Sequence[torch.cuda.Stream], Callable[[], None]]] = deque()
+
+    def begin_forward(self) -> None:
+        current = self._current()
+        self._gather_stream.wait_stream(current)
+        self._gathers = True
+        # Releases of a training step are behind this stream by now (drain). Waiting for their events again would also
+        # forbid capturing the step in a CUDA graph, inside which no earlier event may be waited for.
+        for stream, _ in self._released.values():
+            # Another forward ran there, which nothing here had to wait for. A capture begins with an idle device.
+            if stream is not current and not torch.cuda.is_current_stream_capturing():
+                self._gather_stream.wait_stream(stream)
+        self._released.clear()
+
+    def gather(self, units: Sequence[Gatherable]) -> None:
+        stream = self._gather_stream
+        self._gathers = True
+        for _, event in self._released.values():
+            event.wait(stream)
+        self._released.clear()
+        before = self._current()
+        torch.cuda.set_stream(stream)
+        try:
+            for unit in units:
+                with unit.allocation:
+                    unit.buffer.attach()
+            for work in _fill(units):
+                work.wait()
+            for unit in units:
+                unit.filled()
+            event = self._spare.pop() if self._spare else _event()
+            event.record(stream)
+        finally:
+            torch.cuda.set_stream(before)
+        arrival = _Arrival(event, len(units))
+        for unit in units:
+            self._expect_no_more(unit)
+            self._arriving[unit] = arrival
+
+    def arrive(self, unit: Gatherable) -> None:
+        arrival = self._arriving.get(unit)
+        if arrival is None:
+            return
+        current = self._current()
+        # On the stream that another unit of the batch arrived on, there is nothing left to wait for.
+        if arrival.on != current.cuda_stream:
+            arrival.event.wait(current)
+            arrival.on = current.cuda_stream
+        self._expect_no_more(unit)
+
+    def follow(self) -> None:
+        # No event is left to wait for: that of a gather is recorded anew once all of its units have arrived.
+        if self._gathers:
+            self._current().wait_stream(self._gather_stream)
+
+    def _expect_no_more(self, unit: Gatherable) -> None:
+        arrival = self._arriving.pop(unit, None)
+        if arrival is not None:
+            arrival.missing -= 1
+            if not arrival.missing:
+                # Recorded again only now: a wait is for the latest recording at the time it is issued.
+                self._spare.append(arrival.event)
+
+    def release(self, unit: Gatherable) -> None:
+        self._expect_no_more(unit)
+        current = self._current()
+        event = self._used.get(unit)
+        if event is None:
+            event = self._used[unit] = _event()
+        event.record(current)
+        self._released[current.cuda_stream] = current, event
+        for stream in _others(unit.places, current):
+            self._released[stream.cuda_stream] = stream, stream.record_event()
+        unit.buffer.release()
+
+    def make_room(self, alive: int = REDUCTIONS_ALIVE - 1) -> None:
+        while len(self._reductions) > alive:
+            self._retire_oldest()
+
+    def reduce(
+        self,
+        issue: Callable[[], Work],
+        deliver: Callable[[], None],
+        retire: Callable[[], None],
+        taken_at: Sequence[object],
+    ) -> None:
+        before, stream = self._current(), self._reduce_stream
+        self._reduces = True
+        self._filled.record(before)
+        self._filled.wait(stream)
+        event = self._spare.pop() if self._spare else _event()
+        torch.cuda.set_stream(stream)
+        try:
+            issue().wait()
+            deliver()
+            event.record(stream)
+        finally:
+            torch.cuda.set_stream(before)
+            self._reductions.append((event, (before, *_others(taken_at, before)), retire))
+
+    def drain(self) -> None:
+        while self._reductions:
+            self._retire_oldest()
+        current = self._current()
+        for _, event in self._released.values():
+            event.wait(current)
+        self._released.clear()
+        if self._reduces:
+            current.wait_stream(self._reduce_stream)
+        if self._gathers:
+            # Gathers that nothing used (a wrong prefetch) must not write memory that compute gets next.
+            current.wait_stream(self._gather_stream)
+        self._gathers = self._reduces = False
+
+    def here(self) -> object:
+        return self._current()
+
+    def between(self, places: Sequence[object]) -> AbstractContextManager[Any]:
+        current = self._current()
+        others = _others(places, current)
+        return _joined(current, others) if others else _HERE
+
+    def _current(self) -> torch.cuda.Stream:
+        # Asked some six times a unit and step: making an object for each answer takes most of what asking takes.
+        key = _torch_private.current_stream_key(self._device)
+        stream = self._seen.get(key)
+        if stream is None:
+            stream = self._seen[key] = torch.cuda.current_stream(self._device)
+        return stream
+
+    def _retire_oldest(self) -> None:
+        event, takers, retire = self._reductions.popleft()
+        for stream in takers:
+            # Not the current one: what is let go of goes back to the pools of these.
+            event.wait(stream)
+        self._spare.append(event)
+        retire()
+
+
+def _others(places: Iterable[object], current: torch.cuda.Stream) -> list[torch.cuda.Stream]:
+    return [place for place in places if place is not current and isinstance(place, torch.cuda.Stream)]
+
+
+@contextmanager
+def _joined(current: torch.cuda.Stream, others: Sequence[torch.cuda.Stream]) -> Iterator[None]:
+    for stream in others:
+        current.wait_stream(stream)
+    yield
+    for stream in others:
+        # What was read here goes back to their memory pools.
+        stream.wait_stream(current)
+
+
+def lanes_for(collectives: Collectives) -> Lanes:
+    """What suits ``collectives``: streams where its operations are ordered by them."""
+    if collectives.capabilities.stream_ordered and collectives.device.type == "cuda":
+        return StreamLanes(collectives.device)
+    return HostLanes()
+
+
+class _Batch:
+    """Units that were gathered together, where waiting blocks."""
+
+    __slots__ = ("units", "works")
+
+    def __init__(self, units: Sequence[Gatherable], works: Sequence[Work]) -> None:
+        self.units = units
+        self.works = works
+
+
+class _Arrival:
+    """The end of a gather on its stream, and how many units still have to arrive there."""
+
+    __slots__ = ("event", "missing", "on")
+
+    def __init__(self, event: torch.cuda.Event, missing: int) -> None:
+        self.event = event
+        self.missing = missing
+        #: The stream that was last ordered after it.
+        self.on: int | None = None
+
+
+_group_of = attrgetter("gather_group")
+
+
+def _fill(units: Sequence[Gatherable]) -> Sequence[Work]:
+    """Write the own slices of attached units, and start their gathers."""
+    if len(units) == 1:
+        return (units[0].fill(),)
+    works: list[Work] = []
+    together: Iterable[tuple[Collectives | None, Iterable[Gatherable]]] = groupby(units, _group_of)
+    for group, members in together:
+        if group is None:
+            works += [unit.fill() for unit in members]
+            continue
+        plain = list(members)
+        for unit in plain:
+            unit.filling()
+        # The cast is the copy-in, as in ``fill``.
+        _torch_private.foreach_copy_([unit.buffer.own for unit in plain], [unit.master for unit in plain])
+        works.append(group.all_gather_many([(unit.buffer.flat, unit.buffer.own) for unit in plain]))
+    return works
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
