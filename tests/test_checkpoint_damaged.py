@@ -52,7 +52,7 @@ def write_as_0_1(
     root: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, stale: dict[str, dict[str, Any]]
 ) -> Path:
     """What 0.1 wrote: every rank tells of every parameter, with ``stale`` where it has no element."""
-    owner: Root = model.__dict__["_polyshard_stage"].root
+    owner: Root = model.__dict__["_polyshard_stage"].step
     directory = root / f"step-{step:08d}"
     if owner.rank == 0:
         directory.mkdir(parents=True)
@@ -73,7 +73,7 @@ def write_as_0_1(
 
 def scalars_everywhere(model: nn.Module, optimizer: torch.optim.Optimizer, world: ThreadedWorld) -> dict[str, Any]:
     """State that is not per element, of the parameters of which this rank has no element: as a load of 0.1 gave it."""
-    owner: Root = model.__dict__["_polyshard_stage"].root
+    owner: Root = model.__dict__["_polyshard_stage"].step
     named = dict(model.named_parameters())
     mine = {
         name: {key: value.clone() for key, value in optimizer.state[parameter].items() if value.ndim == 0}

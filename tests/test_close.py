@@ -244,7 +244,7 @@ def test_closing_gives_up_what_is_gathered() -> None:
     model = polyshard.shard(net(), fake(reshard_after_forward=False))
     model(torch.ones(2, 6))
     loss = model(torch.ones(2, 6)).sum()
-    units = model._polyshard_stage.root.units
+    units = model._polyshard_stage.step.units
     assert any(unit.buffer.flat.untyped_storage().nbytes() for unit in units)
     polyshard.close(model)
     assert not any(unit.buffer.flat.untyped_storage().nbytes() for unit in units)

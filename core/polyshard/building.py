@@ -17,6 +17,8 @@ from .engine.planning.draft import Draft
 from .engine.planning.plan import STAGE_ATTRIBUTE, PlannedStage, names_in
 from .engine.planning.ranks import RankGrid
 from .engine.step.budget import Budget, CudaMemory, PlannedMemory
+from .engine.step.forward import Forward
+from .engine.step.part import Part
 from .engine.step.resting import Resting
 from .engine.step.root import Root
 from .engine.step.schedule import Schedule
@@ -118,6 +120,8 @@ def build(blueprint: Blueprint, grid: RankGrid, masters: Masters) -> Root:
                 signature=blueprint.signature,
                 host=None if plan.host is None else made[plan.host],
             )
+            if plan.host is not None:
+                Part(made[plan.module], made[plan.host])
         root = _join(blueprint, grid, made)
         if blueprint.events.active:
             blueprint.events.after_shard(blueprint.module)
@@ -153,9 +157,9 @@ def _join(blueprint: Blueprint, grid: RankGrid, made: Mapping[nn.Module, Stage])
             there.join(name, grid if there.signature == blueprint.signature else None, names_of)
             stages.append(there)
     # A root takes the stages from the inner ones.
-    inner = dict.fromkeys(each for stage in stages if isinstance(stage.root, Root) for each in stage.root.owned)
+    inner = dict.fromkeys(each for stage in stages if isinstance(stage.step, Root) for each in stage.step.owned)
     owned = (*inner, *_groups(blueprint, grid))
-    for inner_root in {stage.root for stage in stages}:
+    for inner_root in {stage.step for stage in stages}:
         if isinstance(inner_root, Root) and inner_root.rest is not None:
             inner_root.rest.leave()
     root = Root(
@@ -172,7 +176,7 @@ def _join(blueprint: Blueprint, grid: RankGrid, made: Mapping[nn.Module, Stage])
         root.budget = Budget(config.memory_budget, meter)
     root.owned = owned
     for module, stage in made.items():
-        stage.attach()
+        Forward(stage).attach()
         module.__dict__[STAGE_ATTRIBUTE] = stage
     root.rest = Resting(root, stages)
     return root

@@ -15,7 +15,8 @@ from .config import ShardConfig
 from .engine.cutting.broken import refuse_broken
 from .engine.cutting.materialize import Initializer
 from .engine.planning.plan import STAGE_ATTRIBUTE
-from .engine.step.root import Root
+from .engine.step.forward import Forward
+from .engine.step.root import Root, root_of
 from .engine.step.stage import Stage
 from .engine.surface.gathered import unsharded_parameters
 from .engine.surface.norms import clip_grad_norm
@@ -227,7 +228,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             f"{type(module)} does not have a method {name} ('{stage.name or '(root)'}'). Name a method that computes."
         )
     stage.has_methods = True
-    setattr(module, name, _computing(stage, module, method))
+    setattr(module, name, _computing(Forward(stage), module, method))
 
 
 def close(model: nn.Module) -> None:
@@ -254,16 +255,16 @@ def report(model: nn.Module) -> MemoryReport:
     return memory_report(outermost_root(model, "report()"))
 
 
-def _computing(stage: Stage, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+def _computing(forward: Forward, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def computes(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = stage.pre_forward(module, args, kwargs)
+        args, kwargs = forward.enter(module, args, kwargs)
         try:
             output = method(*args, **kwargs)
         except BaseException:
-            stage.post_forward(module, args, kwargs, None)
+            forward.leave(module, args, kwargs, None)
             raise
-        return stage.post_forward(module, args, kwargs, output)
+        return forward.leave(module, args, kwargs, output)
 
     return computes
 
@@ -304,8 +305,7 @@ def _outermost_root(model: nn.Module, call: str) -> Root:
     if STAGE_ATTRIBUTE not in model.__dict__ and inner is not None and STAGE_ATTRIBUTE in inner.__dict__:
         model = inner
     stage = _stage(model, call)
-    root = stage.root
-    assert isinstance(root, Root)
+    root = root_of(stage)
     if root.stages[0] is not stage:
         raise StateError(
             f"{call} needs the outermost sharded module, but was given the inner one '{stage.name}' (rank "

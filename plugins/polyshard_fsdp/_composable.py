@@ -117,6 +117,6 @@ def fully_shard(
         limit_all_gathers=True,
         use_orig_params=True,
     )
-    state._stage.attach()
+    state._forward.attach()
     _state_dict_utils._register_all_state_dict_hooks(state)
     return module

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from polyshard.engine import _torch_private
+from polyshard.engine.step.backward import output_hook
 from polyshard.engine.step.boundary import pass_through_in
 from polyshard.engine.tensors import distinct_tensors, iter_hidden_tensors, map_tensors
 from torch import nn
@@ -56,7 +57,7 @@ def _register_pre_backward_hooks(
     state: FSDPInstance, module: nn.Module, outputs: Any, handle: FlatParamHandle | None
 ) -> Any:
     """``outputs``, each of which starts the instance's backward before a gradient goes through it."""
-    hook = state._stage.gradient_hook()
+    hook = output_hook(state._stage)
     for tensor in iter_hidden_tensors(outputs):
         if tensor.grad_fn is not None:
             _torch_private.on_gradient(tensor, hook)
@@ -76,7 +77,7 @@ def _nothing() -> None:
 
 def _register_post_backward_hook(state: FSDPInstance, handle: FlatParamHandle | None) -> None:
     """Let the instance's backward end once the gradients of its inputs are there."""
-    state._stage.watch_pending_inputs()
+    state._forward.watch_pending_inputs()
 
 
 def _move_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:

@@ -26,6 +26,7 @@ from ._flat_param import (
     FlatParameter,
     FlatParamHandle,
 )
+from ._forward import FSDPForward
 from ._idle import IdleUnit
 from ._init_utils import SHARDING_STRATEGY_MAP, Groups, Ignored, managed_modules, managed_parameters
 from ._precision import FSDPPrecision
@@ -72,6 +73,7 @@ class FSDPInstance:
     _root: FSDPRoot | None
     _handle: FlatParamHandle | None
     _stage: FSDPStage
+    _forward: FSDPForward
     _summoned: bool
     _comm_hook: Callable[..., Any] | None
     _comm_hook_state: object
@@ -141,9 +143,8 @@ class FSDPInstance:
                 for holder, attribute in parameter.sites
                 if type(holder).__setattr__ is not nn.Module.__setattr__
             ]
-        self._stage = FSDPStage(
-            self, staged, module, units, full_precision_in_eval=self._use_full_prec_in_eval, observed=observed
-        )
+        self._stage = FSDPStage(self, staged, module, units, full_precision_in_eval=self._use_full_prec_in_eval)
+        self._forward = FSDPForward(self._stage, observed)
         staged.__dict__[STAGE_ATTRIBUTE] = self._stage
         CheckpointGuard.put(self, staged)
 

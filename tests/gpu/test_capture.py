@@ -174,7 +174,7 @@ class Pair:
 
     @property
     def gathered(self) -> tuple[str, ...]:
-        root: Root = self.model.__dict__["_polyshard_stage"].root
+        root: Root = self.model.__dict__["_polyshard_stage"].step
         return root.gathered
 
 

@@ -149,7 +149,7 @@ def train(rank: int, late: str, direct: bool, settings: dict[str, Any]) -> tuple
     with polyshard.unsharded(model):
         pairs = zip(model.parameters(), reference.parameters(), strict=True)
         parameters_off = max((one - other).abs().max().item() for one, other in pairs)
-    root: Root = model.__dict__["_polyshard_stage"].root
+    root: Root = model.__dict__["_polyshard_stage"].step
     return loss_off, parameters_off, len(root.gathered)
 
 

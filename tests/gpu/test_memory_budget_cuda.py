@@ -44,7 +44,7 @@ def fresh_statistics() -> None:
 
 
 def root_of(model: nn.Module) -> Root:
-    root: Root = model.__dict__["_polyshard_stage"].root
+    root: Root = model.__dict__["_polyshard_stage"].step
     return root
 
 

@@ -157,7 +157,7 @@ def sharded_copy(model: nn.Module, rank: int, world: ThreadedWorld, **settings: 
 
 def root_of(model: nn.Module) -> Root:
     """What the units of a sharded model share."""
-    root: Root = model.__dict__["_polyshard_stage"].root
+    root: Root = model.__dict__["_polyshard_stage"].step
     return root
 
 

@@ -91,7 +91,7 @@ def resting_root(model: nn.Module, call: str) -> Root:
             f"{call} needs a sharded model, but this {type(model).__name__} is not sharded. "
             "Pass the module that was given to polyshard.shard or fully_shard."
         )
-    root: Root = stage.root
+    root: Root = stage.step
     if root.stages[0] is not stage:
         raise StateError(
             f"{call} needs the outermost sharded module, but '{stage.name}' lies inside "

@@ -10,32 +10,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 from ...errors import UnshardedUseError
 from .. import _torch_private
 from .stage import Stage
+from .step import Step
 
 #: Under which the hooks stand; torch's own keys are numbers.
 _KEY = "polyshard"
 
 
-class Rests(Protocol):
-    """What a refusal asks of the root."""
-
-    unsharded: bool
-
-    @property
-    def rank(self) -> int:
-        """This process's rank."""
-
-
 class Resting:
     """Lets the modules that hold the outermost stage's parameters refuse calls between steps."""
 
-    def __init__(self, root: Rests, stages: Sequence[Stage]) -> None:
+    def __init__(self, step: Step, stages: Sequence[Stage]) -> None:
         outermost = stages[0]
         # These gather when they are called.
         gathering = {stage.module for stage in stages}
@@ -51,7 +42,7 @@ class Resting:
         refusals: dict[nn.Module, _Refusal] = {}
         for module, key, original in sites:
             if module not in gathering:
-                refusals.setdefault(module, _Refusal(root, outermost.module, names[module], key, original))
+                refusals.setdefault(module, _Refusal(step, outermost.module, names[module], key, original))
         self._hooks = [(_torch_private.forward_pre_hooks(module), refusal) for module, refusal in refusals.items()]
         self.enter()
 
@@ -69,23 +60,23 @@ class Resting:
 class _Refusal:
     """The hook of one module."""
 
-    def __init__(self, root: Rests, owner: nn.Module, name: str, key: str, original: nn.Parameter) -> None:
-        self._root = root
+    def __init__(self, step: Step, owner: nn.Module, name: str, key: str, original: nn.Parameter) -> None:
+        self._step = step
         self._owner = owner
         self._name = name
         self._key = key
         self._original = original
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        root = self._root
+        step = self._step
         # A checkpoint around the whole model computes with views inside of a backward.
-        if root.unsharded or module._parameters.get(self._key) is not self._original:
+        if step.unsharded or module._parameters.get(self._key) is not self._original:
             return
         method = _method_of(self._owner)
         called = f"by {type(self._owner).__name__}.{method} " if method else ""
         raise UnshardedUseError(
             f"'{self._name}' ({type(module).__name__}) was called {called}outside of the model's forward, while its "
-            f"{self._key} is sharded (rank {root.rank}). Let the method that calls it see whole parameters, once the "
+            f"{self._key} is sharded (rank {step.rank}). Let the method that calls it see whole parameters, once the "
             f'model is sharded: polyshard.register_forward_method(model, "{method or "generate"}").'
         )
 

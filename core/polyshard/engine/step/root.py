@@ -24,6 +24,13 @@ from .step import Step
 from .unit import UnitState
 
 
+def root_of(stage: Stage) -> Root:
+    """What drives the model that ``stage`` is a part of."""
+    root = stage.step
+    assert isinstance(root, Root)
+    return root
+
+
 class Root(Step):
     """The outermost of a model's sharded modules, and every stage inside it."""
 
@@ -59,7 +66,7 @@ class Root(Step):
         #: What ``checkpoint`` saved or loaded last; it alone knows what that is.
         self.checkpoint_line: object | None = None
         for stage in self.stages:
-            stage.root = self
+            stage.step = self
             stage.schedule = schedule
             for unit in stage.units:
                 unit.step = self

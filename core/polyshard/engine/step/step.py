@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from typing import Any
-
-from torch import nn
 
 from ...interfaces import Collectives
 from ..gradients.bucket import Bucket
 from ..transport.audit import Audit
 from ..transport.lanes import Lanes
-from .itinerary import Itinerary, Mark
+from .itinerary import Itinerary
 from .phase import Phase
 
 
-class Step(ABC):
-    """The state of a model's step, and its turning points, as stages and units see them."""
+class Step:
+    """Where a model stands in its step, and what its stages and units send by. The root of the model drives it."""
 
     def __init__(self, collectives: Collectives, lanes: Lanes, batch_nbytes: int, *, check_ranks: bool) -> None:
         """``batch_nbytes``: of reductions sent together, at most. ``check_ranks``: compare ranks' collectives."""
@@ -54,27 +50,3 @@ class Step(ABC):
     def backward_failed(self) -> bool:
         """Whether a backward started and never ended. To be asked outside of backward."""
         return self.phase is Phase.BACKWARD
-
-    @abstractmethod
-    def begin_forward(self, outermost: object, module: nn.Module) -> None:
-        """The outermost forward starts."""
-
-    @abstractmethod
-    def end_forward(self, output: object) -> None:
-        """The outermost forward ended and returns ``output``."""
-
-    @abstractmethod
-    def enter_backward(self) -> None:
-        """A gradient reached one of the outputs."""
-
-    @abstractmethod
-    def arrive(self, itinerary: Itinerary[Any], mark: Mark[Any]) -> bool:
-        """A backward came to ``mark`` of ``itinerary``: do what comes before it; whether it was not done itself yet."""
-
-    @abstractmethod
-    def abandon(self) -> None:
-        """Give up an unfinished forward or backward: release everything, drop its gradients."""
-
-    @abstractmethod
-    def modules(self) -> Iterable[nn.Module]:
-        """The modules of all stages."""

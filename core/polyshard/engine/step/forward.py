@@ -1,0 +1,227 @@
+"""What a module's forward calls: parameters become whole before it, and are let go of behind it.
+
+[Note: one stage's forward]
+Left to right; each arrow is one hook, those of the backward stand in ``backward.py``::
+
+    enter ──► forward ──► leave ··· come_back ──► backward ──► inputs_done
+    gather, show          hide, reshard     gather, show       reshard, reduce
+
+Recomputation under activation checkpointing runs ``enter`` and ``leave`` inside a backward; they then show parameters
+and leave everything else to ``come_back`` and what ends the recomputation.
+"""
+
+from __future__ import annotations
+
+import sys
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import UnshardedUseError
+from .. import _torch_private
+from ..tensors import distinct_tensors
+from .backward import input_hook, output_hook
+from .boundary import pass_through, pass_through_in
+from .gathers import show_whole, unshard_ahead
+from .outputs import SideOutputs, refuse_escape, watch_output
+from .root import Root, root_of
+from .stage import Holds, Stage
+
+
+class Forward:
+    """The forward of one stage."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        # What was being handled when the forward began: another exception behind it is the forward's own.
+        self._outer_error: BaseException | None = None
+        self._side_outputs: SideOutputs | None = None
+
+    def attach(self) -> None:
+        """Put the hooks on the module."""
+        # First and last in line: the user's own hooks, but for forward hooks added later, see whole parameters. Called
+        # on errors too: nothing stays gathered.
+        module = self.stage.module
+        module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self.leave, with_kwargs=True, always_call=True)
+
+    def enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Make the parameters whole."""
+        if torch.compiler.is_compiling():
+            return _hidden_enter(self, args, kwargs)
+        return self._enter(args, kwargs)
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Let go of the parameters, and wait for a backward where there can be one."""
+        if torch.compiler.is_compiling():
+            return _hidden_leave(self, output)
+        return self._leave(output)
+
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        stage = self.stage
+        root = root_of(stage)
+        if root.unsharded:
+            return args, kwargs
+        recomputes = _torch_private.in_backward()
+        ahead = [] if recomputes else self._begin(root)
+        records = torch.is_grad_enabled()
+        if records:
+            self._begin_itinerary(root, recomputes)
+        show_whole(stage.units, stage.governing.training, recomputes=recomputes)
+        unshard_ahead(ahead)
+        if stage.input_cast is not None and not stage.in_full_precision:
+            args, kwargs = stage.input_cast(args, kwargs)
+        if records and stage.holds is Holds.SHARDED and not (recomputes and stage.awaits_backward):
+            args, kwargs = self._watch_inputs(args, kwargs)
+        return args, kwargs
+
+    def _begin(self, root: Root) -> list[list[Stage]]:
+        """The stage is entered; what is to be gathered ahead, as batches."""
+        stage = self.stage
+        if root.active is None or root.backward_failed:
+            root.begin_forward(stage, stage.module)
+        self._outer_error = sys.exception()
+        stage.entered += 1
+        stage.reads_in_backward = stage.needs_parameters_in_backward()
+        return [] if stage.gave_back else stage.order.enter(stage)
+
+    def _begin_itinerary(self, root: Root, recomputes: bool) -> None:
+        stage = self.stage
+        itinerary = None if recomputes else root.itinerary
+        stage.enters_first = itinerary is None or itinerary is not stage.itinerary
+        stage.itinerary = itinerary
+        if itinerary is not None and not stage.gave_back:
+            itinerary.add(stage.entry)
+
+    def _leave(self, output: Any) -> Any:
+        stage = self.stage
+        root = root_of(stage)
+        records = torch.is_grad_enabled()
+        if root.unsharded:
+            return self._watch_output(output)[0] if records else output
+        recomputes = _torch_private.in_backward()
+        if output is None:
+            error = sys.exception()
+            if error is not None and error is not self._outer_error:
+                self._give_up(root, recomputes)
+                return None
+        if stage.output_cast is not None and not stage.in_full_precision:
+            output = stage.output_cast(output)
+        watched = False
+        if records and stage.holds is not Holds.RESIDENT and not (recomputes and stage.awaits_backward):
+            output, watched = self._watch_output(output)
+        if recomputes:
+            self._computed(True)
+        else:
+            self._end(root, output)
+        stage.awaits_backward |= watched
+        if not recomputes:
+            self._end_itinerary(root)
+            if root.active is stage and not stage.entered:
+                root.end_forward(output)
+        return output
+
+    def _end(self, root: Root, output: Any) -> None:
+        """The stage is left, and keeps what its backward follows at once for."""
+        stage = self.stage
+        stage.entered -= 1
+        if stage.entered:
+            return
+        outermost = root.active is stage
+        turns = outermost or stage.order.turns_at(stage)
+        for unit in stage.units:
+            for observer in unit.observers:
+                observer.computed(unit.spec, False)
+            unit.hide()
+            if not unit.permanent and unit.releases(turns):
+                try:
+                    refuse_escape((unit,), output, stage.name, stage.rank)
+                except UnshardedUseError:
+                    if outermost:
+                        # No hook of an outer module will see this error and clean up.
+                        root.abandon()
+                    raise
+                unit.reshard()
+
+    def _end_itinerary(self, root: Root) -> None:
+        stage = self.stage
+        if stage.gave_back or stage.holds is Holds.RESIDENT or not torch.is_grad_enabled():
+            return
+        root.itinerary.add(stage.exit)
+        if stage.reads_in_backward:
+            stage.order.leave(stage)
+
+    def _give_up(self, root: Root, recomputes: bool) -> None:
+        stage = self.stage
+        if recomputes:
+            # Usually no error: a checkpoint stops a recomputation as soon as it has what it needs.
+            self._computed(True)
+            return
+        # Nothing was entered where the error came from beginning the forward.
+        stage.entered = max(0, stage.entered - 1)
+        # Other ranks may have come through. A module around this one may go on without it.
+        self._end_itinerary(root)
+        if stage.entered:
+            return
+        if root.active is stage:
+            root.abandon()
+        else:
+            # Whoever catches this goes on with the other ranks, which keep what is kept for a backward.
+            stage.awaits_backward |= stage.holds is Holds.SHARDED and torch.is_grad_enabled()
+            stage.reshard(stage.order.turns_at(stage))
+
+    def _computed(self, backward: bool) -> None:
+        for unit in self.stage.units:
+            for observer in unit.observers:
+                observer.computed(unit.spec, backward)
+
+    def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not self.stage.enters_first:
+            # Further forwards have had their gradients when the first one's inputs get theirs.
+            return args, kwargs
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) and args[0].requires_grad:
+            return pass_through(input_hook(self.stage), list(args)), kwargs
+        found = distinct_tensors((args, kwargs), attrgetter("requires_grad"))
+        if not found:
+            # The end of the backward takes over: an integer input, or the first unit of the model.
+            return args, kwargs
+        return pass_through_in(input_hook(self.stage), (args, kwargs), found)
+
+    def _watch_output(self, output: Any) -> tuple[Any, bool]:
+        hook = output_hook(self.stage)
+        output, watched = watch_output(output, hook)
+        return output, self._side().watch(hook) or watched
+
+    def _side(self) -> SideOutputs:
+        if self._side_outputs is None:
+            root = root_of(self.stage)
+            self._side_outputs = SideOutputs(_own_modules(self.stage.module, set(root.modules())))
+        return self._side_outputs
+
+
+def _own_modules(outermost: nn.Module, staged: set[nn.Module]) -> list[nn.Module]:
+    """``outermost`` and the modules inside it that are inside of none of ``staged``."""
+    found: list[nn.Module] = []
+    waiting = [outermost]
+    while waiting:
+        module = waiting.pop()
+        found.append(module)
+        waiting += [child for child in module.children() if child not in staged]
+    return found
+
+
+# torch.compile does not look inside these. Eager steps go around them, and so never import the compiler.
+@_torch_private.hidden_from_compile
+def _hidden_enter(
+    forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return forward._enter(args, kwargs)
+
+
+@_torch_private.hidden_from_compile
+def _hidden_leave(forward: Forward, output: Any) -> Any:
+    return forward._leave(output)
