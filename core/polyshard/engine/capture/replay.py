@@ -249,7 +249,7 @@ def release(root: Root) -> None:
 def recover(root: Root) -> None:
     """Back to the state between steps after a recording that failed."""
     # The old streams' events belong to a recording that is gone: waiting for one would fail.
-    root.lanes = lanes_for(root.collectives)
+    root.use_lanes(lanes_for(root.collectives))
     root.abandon()
 
 

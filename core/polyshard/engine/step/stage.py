@@ -331,8 +331,8 @@ class Stage:
 
     def __reduce__(self) -> NoReturn:
         raise StateError(
-            f"A sharded module cannot be pickled ({self._described}). Save it with polyshard.checkpoint, or its "
-            "state_dict() inside polyshard.unsharded."
+            f"A sharded module cannot be pickled ({self._described}). Save a state dict instead: with "
+            "polyshard.checkpoint, or inside polyshard.unsharded."
         )
 
     @property

@@ -42,6 +42,10 @@ class Step:
         """This process's rank among all that share the model."""
         return self.collectives.rank
 
+    def use_lanes(self, lanes: Lanes) -> None:
+        """Send by ``lanes`` from now on."""
+        self.lanes = self.bucket.lanes = lanes
+
     def end_audit(self) -> None:
         """Compare no more: what follows repeats what was compared."""
         self.audit = self.bucket.audit = None
