@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from ..nested import distinct_tensors, items_of, iter_tensors, map_tensors, slots_of
+from ..nested import PLAIN, distinct_tensors, items_of, iter_tensors, map_tensors, slots_of
 
 __all__ = ["distinct_tensors", "iter_hidden_tensors", "iter_tensors", "map_tensors"]
 
@@ -38,7 +38,7 @@ def iter_hidden_tensors(value: Any) -> Iterator[torch.Tensor]:
         if items is None:
             inside = True
             items = _attributes_of(value)
-        waiting.extend([(item, inside) for item in items][::-1])
+        waiting.extend([(item, inside) for item in items if type(item) not in PLAIN][::-1])
 
 
 def _attributes_of(value: Any) -> Iterable[Any]:
