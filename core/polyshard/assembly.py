@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,12 +17,13 @@ from torch import nn
 from . import catalog
 from .agreement import agree
 from .building import Blueprint, build, close_groups, give_up, prepare
+from .compared import kind_of, rows_of
 from .config import PluginChoice, ShardConfig, Strategy
+from .devices import compute_device
 from .engine.cutting.broken import refuse_broken
 from .engine.cutting.materialize import Initializer, refuse_uninitializable
 from .engine.planning.answers import leaves_alone, refuse_unable
 from .engine.planning.draft import Draft, draft_stage
-from .engine.planning.managed_parameter import ManagedParameter
 from .engine.planning.plan import STAGE_ATTRIBUTE, PlannedStage, plan_stages, refuse_sharded, refuse_unshardable
 from .engine.planning.ranks import RankGrid
 from .engine.planning.values import described_buffers, described_values
@@ -40,6 +40,7 @@ from .interfaces import (
     RankAndSize,
     WrapPolicy,
 )
+from .rank_groups import rank_lists_for, strategy_for, subgroup
 
 #: The settings that ranks compare as they are; the others show in what they lead to.
 _COMPARED = (
@@ -95,7 +96,7 @@ def shard_module(request: Request) -> Root:
         entry_points = catalog.scan()
         context = PluginContext(
             name="",
-            device=_compute_device(request),
+            device=compute_device(config, request.module, request.ignored_modules),
             process_group=process_group,
             mesh=mesh,
             timeout=timedelta(seconds=config.timeout_s),
@@ -103,8 +104,8 @@ def shard_module(request: Request) -> Root:
         collectives_plugin = catalog.resolve(Group.COLLECTIVES, choice, entry_points)
         collectives = collectives_plugin.construct(_named(context, choice))
         plugins = _resolve(request, context, collectives, collectives_plugin, entry_points)
-        strategy = _strategy(config, collectives.world_size)
-        shard_lists, replicate_lists = _rank_lists(config, strategy, collectives.world_size)
+        strategy = strategy_for(config, collectives.world_size)
+        shard_lists, replicate_lists = rank_lists_for(config, strategy, collectives.world_size)
         # Where nothing is gathered, one unit around the others costs nothing.
         divides = config.split_root and len(shard_lists[0]) > 1
         planned = _plan(request, plugins, divides)
@@ -114,10 +115,10 @@ def shard_module(request: Request) -> Root:
         drafts, overrides = _draft(request, plugins, planned, len(shard_lists[0]))
         report = [
             *plugins.fingerprint,
-            ["collectives", *_kind(collectives)],
+            ["collectives", *kind_of(collectives)],
             [strategy.value, shard_lists, replicate_lists],
             *([name, getattr(config, name)] for name in _COMPARED),
-            *(row for draft, override in zip(drafts, overrides, strict=True) for row in _described(draft, override)),
+            *(row for draft, override in zip(drafts, overrides, strict=True) for row in rows_of(draft, override)),
             *_values(request, planned, collectives),
         ]
     except Exception as raised:
@@ -154,7 +155,7 @@ def shard_module(request: Request) -> Root:
     with ExitStack() as groups:
         with ExitStack() as undo:
             with _together(config, collectives, process_group):
-                shard, replicate = _subgroup(collectives, shard_lists), _subgroup(collectives, replicate_lists)
+                shard, replicate = subgroup(collectives, shard_lists), subgroup(collectives, replicate_lists)
                 grid = RankGrid(collectives, shard, replicate)
                 if config.check_ranks:
                     # All ranks fail alike then, and so close alike.
@@ -357,36 +358,6 @@ def _policy_choice(choice: PluginChoice) -> PluginChoice:
     return {"name": "custom", "fn": choice}
 
 
-def _compute_device(request: Request) -> torch.device:
-    config = request.config
-    if config.device is not None:
-        device = config.device
-    else:
-        ignored = {inner for outer in request.ignored_modules for inner in outer.modules()}
-        places = {
-            parameter.device
-            for inner in request.module.modules()
-            if inner not in ignored
-            for parameter in inner._parameters.values()
-            if parameter is not None and not parameter.is_meta
-        }
-        if isinstance(config.collectives, Collectives):
-            device = config.collectives.device
-        elif places:
-            device = sorted(places, key=str)[0]
-        else:
-            # A build with CUDA names its accelerator on machines that have none.
-            accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-            device = accelerator or torch.device("cpu")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def _strategy(config: ShardConfig, world_size: int) -> Strategy:
-    return Strategy.NO_SHARD if world_size == 1 else config.strategy
-
-
 def _refuse_unmeasured(config: ShardConfig, strategy: Strategy, device: torch.device, rank: int) -> None:
     chooses = config.reshard_after_forward == "auto" and strategy is not Strategy.NO_SHARD
     if chooses and config.memory_budget is None and device.type != "cuda":
@@ -394,67 +365,6 @@ def _refuse_unmeasured(config: ShardConfig, strategy: Strategy, device: torch.de
             f"reshard_after_forward='auto' needs memory_budget on {device.type}, whose free memory is not measured "
             f"(rank {rank}). Give it in bytes or as text such as '70 GiB', or leave reshard_after_forward out."
         )
-
-
-def _rank_lists(config: ShardConfig, strategy: Strategy, world_size: int) -> tuple[list[list[int]], list[list[int]]]:
-    """The ranks of each shard group, and those of each replicate group."""
-    everyone = list(range(world_size))
-    if strategy is Strategy.NO_SHARD:
-        return [[rank] for rank in everyone], [everyone]
-    if not strategy.hybrid:
-        return [everyone], [[rank] for rank in everyone]
-    if config.mesh is not None:
-        rows = config.mesh.mesh.tolist()
-        if sorted(rank for row in rows for rank in row) != everyone:
-            raise ConfigError(
-                f"A mesh for {strategy.value} must hold every one of the {world_size} ranks once, but it holds {rows}. "
-                "Make it with init_device_mesh over the whole world."
-            )
-    else:
-        size = config.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-        if not size:
-            raise ConfigError(
-                f"{strategy.value} needs to know how many ranks share a shard: LOCAL_WORLD_SIZE is not set. "
-                "Set shard_size= or mesh=."
-            )
-        if world_size % size:
-            raise WorldSizeError(
-                f"{world_size} ranks cannot be divided into shard groups of {size}. Choose a shard_size that divides "
-                f"{world_size}."
-            )
-        rows = [everyone[start : start + size] for start in range(0, world_size, size)]
-    return rows, [list(column) for column in zip(*rows, strict=True)]
-
-
-def _subgroup(world: Collectives, rank_lists: list[list[int]]) -> Collectives | None:
-    size = len(rank_lists[0])
-    if size == 1:
-        return None
-    return world if size == world.world_size else world.partition(rank_lists)
-
-
-def _kind(collectives: Collectives) -> list[Any]:
-    """What tells ranks apart that would exchange bytes by other means, or only pretend to."""
-    cls = type(collectives)
-    communicates = collectives.capabilities.can_communicate
-    return [f"{cls.__module__}:{cls.__qualname__}", collectives.world_size, collectives.device.type, communicates]
-
-
-def _described(draft: Draft, overrides: list[Any]) -> list[list[Any]]:
-    """What ranks compare of a stage: settings of its own, and for each unit its dtypes, its wire and its parameters."""
-    rows: list[list[Any]] = [[f"'{draft.stage.name or '(root)'}'", overrides, str(draft.buffer_dtype)]]
-    for unit, group in zip(draft.units, draft.stage.groups, strict=True):
-        title = f"unit '{unit.spec.label}'"
-        dtypes = [str(getattr(unit.dtypes, field.name)) for field in dataclasses.fields(unit.dtypes)]
-        rows.append([title, "dtypes", dtypes, "bytes on the wire", unit.wire and unit.wire.nbytes_per_rank])
-        rows.append([title, *(_parameter(parameter) for parameter in group)])
-    return rows
-
-
-def _parameter(parameter: ManagedParameter) -> list[Any]:
-    original = parameter.original
-    trained = "trained" if original.requires_grad else "frozen"
-    return [*parameter.names, list(original.shape), list(original.stride()), str(original.dtype), trained]
 
 
 def _values(request: Request, planned: Sequence[PlannedStage], collectives: Collectives) -> list[list[Any]]:
