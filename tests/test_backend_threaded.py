@@ -254,10 +254,9 @@ def test_threads_that_hang_are_reported_with_stacks() -> None:
 
 def test_an_operation_that_fails_fails_on_every_rank() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> None:
-        scale = 0.5
-        # A product with 0.5 does not fit an integer tensor, which only shows when the operation is carried out.
+        # Booleans have no quotient, which only shows when the operation is carried out.
         with pytest.raises(CollectiveAbortedError, match="failed: RuntimeError"):
-            join(world, rank).all_reduce(torch.ones(2, dtype=torch.int64), op=ReduceOp.SUM, postscale=scale).wait()
+            join(world, rank).all_reduce(torch.ones(2, dtype=torch.bool), op=ReduceOp.MEAN).wait()
 
     ThreadedWorld(2).run(on_rank)
 

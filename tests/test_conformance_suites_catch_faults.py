@@ -55,11 +55,11 @@ class FirstOnly(ThreadedCollectives):
         return super().reduce_scatter_many(triples[:1], **options)
 
 
-class ForgottenScale(ThreadedCollectives):
-    """Leaves ``postscale`` out."""
+class AlwaysSums(ThreadedCollectives):
+    """Adds up, whatever it is asked for."""
 
-    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp, postscale: float = 1.0) -> Work:
-        return super().all_reduce(tensor, op=op)
+    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
+        return super().all_reduce(tensor, op=ReduceOp.SUM)
 
 
 class SortedParts(ThreadedCollectives):
@@ -94,11 +94,11 @@ class SuiteOf(CollectivesSuite):
         (OwnSliceOnly, lambda suite: suite.test_gathers_and_reductions_overlap(2, (0, 1, 2, 3))),
         (NarrowSums, lambda suite: suite.test_widening_accumulates_in_the_output_dtype(2, ReduceOp.SUM)),
         (FirstOnly, lambda suite: suite.test_many_reductions_at_once(2, ReduceOp.SUM)),
-        (ForgottenScale, lambda suite: suite.test_all_reduce_follows_the_formula(2, ReduceOp.MAX)),
+        (AlwaysSums, lambda suite: suite.test_all_reduce_follows_the_formula(2, ReduceOp.MAX)),
         (Unheard, lambda suite: suite.test_announcements_that_differ_reach_every_rank(2)),
         (SortedParts, lambda suite: suite.test_partition_numbers_ranks_by_their_list(3)),
     ],
-    ids=["gather", "overlap", "widening", "many", "postscale", "announcements", "numbering"],
+    ids=["gather", "overlap", "widening", "many", "operation", "announcements", "numbering"],
 )
 def test_faulty_collectives_fail(backend: type[ThreadedCollectives], test: Callable[[SuiteOf], None]) -> None:
     with pytest.raises(AssertionError):

@@ -87,16 +87,16 @@ class Mail(Collectives):
             row.copy_(letter)
         return COMPLETED
 
-    def reduce_scatter(self, out, full, *, op, prescale=1.0, postscale=1.0, scratch=None):
+    def reduce_scatter(self, out, full, *, op, scratch=None):
         assert out.dtype == full.dtype
         letters = self._box.exchange(self._rank, full.clone())
         rows = torch.stack([letter.view(self._size, -1)[self._rank] for letter in letters])
-        out.copy_(self._reduced(rows * prescale, op) * postscale)
+        out.copy_(self._reduced(rows, op))
         return COMPLETED
 
-    def all_reduce(self, tensor, *, op, postscale=1.0):
+    def all_reduce(self, tensor, *, op):
         letters = self._box.exchange(self._rank, tensor.clone())
-        tensor.copy_(self._reduced(torch.stack(letters), op) * postscale)
+        tensor.copy_(self._reduced(torch.stack(letters), op))
         return COMPLETED
 
     def _reduced(self, rows, op):

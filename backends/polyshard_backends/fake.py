@@ -140,13 +140,11 @@ class FakeCollectives(Collectives):
         full: torch.Tensor,
         *,
         op: ReduceOp,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
         scratch: torch.Tensor | None = None,
     ) -> Work:
         rank = self._rank
         out.copy_(full.view(self._world_size, out.numel())[rank])
-        self._scale(out, op, prescale * postscale)
+        self._scale(out, op)
         self.calls.append(FakeCall("reduce_scatter", full.numel(), full.dtype))
         return _StreamWork() if self._stream_ordered else COMPLETED
 
@@ -156,16 +154,14 @@ class FakeCollectives(Collectives):
         self.reduction_batches.append(len(triples))
         return super().reduce_scatter_many(triples, op=op)
 
-    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp, postscale: float = 1.0) -> Work:
-        self._scale(tensor, op, postscale)
+    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
+        self._scale(tensor, op)
         self.calls.append(FakeCall("all_reduce", tensor.numel(), tensor.dtype))
         return _StreamWork() if self._stream_ordered else COMPLETED
 
-    def _scale(self, tensor: torch.Tensor, op: ReduceOp, factor: float) -> None:
-        if op is ReduceOp.SUM:
-            factor *= self._world_size
-        if factor != 1.0:
-            tensor.mul_(factor if tensor.is_floating_point() else int(factor))
+    def _scale(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        if op is ReduceOp.SUM and self._world_size > 1:
+            tensor.mul_(self._world_size)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         check_source(src, self._rank, self._world_size)

@@ -112,8 +112,6 @@ class GlooCollectives(ProcessGroupCollectives):
         full: torch.Tensor,
         *,
         op: ReduceOp,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
         scratch: torch.Tensor | None = None,
     ) -> Work:
         check_slices("reduce_scatter", full, out, self._rank, self._world_size)
@@ -122,11 +120,11 @@ class GlooCollectives(ProcessGroupCollectives):
 
         def finish() -> None:
             with torch.no_grad():
-                reduce_rows(out, rows, op, prescale, postscale)
+                reduce_rows(out, rows, op)
 
         return self._issue("reduce_scatter", dist.all_to_all_single, as_bytes(received), as_bytes(full), finish=finish)
 
-    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp, postscale: float = 1.0) -> Work:
+    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
         self._check_contiguous("all_reduce", tensor)
         # Summed in fp32: fp16 overflows in a sum that its mean would fit.
         narrow = tensor.dtype in (torch.float16, torch.bfloat16)
@@ -138,8 +136,6 @@ class GlooCollectives(ProcessGroupCollectives):
             with torch.no_grad():
                 if op is ReduceOp.MEAN:
                     total.div_(self._world_size, rounding_mode=None if total.is_floating_point() else "trunc")
-                if postscale != 1.0:
-                    total.mul_(postscale)
                 if narrow:
                     tensor.copy_(total)
 

@@ -209,16 +209,14 @@ class NcclCollectives(ProcessGroupCollectives):
         full: torch.Tensor,
         *,
         op: ReduceOp,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
         scratch: torch.Tensor | None = None,
     ) -> Work:
         # Looked at first: inside a backward, where gradients are reduced, it is off already.
         if torch.is_grad_enabled():
             with torch.no_grad():
-                self._reduce(out, full, op, prescale, postscale, scratch)
+                self._reduce(out, full, op, scratch)
         else:
-            self._reduce(out, full, op, prescale, postscale, scratch)
+            self._reduce(out, full, op, scratch)
         return StreamWork(self._device_index)
 
     def _reduce(
@@ -226,37 +224,29 @@ class NcclCollectives(ProcessGroupCollectives):
         out: torch.Tensor,
         full: torch.Tensor,
         op: ReduceOp,
-        prescale: float,
-        postscale: float,
         scratch: torch.Tensor | None,
     ) -> None:
         channel = self._reduction_channel or self._open_reductions()
         try:
             if out.dtype is full.dtype:
-                if prescale != 1.0:
-                    full.mul_(prescale)
                 channel.reduce_scatter(out, full, op)
-                if postscale != 1.0:
-                    out.mul_(postscale)
             else:
                 # Narrow bytes travel and wide sums are taken on arrival: half of what a wide reduce-scatter sends, and
                 # the same answer.
                 received = receive_buffer(full, scratch)
                 rows = received.view(self._world_size, out.numel())
                 self._exchange(channel, received, full)
-                self._reduce_rows(out, rows, op, prescale, postscale)
+                self._reduce_rows(out, rows, op)
         except _FAILURES as error:
             check_slices("reduce_scatter", full, out, self._rank, self._world_size)
             raise self._translated(error, "reduce_scatter") from error
 
-    def _reduce_rows(
-        self, out: torch.Tensor, rows: torch.Tensor, op: ReduceOp, prescale: float, postscale: float
-    ) -> None:
+    def _reduce_rows(self, out: torch.Tensor, rows: torch.Tensor, op: ReduceOp) -> None:
         long = out.numel() >= _LONG_ROW and out.dtype is torch.float32 and rows.dtype in _HALVES
-        if long and self._mean_of_rows and op is ReduceOp.MEAN and prescale == postscale == 1.0:
+        if long and self._mean_of_rows and op is ReduceOp.MEAN:
             self._mean_of_rows(out, rows)
         else:
-            reduce_rows(out, rows, op, prescale, postscale)
+            reduce_rows(out, rows, op)
 
     def reduce_scatter_many(
         self, triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], *, op: ReduceOp
@@ -272,7 +262,7 @@ class NcclCollectives(ProcessGroupCollectives):
                 received = [receive_buffer(full, scratch) for _, full, scratch in triples]
                 self._exchange_many(channel, received, [full for _, full, _ in triples])
                 for (out, _, _), buffer in zip(triples, received, strict=True):
-                    self._reduce_rows(out, buffer.view(self._world_size, out.numel()), op, 1.0, 1.0)
+                    self._reduce_rows(out, buffer.view(self._world_size, out.numel()), op)
         except _FAILURES as error:
             raise self._translated(error, "reduce_scatter") from error
         return StreamWork(self._device_index)
@@ -298,15 +288,12 @@ class NcclCollectives(ProcessGroupCollectives):
     def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
         return 0 if wire_dtype is out_dtype else numel * wire_dtype.itemsize
 
-    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp, postscale: float = 1.0) -> Work:
+    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
         channel = self._reduction_channel or self._open_reductions()
         try:
             channel.all_reduce(tensor, op)
         except _FAILURES as error:
             raise self._translated(error, "all_reduce") from error
-        if postscale != 1.0:
-            with torch.no_grad():
-                tensor.mul_(postscale)
         return StreamWork(self._device_index)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:

@@ -59,8 +59,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype in _KNOWN_DTYPES else tensor.view(torch.uint8)
 
 
-def reduce_rows(out: torch.Tensor, rows: torch.Tensor, op: ReduceOp, prescale: float, postscale: float) -> None:
-    """``out = postscale * op(prescale * rows)`` over the first dimension.
+def reduce_rows(out: torch.Tensor, rows: torch.Tensor, op: ReduceOp) -> None:
+    """``out = op(rows)`` over the first dimension.
 
     ``rows``: ``[world_size, n]``, overwritten in some cases; ``out``: ``[n]``, of the same or a wider dtype. Sums are
     taken in ``out``'s dtype, but at least in fp32.
@@ -68,11 +68,8 @@ def reduce_rows(out: torch.Tensor, rows: torch.Tensor, op: ReduceOp, prescale: f
     if op is ReduceOp.MEAN and out.dtype is torch.float32:
         # What the engine asks for once a unit and step; the rest of this function decides the same in more steps.
         torch.mean(rows, 0, dtype=torch.float32, out=out)
-        factor = prescale * postscale
     elif op in (ReduceOp.MAX, ReduceOp.MIN):
-        scaled = rows if prescale == 1.0 else rows.to(out.dtype) * prescale
-        out.copy_(scaled.amax(0) if op is ReduceOp.MAX else scaled.amin(0))
-        factor = postscale
+        out.copy_(rows.amax(0) if op is ReduceOp.MAX else rows.amin(0))
     else:
         # fp16 overflows in a sum that its mean would fit; bf16 loses half of its digits.
         narrow = out.dtype in (torch.float16, torch.bfloat16)
@@ -84,11 +81,7 @@ def reduce_rows(out: torch.Tensor, rows: torch.Tensor, op: ReduceOp, prescale: f
             if op is ReduceOp.MEAN:
                 total.div_(rows.shape[0], rounding_mode="trunc")
         if narrow:
-            out.copy_(total.mul_(prescale * postscale))
-            return
-        factor = prescale * postscale
-    if factor != 1.0:
-        out.mul_(factor)
+            out.copy_(total)
 
 
 def receive_buffer(full: torch.Tensor, scratch: torch.Tensor | None) -> torch.Tensor:

@@ -31,8 +31,6 @@ _CAPABILITIES = CollectivesCapabilities(
 class _Request(NamedTuple):
     out: torch.Tensor
     source: torch.Tensor
-    prescale: float = 1.0
-    postscale: float = 1.0
 
 
 def _all_gather(requests: Sequence[_Request]) -> None:
@@ -55,10 +53,8 @@ def _reduce_scatter(requests: Sequence[_Request], op: ReduceOp) -> None:
     with torch.no_grad():
         for rank, request in enumerate(requests):
             shape = (len(requests), request.out.numel())
-            pieces = [_scaled(other.source.view(shape)[rank], request.out.dtype, other.prescale) for other in requests]
+            pieces = [other.source.view(shape)[rank].to(request.out.dtype) for other in requests]
             _accumulate(request.out, pieces, op)
-            if request.postscale != 1.0:
-                request.out.mul_(request.postscale)
 
 
 def _all_reduce(requests: Sequence[_Request], op: ReduceOp) -> None:
@@ -68,13 +64,6 @@ def _all_reduce(requests: Sequence[_Request], op: ReduceOp) -> None:
         _accumulate(total, [request.source for request in requests], op)
         for request in requests:
             request.out.copy_(total)
-            if request.postscale != 1.0:
-                request.out.mul_(request.postscale)
-
-
-def _scaled(piece: torch.Tensor, dtype: torch.dtype, factor: float) -> torch.Tensor:
-    piece = piece.to(dtype)
-    return piece if factor == 1.0 else piece * factor
 
 
 def _accumulate(out: torch.Tensor, pieces: Sequence[torch.Tensor], op: ReduceOp) -> None:
@@ -175,17 +164,15 @@ class ThreadedCollectives(Collectives):
         full: torch.Tensor,
         *,
         op: ReduceOp,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
         scratch: torch.Tensor | None = None,
     ) -> Work:
         check_slices("reduce_scatter", full, out, self._rank, self.world_size)
-        request = _Request(_unversioned(out), full, prescale, postscale)
+        request = _Request(_unversioned(out), full)
         return self._issue(f"reduce_scatter({op.name})", request, full, lambda all_: _reduce_scatter(all_, op))
 
-    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp, postscale: float = 1.0) -> Work:
+    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
         self._check_contiguous("all_reduce", tensor)
-        request = _Request(_unversioned(tensor), tensor, postscale=postscale)
+        request = _Request(_unversioned(tensor), tensor)
         return self._issue(f"all_reduce({op.name})", request, tensor, lambda all_: _all_reduce(all_, op))
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:

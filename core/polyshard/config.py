@@ -232,8 +232,9 @@ class ShardConfig:
     """How many units ahead of the computing one are gathered in backward; 0 for none."""
     batch_nbytes: _Normalised[int, str] = _Normalised(_batch_nbytes, 128 * 2**20)
     """Bytes up to which units that follow each other share a communication: of whole parameters where they are
-    prefetched, and of gradients, up to 16 MiB, where units of at most a quarter of that are reduced. A number, or text
-    such as ``"16 MiB"``; 0 for each unit by itself. Read as an int."""
+    prefetched; of gradients, up to 16 MiB, where units of at most a quarter of that are reduced, and, in one launch of
+    a communication each, up to 64 MiB, where units of at most half of that are. A number, or text such as
+    ``"16 MiB"``; 0 for each unit by itself. Read as an int."""
     split_root: bool = True
     """Whether a large module before all units and one behind them, of a language model embedding and head, are gathered
     and reduced apart from the rest of the root. To be turned off where only some ranks run such a module in a step."""

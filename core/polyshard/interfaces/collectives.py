@@ -32,8 +32,6 @@ class BufferRole(enum.Enum):
     """A whole unit in compute dtype: the output, and in place the input, of ``all_gather``."""
     REDUCE = "reduce"
     """A whole unit's gradients in wire dtype: the input of ``reduce_scatter``."""
-    SCRATCH = "scratch"
-    """Working memory that ``reduce_scatter`` asked for with ``scratch_nbytes``."""
 
 
 @runtime_checkable
@@ -191,14 +189,12 @@ class Collectives(ABC):
         full: torch.Tensor,
         *,
         op: ReduceOp,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
         scratch: torch.Tensor | None = None,
     ) -> Work:
         """Reduce ``full`` over ranks and keep this rank's slice.
 
         ``out``: shape ``[n]``; ``full``: shape ``[world_size * n]``, contiguous. With ``F_k`` the ``full`` of rank
-        ``k`` and ``s`` this rank's slice, ``out = postscale * op_k(prescale * F_k[s])``. Where
+        ``k`` and ``s`` this rank's slice, ``out = op_k(F_k[s])``. Where
         ``capabilities.widening``, ``out`` may have a wider dtype, and the accumulation then happens in it. ``full``
         may be overwritten. ``scratch``: uint8, of at least ``scratch_nbytes(...)`` bytes, or None.
         """
@@ -218,8 +214,8 @@ class Collectives(ABC):
         return 0
 
     @abstractmethod
-    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp, postscale: float = 1.0) -> Work:
-        """Reduce ``tensor`` (any shape, contiguous) over ranks, in place, and multiply by ``postscale``."""
+    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
+        """Reduce ``tensor`` (any shape, contiguous) over ranks, in place."""
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:

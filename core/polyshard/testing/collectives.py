@@ -67,11 +67,7 @@ class CollectivesSuite:
             return
         for dtype in sorted(capabilities.dtypes, key=str):
             if dtype.is_floating_point:
-                for prescale, postscale in ((1.0, 1.0), (0.5, 1.0), (1.0, 4.0), (0.25, 2.0)):
-                    check = partial(
-                        checks.check_reduce_scatter, dtype=dtype, op=op, prescale=prescale, postscale=postscale
-                    )
-                    self.run_ranks(world_size, check)
+                self.run_ranks(world_size, partial(checks.check_reduce_scatter, dtype=dtype, op=op))
 
     @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN])
     def test_many_reductions_at_once(self, world_size: int, op: ReduceOp) -> None:
@@ -97,15 +93,13 @@ class CollectivesSuite:
             return
         for dtype in sorted(capabilities.dtypes, key=str):
             if dtype.is_floating_point:
-                for postscale in (1.0, 0.25):
-                    check = partial(checks.check_all_reduce, dtype=dtype, op=op, postscale=postscale)
-                    self.run_ranks(world_size, check)
+                self.run_ranks(world_size, partial(checks.check_all_reduce, dtype=dtype, op=op))
 
     def test_integers_are_summed_exactly(self, world_size: int) -> None:
         for dtype in sorted(self._capabilities(world_size).dtypes & {torch.int64, torch.int32}, key=str):
             for check in (
-                partial(checks.check_all_reduce, dtype=dtype, op=ReduceOp.SUM, postscale=1.0),
-                partial(checks.check_reduce_scatter, dtype=dtype, op=ReduceOp.SUM, prescale=1.0, postscale=1.0),
+                partial(checks.check_all_reduce, dtype=dtype, op=ReduceOp.SUM),
+                partial(checks.check_reduce_scatter, dtype=dtype, op=ReduceOp.SUM),
             ):
                 self.run_ranks(world_size, check)
 

@@ -129,10 +129,8 @@ def reduced(pieces: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
     return stacked.amax(0) if op is ReduceOp.MAX else stacked.amin(0)
 
 
-def check_reduce_scatter(
-    collectives: Collectives, dtype: torch.dtype, op: ReduceOp, prescale: float, postscale: float
-) -> None:
-    """``out = postscale * op_k(prescale * F_k[s])``, with and without the caller's scratch."""
+def check_reduce_scatter(collectives: Collectives, dtype: torch.dtype, op: ReduceOp) -> None:
+    """``out = op_k(F_k[s])``, with and without the caller's scratch."""
     world_size, rank, device = collectives.world_size, collectives.rank, collectives.device
     for n in SIZES:
         numel = world_size * n
@@ -141,10 +139,10 @@ def check_reduce_scatter(
             full = buffer(collectives, numel, dtype, BufferRole.REDUCE)
             full.copy_(values(rank, numel, dtype, device))
             out = torch.zeros(n, dtype=dtype, device=device)
-            collectives.reduce_scatter(out, full, op=op, prescale=prescale, postscale=postscale, scratch=scratch).wait()
+            collectives.reduce_scatter(out, full, op=op, scratch=scratch).wait()
             sent = [values(sender(collectives, r), numel, dtype, device) for r in range(world_size)]
-            own = [whole[rank * n : (rank + 1) * n].to(torch.float64) * prescale for whole in sent]
-            assert_near(out, reduced(own, op) * postscale, f"reduce_scatter {op.name} of {n} {dtype} a rank")
+            own = [whole[rank * n : (rank + 1) * n].to(torch.float64) for whole in sent]
+            assert_near(out, reduced(own, op), f"reduce_scatter {op.name} of {n} {dtype} a rank")
 
 
 def check_widening(collectives: Collectives, wire: torch.dtype, wide: torch.dtype, op: ReduceOp) -> None:
@@ -187,15 +185,15 @@ def check_reduce_scatter_many(collectives: Collectives, wire: torch.dtype, wide:
                 assert_near(triples[number][0], reduced(own, op), what)
 
 
-def check_all_reduce(collectives: Collectives, dtype: torch.dtype, op: ReduceOp, postscale: float) -> None:
+def check_all_reduce(collectives: Collectives, dtype: torch.dtype, op: ReduceOp) -> None:
     """In place, any shape, the same on every rank."""
     world_size, rank, device = collectives.world_size, collectives.rank, collectives.device
     for shape in ((), (0,), (5,), (2, 3, 4)):
         numel = torch.Size(shape).numel()
         tensor = values(rank, numel, dtype, device).view(shape)
-        collectives.all_reduce(tensor, op=op, postscale=postscale).wait()
+        collectives.all_reduce(tensor, op=op).wait()
         sent = [values(sender(collectives, r), numel, dtype, device).view(shape) for r in range(world_size)]
-        assert_near(tensor, reduced(sent, op) * postscale, f"all_reduce {op.name} of {shape} {dtype}")
+        assert_near(tensor, reduced(sent, op), f"all_reduce {op.name} of {shape} {dtype}")
 
 
 def check_broadcast(collectives: Collectives, dtype: torch.dtype) -> None:
