@@ -9,24 +9,10 @@ import torch
 from polyshard.errors import ConfigError
 from torch import nn
 
-from . import _init_values, _state_dict_utils
 from ._common_utils import TrainingState, _get_module_fsdp_state
-from ._init_utils import (
-    check_devices,
-    check_parameters,
-    compute_device,
-    current_device,
-    device_type_of,
-    effective_strategy,
-    explicit_device,
-    find_ignored,
-    managed_parameters,
-    move_to,
-    resolve_groups,
-)
+from ._construct import Arguments, construct
 from ._state import FSDPInstance
 from ._torch_settings import own
-from ._wrap_utils import _auto_wrap
 from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from .wrap import _Policy, is_policy_object
 
@@ -77,46 +63,33 @@ def fully_shard(
         )
     if _get_module_fsdp_state(module) is not None:
         raise ConfigError(f"{type(module).__name__} is sharded already. Call fully_shard once for each module.")
-    ignored = find_ignored(module, ignored_modules, ignored_states)
-    device_type = device_type_of(module, ignored, device_id)
-    groups = resolve_groups(strategy, process_group, None, policy, device_type)
-    device = explicit_device(device_id, groups.rank)
-    check_parameters(module, ignored, device, groups.rank, param_init_fn)
-    if policy is not None:
-        arguments: dict[str, Any] = {
-            "process_group": groups.for_children(),
-            "strategy": strategy,
-            "mixed_precision": mixed_precision,
-            "cpu_offload": cpu_offload,
-            "device_id": device_id,
-            "param_init_fn": param_init_fn,
-            "sync_module_states": sync_module_states,
-            "forward_prefetch": forward_prefetch,
-            "ignored_states": ignored.parameters,
-        }
-        _auto_wrap(module, policy, set(ignored.modules), set(ignored.parameters), arguments, fully_shard)
-    chosen = effective_strategy(strategy, groups.world_size)
-    check_devices(module, ignored, device, groups.rank)
-    _init_values.materialize(module, ignored, param_init_fn, device or current_device(device_type))
-    move_to(module, ignored, device, device_type)
-    computes_on = compute_device(module, ignored, device, device_type, groups.rank)
-    if sync_module_states:
-        _init_values.sync_module_states(module, managed_parameters(module, ignored), groups, computes_on)
-    state = ComposableState()
-    state._set_up(
-        module,
-        module,
-        groups,
-        ignored,
-        computes_on,
-        sharding_strategy=chosen,
+    arguments = Arguments(
+        process_group=process_group,
+        sharding_strategy=strategy,
         cpu_offload=cpu_offload,
+        auto_wrap_policy=policy,
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
         mixed_precision=mixed_precision,
+        ignored_modules=ignored_modules,
+        param_init_fn=param_init_fn,
+        device_id=device_id,
+        sync_module_states=sync_module_states,
         forward_prefetch=forward_prefetch,
         limit_all_gathers=True,
         use_orig_params=True,
+        ignored_states=ignored_states,
+        device_mesh=None,
     )
+    inside: dict[str, Any] = {
+        "strategy": strategy,
+        "mixed_precision": mixed_precision,
+        "cpu_offload": cpu_offload,
+        "device_id": device_id,
+        "param_init_fn": param_init_fn,
+        "sync_module_states": sync_module_states,
+        "forward_prefetch": forward_prefetch,
+    }
+    state = ComposableState()
+    construct(state, module, module, arguments, fully_shard, inside)
     state._forward.attach()
-    _state_dict_utils._register_all_state_dict_hooks(state)
     return module

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,7 @@ from polyshard.engine.step.stage import Stage
 from polyshard.errors import StateError
 from polyshard.interfaces import Collectives
 
-if TYPE_CHECKING:
-    from ._flat_param import FlatParamHandle
+from ._flat_param import FlatParamHandle
 
 __all__ = ["CheckedSchedule", "ForwardOrder", "UnitSchedule", "checks_order"]
 

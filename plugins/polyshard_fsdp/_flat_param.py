@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from polyshard.engine.parameters.originals import become
@@ -16,10 +16,8 @@ from torch import nn
 
 from ._collectives import rank_and_size
 from ._common_utils import FLAT_PARAM, HandleTrainingState, _set_fsdp_flattened
+from ._handle_unit import HandleUnit
 from ._torch_settings import TorchNamed, own
-
-if TYPE_CHECKING:
-    from ._unit import FlatUnit
 
 #: Names of environment variables; each is read when an instance is constructed.
 _FSDP_USE_UNSAFE_SETATTR = "FSDP_USE_UNSAFE_SETATTR"
@@ -218,7 +216,7 @@ class FlatParamHandle:
         self.keep_low_precision_grads = keep_low_precision_grads
         self.use_orig_params = use_orig_params
         self.module = module
-        self.unit: FlatUnit | None = None
+        self.unit: HandleUnit | None = None
         self._training_state = HandleTrainingState.IDLE
         first = params[0]
         self.orig_dtype = first.dtype
@@ -271,7 +269,7 @@ class FlatParamHandle:
     @property
     def sharded_grad(self) -> torch.Tensor | None:
         """This rank's reduced gradient of the flat parameter (``[shard_numel]``); None where nothing has one."""
-        return None if self.unit is None else self.unit.flat_gradients.reduced_shard()
+        return None if self.unit is None else self.unit.reduced_gradient()
 
     @property
     def unsharded_numel(self) -> int:

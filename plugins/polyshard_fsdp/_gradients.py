@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from polyshard.engine.gradients.bucket import Bucket, Copies, PendingReduction
 from polyshard.engine.gradients.reduction import Gradients
+from polyshard.engine.parameters.originals import MasterViews
+from polyshard.engine.planning.layout import FlatLayout
+from polyshard.engine.planning.ranks import RankGrid
 from polyshard.engine.transport.buffer import FlatBuffer, view_of
 from polyshard.engine.transport.lanes import Lanes
 from polyshard.errors import StateError
-from polyshard.interfaces import COMPLETED, UnitDtypes, Work
+from polyshard.interfaces import COMPLETED, OffloadManager, UnitDtypes, UnitSpec, Work
 from torch import nn
 from torch.utils.weak import TensorWeakRef
-
-if TYPE_CHECKING:
-    from ._unit import FlatUnit
 
 #: Attribute of a gradient that was given other data: the tensor whose data they are.
 _SHOWS = "_polyshard_shows"
@@ -31,6 +31,26 @@ class CommHook:
     hook: Callable[..., Any]
 
 
+class FlatParameterUnit(Protocol):
+    """What gradients ask of their unit. ``_unit.FlatUnit`` is the one kind."""
+
+    spec: UnitSpec
+    layout: FlatLayout
+    grid: RankGrid
+    dtypes: UnitDtypes
+    master: torch.Tensor
+    originals: MasterViews
+    offload: OffloadManager
+    comm_hook: CommHook | None
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+
+    def unreduced_gradients(self, whole: torch.Tensor) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
+        """The trained parameters that the user sees, and their gradients as views of ``whole`` (``[padded_numel]``)."""
+
+
 class FlatGradients(Gradients):
     """Differs from the engine's own in three things.
 
@@ -39,7 +59,7 @@ class FlatGradients(Gradients):
     - What was computed in full precision in eval mode is reduced in full precision.
     """
 
-    def __init__(self, unit: FlatUnit) -> None:
+    def __init__(self, unit: FlatParameterUnit) -> None:
         super().__init__(unit.spec, unit.layout, unit.grid, unit.dtypes, unit.originals.recipients, unit.offload)
         self._unit = unit
         self._training_dtypes = unit.dtypes

@@ -39,8 +39,8 @@ SHARDING_STRATEGY_MAP = {
 HYBRID_SHARDING_STRATEGIES = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
 NO_RESHARD_AFTER_FORWARD_STRATEGIES = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
-#: From a warning to the line that constructs FSDP: this module's helper, its caller here, the constructor, its caller.
-STACKLEVEL = 4
+#: From a warning to the line that constructs FSDP: a helper, its caller here, `construct`, the constructor, its caller.
+STACKLEVEL = 5
 
 
 def _warn(text: str, category: type[Warning] = UserWarning) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from polyshard.engine.planning.layout import FlatLayout
@@ -12,12 +12,10 @@ from polyshard.errors import ConfigAssertionError, ConfigError, ConfigTypeError
 from torch import nn
 
 from ._common_utils import _get_param_to_fqns, clean_tensor_name
+from ._flat_param import FlatParamHandle
+from ._state import FSDPInstance
 from ._traversal_utils import _get_fsdp_states_with_modules
-
-if TYPE_CHECKING:
-    from ._flat_param import FlatParamHandle
-    from ._state import FSDPInstance
-    from ._unit import FlatUnit
+from ._unit import FlatUnit
 
 #: What an optimizer's state dict names a parameter by: a position, or a name in optimizers that are keyed by names.
 Key = int | str
@@ -47,8 +45,8 @@ class Flattened:
     @property
     def unit(self) -> FlatUnit:
         """The engine's unit."""
-        assert self.handle.unit is not None
-        return self.handle.unit
+        assert self.instance._flat_unit is not None
+        return self.instance._flat_unit
 
     @property
     def layout(self) -> FlatLayout:

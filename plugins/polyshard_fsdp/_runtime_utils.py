@@ -2,32 +2,65 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from polyshard.engine import _torch_private
 from polyshard.engine.step.backward import output_hook
 from polyshard.engine.step.boundary import pass_through_in
+from polyshard.engine.step.stage import Stage
 from polyshard.engine.tensors import distinct_tensors, iter_hidden_tensors, map_tensors
 from torch import nn
 
 from ._common_utils import HandleTrainingState
-
-if TYPE_CHECKING:
-    from ._flat_param import FlatParamHandle
-    from ._state import FSDPInstance
+from ._flat_param import FlatParamHandle
+from ._idle import IdleUnit
+from .api import BackwardPrefetch, MixedPrecision
 
 #: Attributes in which all instances under one root must agree.
 HOMOGENEOUS_ATTR_NAMES = ["_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval"]
 
 
-def _unshard(state: FSDPInstance, handle: FlatParamHandle) -> None:
+class StepInstance(Protocol):
+    """An FSDP instance, as its stage and its unit know it. ``_state.FSDPInstance`` is the one kind."""
+
+    mixed_precision: MixedPrecision
+    backward_prefetch: BackwardPrefetch | None
+    compute_device: torch.device
+    _is_root: bool | None
+    _handle: FlatParamHandle | None
+
+    @property
+    def _stage(self) -> Stage:
+        """Its place in a step."""
+
+    @property
+    def _ends_by_hook(self) -> bool:
+        """Whether its backward ends where its own gradients do, and not with the whole backward alone."""
+
+    def _upcoming(self) -> FlatParamHandle | None:
+        """Whose gather comes next in the backward that runs; None where nothing follows, or nothing is known."""
+
+    def _watch_pending_inputs(self) -> None:
+        """Let backward end at the inputs of the forward that is being entered."""
+
+    def _enter_forward(self) -> None:
+        """A forward begins: the root is known from now on, and whole parameters outside of compute are refused."""
+
+    def _place_buffers(self) -> None:
+        """Move and cast the buffers of every instance under its root, where the mode asks for another dtype."""
+
+    def _leave_idle(self, idle: IdleUnit) -> None:
+        """Its unit takes part in this backward's reductions although this rank has no gradient for it."""
+
+
+def _unshard(state: StepInstance, handle: FlatParamHandle) -> None:
     """Issue the gather of ``handle``'s flat parameter."""
     assert handle.unit is not None
     handle.unit.gather()
 
 
-def _reshard(state: FSDPInstance, handle: FlatParamHandle, free_unsharded_flat_param: bool) -> None:
+def _reshard(state: StepInstance, handle: FlatParamHandle, free_unsharded_flat_param: bool) -> None:
     """Let modules see shards again, and release the gathered flat parameter where that is asked for."""
     assert handle.unit is not None
     if free_unsharded_flat_param:
@@ -36,16 +69,15 @@ def _reshard(state: FSDPInstance, handle: FlatParamHandle, free_unsharded_flat_p
         handle.unit.conceal()
 
 
-def _post_backward_reshard(state: FSDPInstance, handle: FlatParamHandle) -> None:
+def _post_backward_reshard(state: StepInstance, handle: FlatParamHandle) -> None:
     """Let go of ``handle``'s whole parameters at the end of its backward."""
     assert handle.unit is not None
     handle.unit.let_go()
 
 
-def _get_handle_to_prefetch(state: FSDPInstance, current_handle: FlatParamHandle) -> FlatParamHandle | None:
+def _get_handle_to_prefetch(state: StepInstance, current_handle: FlatParamHandle) -> FlatParamHandle | None:
     """The handle whose gather comes next after ``current_handle``'s in this backward; None for nothing to prefetch."""
-    upcoming = state._stage.upcoming()
-    return upcoming.instance._handle if upcoming is not None else None
+    return state._upcoming()
 
 
 def _get_training_state(handle: FlatParamHandle | None) -> HandleTrainingState:
@@ -54,7 +86,7 @@ def _get_training_state(handle: FlatParamHandle | None) -> HandleTrainingState:
 
 
 def _register_pre_backward_hooks(
-    state: FSDPInstance, module: nn.Module, outputs: Any, handle: FlatParamHandle | None
+    state: StepInstance, module: nn.Module, outputs: Any, handle: FlatParamHandle | None
 ) -> Any:
     """``outputs``, each of which starts the instance's backward before a gradient goes through it."""
     hook = output_hook(state._stage)
@@ -75,9 +107,9 @@ def _nothing() -> None:
     """Called when a gradient passes."""
 
 
-def _register_post_backward_hook(state: FSDPInstance, handle: FlatParamHandle | None) -> None:
+def _register_post_backward_hook(state: StepInstance, handle: FlatParamHandle | None) -> None:
     """Let the instance's backward end once the gradients of its inputs are there."""
-    state._forward.watch_pending_inputs()
+    state._watch_pending_inputs()
 
 
 def _move_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:

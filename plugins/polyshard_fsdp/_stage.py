@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from polyshard.engine.step.stage import Stage
 from torch import nn
@@ -11,11 +10,8 @@ from torch import nn
 from . import _runtime_utils
 from ._common_utils import HandleTrainingState
 from ._idle import IdleUnit
+from ._unit import FlatUnit
 from .api import BackwardPrefetch
-
-if TYPE_CHECKING:
-    from ._state import FSDPInstance
-    from ._unit import FlatUnit
 
 
 class FSDPStage(Stage):
@@ -23,7 +19,7 @@ class FSDPStage(Stage):
 
     def __init__(
         self,
-        instance: FSDPInstance,
+        instance: _runtime_utils.StepInstance,
         module: nn.Module,
         inner: nn.Module,
         units: Sequence[FlatUnit],

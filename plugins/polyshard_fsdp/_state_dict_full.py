@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from polyshard.errors import StateError, StepAssertionError
 from torch import nn
 
 from ._common_utils import FLAT_PARAM, clean_tensor_name
+from ._flat_param import FlatParamHandle
+from ._state import FSDPInstance
+from ._unit import FlatUnit
 from ._unshard_param_utils import _refuse_busy, _Summoned
 from .api import FullStateDictConfig, StateDictConfig
-
-if TYPE_CHECKING:
-    from ._flat_param import FlatParamHandle
-    from ._state import FSDPInstance
-    from ._unit import FlatUnit
 
 
 class Form(ABC):
@@ -29,7 +27,7 @@ class Form(ABC):
     def __init__(self, instance: FSDPInstance) -> None:
         self.instance = instance
         self.handle: FlatParamHandle | None = instance._handle
-        self.unit: FlatUnit | None = instance._handle.unit if instance._handle is not None else None
+        self.unit: FlatUnit | None = instance._flat_unit
         parameters = instance._handle.parameters if instance._handle is not None else ()
         #: The names of each parameter of the unit, below the instance's prefix.
         self.names = [tuple(dict.fromkeys(map(clean_tensor_name, each.names))) for each in parameters]

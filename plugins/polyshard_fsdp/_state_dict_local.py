@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from polyshard.errors import StateError, StepAssertionError
 
 from . import _torch_private
 from ._common_utils import FLAT_PARAM, clean_tensor_name
+from ._flat_param import FlatParamHandle
+from ._state import FSDPInstance
 from ._state_dict_full import Form
+from ._unit import FlatUnit
 from ._unshard_param_utils import _refuse_busy
 from .api import StateDictConfig
-
-if TYPE_CHECKING:
-    from ._flat_param import FlatParamHandle
-    from ._state import FSDPInstance
-    from ._unit import FlatUnit
 
 
 class LocalForm(Form):

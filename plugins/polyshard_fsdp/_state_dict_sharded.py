@@ -5,22 +5,19 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from polyshard.engine.planning.layout import contiguous_stride, product
 from polyshard.errors import StateError, StepAssertionError
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import _torch_private
 from ._common_utils import clean_tensor_name
+from ._state import FSDPInstance
 from ._state_dict_full import FullForm
+from ._unit import FlatUnit
 from .api import ShardedStateDictConfig, StateDictConfig
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from ._state import FSDPInstance
-    from ._unit import FlatUnit
 
 _LOGGER = logging.getLogger(__name__)
 

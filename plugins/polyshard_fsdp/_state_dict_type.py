@@ -6,11 +6,11 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from polyshard.errors import ConfigAssertionError, ConfigTypeError, StateError
 from torch import nn
 
+from ._state import FSDPInstance
 from ._torch_settings import own
 from ._traversal_utils import _get_fsdp_states
 from .api import (
@@ -25,9 +25,6 @@ from .api import (
     StateDictSettings,
     StateDictType,
 )
-
-if TYPE_CHECKING:
-    from ._state import FSDPInstance
 
 
 @dataclass(frozen=True)

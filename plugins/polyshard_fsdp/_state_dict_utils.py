@@ -6,21 +6,19 @@ import functools
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from polyshard.errors import StateError
 from torch import nn
 
 from ._common_utils import FSDP_PREFIX, clean_tensor_name
+from ._state import FSDPInstance
 from ._state_dict_full import Form, FullForm
 from ._state_dict_local import LocalForm
 from ._state_dict_sharded import ShardedForm
 from ._state_dict_type import _choose_kind_of_tensor, _get_state_dict_type, _set_state_dict_type, _state_dict_type
 from .api import FullStateDictConfig, ShardingStrategy, StateDictType
-
-if TYPE_CHECKING:
-    from ._state import FSDPInstance
 
 __all__ = [
     "_get_state_dict_type",
@@ -29,29 +27,16 @@ __all__ = [
     "_state_dict_type",
 ]
 
-#: Key in an instance's ``__dict__``.
-_HOOKS = "_state_dict_hooks_of_instance"
-
 
 def _register_all_state_dict_hooks(instance: FSDPInstance) -> None:
     """Let the state dicts of ``instance``, a wrapper or the state of a module sharded in place, be of its kind."""
-    hooks = _Hooks(instance)
-    instance.__dict__[_HOOKS] = hooks
+    hooks = instance._state_dict_walk = _Hooks(instance)
     module = instance._stage.module
     module.register_state_dict_pre_hook(hooks.before_save)  # type: ignore[no-untyped-call]
     # Torch marks what it is given, and a bound method cannot be marked.
     module.register_state_dict_post_hook(functools.partial(hooks.after_save))  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(hooks.before_load)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_post_hook(hooks.after_load)  # type: ignore[no-untyped-call]
-
-
-def abandon(instance: FSDPInstance) -> None:
-    """Leave every walk over modules under ``instance``'s root that something inside it ended with an exception."""
-    root = instance._root
-    for each in root.instances if root is not None else (instance,):
-        hooks = each.__dict__.get(_HOOKS)
-        if isinstance(hooks, _Hooks):
-            hooks.abandon()
 
 
 class _Hooks:
@@ -146,7 +131,7 @@ class _Hooks:
         try:
             yield
         except BaseException:
-            abandon(self._instance)
+            self._instance._abandon_state_dicts()
             raise
 
     @staticmethod

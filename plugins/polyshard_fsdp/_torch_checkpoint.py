@@ -8,16 +8,14 @@ under the whole parameter's name, or under one that the wrapper has changed. So 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from polyshard.errors import UnsupportedError
 from torch import nn
 
 from . import _torch_private
-
-if TYPE_CHECKING:
-    from ._state import FSDPInstance
+from ._state import FSDPInstance
 
 
 class CheckpointGuard:
@@ -47,7 +45,7 @@ class CheckpointGuard:
         return own
 
     def _refuse(self, function: str, arguments: Mapping[str, Any]) -> None:
-        instance, handle = self._instance, self._instance._handle
+        instance, unit = self._instance, self._instance._flat_unit
         where = f"({type(instance._stage.inner).__name__} on rank {instance.rank})"
         options = arguments.get("options")
         whole = [each for each in ("full_state_dict", "broadcast_from_rank0") if getattr(options, each, False)]
@@ -60,10 +58,10 @@ class CheckpointGuard:
         optimizers = arguments.get("optimizers") or ()
         if isinstance(optimizers, torch.optim.Optimizer):
             optimizers = (optimizers,)
-        if handle is None or handle.unit is None:
+        if unit is None:
             return
         given = {parameter for each in optimizers for group in each.param_groups for parameter in group["params"]}
-        if not given.isdisjoint(handle.unit.originals.tensors):
+        if not given.isdisjoint(unit.originals.tensors):
             raise UnsupportedError(
                 f"torch.distributed.checkpoint.state_dict.{function} does not know polyshard_fsdp {where}, and would "
                 "take each rank's piece of the optimizer's state for the whole. Call polyshard_fsdp's "

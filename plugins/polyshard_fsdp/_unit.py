@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from polyshard.engine.parameters.bindings import Bindings, Shown
@@ -23,9 +22,6 @@ from ._common_utils import HandleTrainingState
 from ._flat_param import FlatParamHandle, HandleShardingStrategy
 from ._gradients import CommHook, FlatGradients
 from ._originals import FlatBindings, FlatOriginal
-
-if TYPE_CHECKING:
-    from ._state import FSDPInstance
 
 _KEPT_AFTER_FORWARD = (HandleShardingStrategy.SHARD_GRAD_OP, HandleShardingStrategy._HYBRID_SHARD_ZERO2)
 
@@ -46,7 +42,7 @@ class FlatUnit(Unit):
 
     def __init__(
         self,
-        instance: FSDPInstance,
+        instance: _runtime_utils.StepInstance,
         handle: FlatParamHandle,
         spec: UnitSpec,
         grid: RankGrid,
@@ -126,6 +122,10 @@ class FlatUnit(Unit):
         assert isinstance(self.gradients, FlatGradients)
         return self.gradients
 
+    def reduced_gradient(self) -> torch.Tensor | None:
+        """This rank's reduced gradient (``[shard_numel]``); None where no parameter has one."""
+        return self.flat_gradients.reduced_shard()
+
     def _bind(self, buffer: FlatBuffer) -> None:
         super()._bind(buffer)
         self.flat_param._full_param_padded = buffer.flat
@@ -185,7 +185,7 @@ class FlatUnit(Unit):
         super().unshard()
 
     def reshard(self) -> None:
-        if self.handle._training_state is HandleTrainingState.BACKWARD_POST and self._instance._stage.ends_by_hook:
+        if self.handle._training_state is HandleTrainingState.BACKWARD_POST and self._instance._ends_by_hook:
             _runtime_utils._post_backward_reshard(self._instance, self.handle)
         else:
             self.let_go()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from polyshard.engine import _torch_private
@@ -17,11 +16,9 @@ from torch import nn
 
 from ._common_utils import FLAT_PARAM as FLAT_PARAM
 from ._flat_param import HandleShardingStrategy
+from ._state import FSDPInstance
 from ._traversal_utils import _get_fsdp_states
-
-if TYPE_CHECKING:
-    from ._state import FSDPInstance
-    from ._unit import FlatUnit
+from ._unit import FlatUnit
 
 
 @contextmanager
@@ -207,9 +204,8 @@ def _start_of(unit: FlatUnit) -> int:
 
 
 def _unit_of(instance: FSDPInstance) -> FlatUnit:
-    assert instance._handle is not None
-    assert instance._handle.unit is not None
-    return instance._handle.unit
+    assert instance._flat_unit is not None
+    return instance._flat_unit
 
 
 def _refuse_arguments(

@@ -14,29 +14,15 @@ from polyshard.engine.surface.norms import clip_grad_norm
 from polyshard.errors import ConfigAssertionError, ConfigError, StateError
 from torch import nn
 
-from . import _init_values, _optim_legacy, _optim_utils, _state_dict_utils, _unshard_param_utils
+from . import _optim_legacy, _optim_utils, _state_dict_utils, _unshard_param_utils
 from ._common_utils import FLAT_PARAM as FLAT_PARAM
 from ._common_utils import FSDP_PREFIX, FSDP_WRAPPED_MODULE, TrainingState, _assert_in_training_states
+from ._construct import Arguments, construct
 from ._gradients import CommHook
-from ._init_utils import (
-    HYBRID_SHARDING_STRATEGIES,
-    check_devices,
-    check_parameters,
-    compute_device,
-    current_device,
-    device_type_of,
-    effective_strategy,
-    explicit_device,
-    find_ignored,
-    managed_parameters,
-    move_to,
-    resolve_groups,
-    warn_about_container,
-)
+from ._init_utils import HYBRID_SHARDING_STRATEGIES
 from ._state import FSDPInstance
 from ._torch_settings import TorchNamed, is_torchs, own
 from ._traversal_utils import _get_fsdp_states
-from ._wrap_utils import _auto_wrap
 from .api import (
     BackwardPrefetch,
     CPUOffload,
@@ -91,9 +77,9 @@ class _UnshardHandle:
 
     def wait(self) -> None:
         """Order compute after it; nothing to do the second time."""
-        handle = self._instance._handle
-        if handle is not None and handle.unit is not None:
-            handle.unit.wait()
+        unit = self._instance._flat_unit
+        if unit is not None:
+            unit.wait()
 
 
 def _noted(error: ConfigAssertionError, note: str) -> ConfigAssertionError:
@@ -153,63 +139,25 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
             ConfigError, ParameterError, DeviceError, AlreadyShardedError: before anything is changed or sent.
         """
         nn.Module.__init__(self)
-        sharding_strategy = own(sharding_strategy, ShardingStrategy, "sharding_strategy")
-        cpu_offload = own(cpu_offload, CPUOffload, "cpu_offload")
-        backward_prefetch = own(backward_prefetch, BackwardPrefetch, "backward_prefetch")
-        mixed_precision = own(mixed_precision, MixedPrecision, "mixed_precision")
-        warn_about_container(module)
-        ignored = find_ignored(module, ignored_modules, ignored_states)
-        device_type = device_type_of(module, ignored, device_id)
-        groups = resolve_groups(sharding_strategy, process_group, device_mesh, auto_wrap_policy, device_type)
-        device = explicit_device(device_id, groups.rank)
-        check_parameters(module, ignored, device, groups.rank, param_init_fn)
-        if auto_wrap_policy is not None:
-            arguments: dict[str, Any] = {
-                "process_group": groups.for_children(),
-                "sharding_strategy": sharding_strategy,
-                "cpu_offload": cpu_offload,
-                "backward_prefetch": backward_prefetch,
-                "mixed_precision": mixed_precision,
-                "param_init_fn": param_init_fn,
-                "device_id": device_id,
-                "sync_module_states": sync_module_states,
-                "forward_prefetch": forward_prefetch,
-                "limit_all_gathers": limit_all_gathers,
-                "use_orig_params": use_orig_params,
-                "ignored_states": ignored.parameters,
-                "device_mesh": device_mesh,
-            }
-            _auto_wrap(
-                module,
-                auto_wrap_policy,
-                set(ignored.modules),
-                set(ignored.parameters),
-                arguments,
-                FullyShardedDataParallel,
-            )
-        strategy = effective_strategy(sharding_strategy, groups.world_size)
-        check_devices(module, ignored, device, groups.rank)
-        _init_values.materialize(module, ignored, param_init_fn, device or current_device(device_type))
-        move_to(module, ignored, device, device_type)
-        computes_on = compute_device(module, ignored, device, device_type, groups.rank)
-        if sync_module_states:
-            _init_values.sync_module_states(module, managed_parameters(module, ignored), groups, computes_on)
-        self._set_up(
-            module,
-            self,
-            groups,
-            ignored,
-            computes_on,
-            sharding_strategy=strategy,
-            cpu_offload=cpu_offload,
-            backward_prefetch=backward_prefetch,
-            mixed_precision=mixed_precision,
+        arguments = Arguments(
+            process_group=process_group,
+            sharding_strategy=own(sharding_strategy, ShardingStrategy, "sharding_strategy"),
+            cpu_offload=own(cpu_offload, CPUOffload, "cpu_offload"),
+            auto_wrap_policy=auto_wrap_policy,
+            backward_prefetch=own(backward_prefetch, BackwardPrefetch, "backward_prefetch"),
+            mixed_precision=own(mixed_precision, MixedPrecision, "mixed_precision"),
+            ignored_modules=ignored_modules,
+            param_init_fn=param_init_fn,
+            device_id=device_id,
+            sync_module_states=sync_module_states,
             forward_prefetch=forward_prefetch,
             limit_all_gathers=limit_all_gathers,
             use_orig_params=use_orig_params,
+            ignored_states=ignored_states,
+            device_mesh=device_mesh,
         )
+        construct(self, module, self, arguments, FullyShardedDataParallel, arguments.inside())
         self._fsdp_wrapped_module = module
-        _state_dict_utils._register_all_state_dict_hooks(self)
 
     @property
     def module(self) -> nn.Module:
@@ -347,7 +295,7 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
             )
         if not callable(hook):
             raise ConfigError(f"The communication hook must be callable but got {hook} (rank {self.rank}).")
-        instances = _get_fsdp_states(self)
+        instances: list[FSDPInstance] = _get_fsdp_states(self)
         for each in instances:
             if each.sharding_strategy in HYBRID_SHARDING_STRATEGIES:
                 raise ConfigAssertionError(
@@ -361,8 +309,8 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
                 )
         for each in instances:
             each._comm_hook, each._comm_hook_state = hook, state
-            if each._handle is not None:
-                each._handle.unit.comm_hook = CommHook(state, hook)
+            if each._flat_unit is not None:
+                each._flat_unit.comm_hook = CommHook(state, hook)
 
     @staticmethod
     def set_state_dict_type(
@@ -496,8 +444,8 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
     def _unshard(self, async_op: bool = False) -> _UnshardHandle | None:
         """Gather the parameters ahead of the forward; returns what waits for them, unless it has waited already."""
         self._become_root()
-        if self._handle is not None and self._handle.unit is not None:
-            self._handle.unit.gather_ahead()
+        if self._flat_unit is not None:
+            self._flat_unit.gather_ahead()
         handle = _UnshardHandle(self)
         if async_op:
             return handle
@@ -515,7 +463,8 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         _assert_in_training_states(self, [state] if isinstance(state, TrainingState) else state)
 
     def _apply(self, fn: Any, recurse: bool = True) -> FullyShardedDataParallel:
-        for unit in (each._handle.unit for each in _get_fsdp_states(self) if each._handle is not None):
+        instances: list[FSDPInstance] = _get_fsdp_states(self)
+        for unit in (each._flat_unit for each in instances if each._flat_unit is not None):
             # Asked of all before any is changed, and without their memory.
             unit.refuse_unreduced(fn(torch.empty(0, dtype=unit.master.dtype, device=unit.master.device)))
         # `to`, `half`, `cuda` act on the flat parameter: applied to shards that view it, they would tear it apart.

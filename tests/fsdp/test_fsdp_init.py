@@ -14,7 +14,7 @@ from fsdp_parity.ranks import Pools
 from polyshard.errors import PolyshardError
 from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
-from polyshard_fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy, _root
+from polyshard_fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy, _state
 from polyshard_fsdp import _init_utils as init
 from polyshard_fsdp._init_values import materialize
 from polyshard_fsdp.wrap import ModuleWrapPolicy
@@ -393,7 +393,7 @@ class TestMisplacedParameters:
         flat = model._flat_param
         assert flat is not None
         with pytest.raises(RuntimeError) as refused:
-            _root._refuse_misplaced([_Elsewhere(model)])  # type: ignore[list-item]
+            _state._refuse_misplaced([_Elsewhere(model)])  # type: ignore[list-item]
         assert str(refused.value) == (
             "An FSDP-managed module with parameter CPU offloading enabled has parameters on cuda:0. Make sure to not "
             "move the module from CPU when offloading parameters. The first of them is 'first.weight' (rank 0)."
