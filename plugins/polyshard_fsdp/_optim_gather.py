@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from polyshard.engine.surface.gathered import gather_whole
 from polyshard.engine.tensors import map_tensors
 from polyshard.engine.transport.buffer import view_of
 from polyshard.errors import ConfigError, RankMismatchError
@@ -19,7 +20,6 @@ from torch import nn
 from ._collectives import collectives_of
 from ._optim_names import WHOLE_FLAT, Flattened, Key, ModelNames
 from ._optim_values import distribute
-from ._unshard_param_utils import gather_whole
 
 _COMPARABLE = (bool, int, float, str, type(None))
 

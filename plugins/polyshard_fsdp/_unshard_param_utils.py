@@ -9,8 +9,9 @@ from contextlib import contextmanager
 import torch
 from polyshard.engine import _torch_private
 from polyshard.engine.step.unit import UnitState
+from polyshard.engine.surface.gathered import gather_whole, own_part, write_back
 from polyshard.engine.transport.buffer import view_of
-from polyshard.errors import ParameterChangedError, StepAssertionError, UnsupportedError
+from polyshard.errors import StepAssertionError, UnsupportedError
 from polyshard.interfaces import ReduceOp
 from torch import nn
 
@@ -115,21 +116,8 @@ class _Summoned:
         unit, whole = self._unit, self._unit.whole_for_user
         if whole is None:
             return
+        write_back(unit, whole)
         with torch.no_grad():
-            for managed, slot in zip(unit.parameters, unit.layout.slots, strict=True):
-                module, key = managed.sites[0]
-                current = module._parameters.get(key)
-                view = view_of(whole, slot.shape, slot.stride, slot.offset)
-                if current is None or current.shape != view.shape:
-                    got = None if current is None else tuple(current.shape)
-                    raise ParameterChangedError(
-                        f"Cannot writeback when the parameter shape changes\nExpects {slot.shape} but got {got} for "
-                        f"'{managed.names[0]}' on rank {unit.grid.world.rank}. Keep the whole shape."
-                    )
-                if current.data_ptr() != view.data_ptr():
-                    view.copy_(current)
-            if whole.data_ptr() != unit.master.data_ptr():
-                unit.master.copy_(whole.narrow(0, _start_of(unit), unit.layout.shard_numel))
             self._write_gradients_back()
 
     def _write_gradients_back(self) -> None:
@@ -143,10 +131,11 @@ class _Summoned:
             elif current.data_ptr() != view.data_ptr():
                 view.copy_(current)
         own = dict(zip(unit.originals.tensors, shelved, strict=True))
+        mine = own_part(unit, whole)
         for each in unit.originals.recipients:
             gradient = own[each.parameter]
             if gradient is not None:
-                gradient.copy_(view_of(whole, each.shape, each.stride, _start_of(unit) + each.offset))
+                gradient.copy_(view_of(mine, each.shape, each.stride, each.offset))
 
     def close(self) -> None:
         """Let go of the whole parameters."""
@@ -167,23 +156,6 @@ def _keeps_gradients(unit: FlatUnit) -> bool:
     return unit.grid.shard is None and not unit.handle.offload_params
 
 
-def gather_whole(unit: FlatUnit, own: torch.Tensor) -> torch.Tensor:
-    """The whole flat tensor of which each rank has ``own`` (``[shard_numel]``), on the compute device.
-
-    Where nothing is cut and the master is there already, the master itself.
-    """
-    shard = unit.grid.shard
-    with torch.inference_mode(False), torch.no_grad():
-        device = unit.spec.device if unit.parks or shard is not None else own.device
-        if shard is None:
-            return own.to(device)
-        whole = torch.empty(unit.layout.padded_numel, dtype=own.dtype, device=device)
-        mine = whole.narrow(0, unit.grid.shard_rank * unit.layout.shard_numel, unit.layout.shard_numel)
-        mine.copy_(own)
-        shard.all_gather(whole, mine).wait()
-    return whole
-
-
 def _gather_gradients(unit: FlatUnit) -> tuple[torch.Tensor, list[bool]]:
     """The whole flat gradient, and which parameters have one on any rank."""
     shard, device = unit.grid.shard, unit.spec.device
@@ -197,10 +169,6 @@ def _gather_gradients(unit: FlatUnit) -> tuple[torch.Tensor, list[bool]]:
     if shard is None and whole.data_ptr() == own.data_ptr():
         whole = whole.clone()
     return whole, [bool(each) for each in present.tolist()]
-
-
-def _start_of(unit: FlatUnit) -> int:
-    return unit.grid.shard_rank * unit.layout.shard_numel
 
 
 def _unit_of(instance: FSDPInstance) -> FlatUnit:

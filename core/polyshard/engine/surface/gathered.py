@@ -55,7 +55,7 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
         yield
         if writeback:
             for unit, flat in flats.items():
-                _take_own(unit, flat)
+                write_back(unit, flat)
     finally:
         refusals.close()
         for unit in flats:
@@ -66,14 +66,59 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
         root.unsharded = False
 
 
-def _expose_whole(unit: Unit) -> torch.Tensor:
+def gather_whole(unit: Unit, own: torch.Tensor) -> torch.Tensor:
+    """The whole flat tensor (``[padded_numel]``) of which each rank has ``own`` (``[shard_numel]``), on the device that
+    computes. All ranks of the unit call it together.
+
+    Where nothing is cut and ``own`` is there already, ``own`` itself.
+    """
     shard = unit.grid.shard
     with torch.inference_mode(False), torch.no_grad():
-        flat = torch.empty(unit.layout.padded_numel, dtype=unit.spec.master_dtype, device=unit.spec.device)
-        own = flat.narrow(0, unit.grid.shard_rank * unit.layout.shard_numel, unit.layout.shard_numel)
-        own.copy_(unit.master)
-        if shard is not None:
-            shard.all_gather(flat, own).wait()
+        if shard is None:
+            return own.to(unit.spec.device if unit.parks else own.device)
+        whole = torch.empty(unit.layout.padded_numel, dtype=own.dtype, device=unit.spec.device)
+        mine = own_part(unit, whole)
+        mine.copy_(own)
+        shard.all_gather(whole, mine).wait()
+    return whole
+
+
+def own_part(unit: Unit, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's elements (``[shard_numel]``) of ``whole`` (``[padded_numel]``), as a view."""
+    return whole.narrow(0, unit.grid.shard_rank * unit.layout.shard_numel, unit.layout.shard_numel)
+
+
+def write_back(unit: Unit, whole: torch.Tensor) -> None:
+    """Keep this rank's part of what stands under the parameters' names, which were views of ``whole``, in the master.
+
+    ``whole``: ``[padded_numel]``, in the master's dtype; gets what was assigned in the place of its views.
+
+    Raises:
+        ParameterChangedError: something of another shape was assigned.
+    """
+    with torch.no_grad():
+        for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
+            module, key = parameter.sites[0]
+            current = module._parameters.get(key)
+            view = view_of(whole, slot.shape, slot.stride, slot.offset)
+            if current is None or current.shape != view.shape:
+                got = None if current is None else tuple(current.shape)
+                raise ParameterChangedError(
+                    f"Cannot writeback when the parameter shape changes\nExpects {slot.shape} but got {got} for "
+                    f"'{parameter.names[0]}' on rank {unit.grid.world.rank}. Keep the whole shape."
+                )
+            if current.data_ptr() != view.data_ptr():
+                view.copy_(current)
+        if whole.data_ptr() != unit.master.data_ptr():
+            unit.master.copy_(own_part(unit, whole))
+
+
+def _expose_whole(unit: Unit) -> torch.Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        flat = gather_whole(unit, unit.master)
+        if flat.data_ptr() == unit.master.data_ptr():
+            # What is written without writeback must not reach the master.
+            flat = flat.clone()
         for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
             become(parameter.original, view_of(flat, slot.shape, slot.stride, slot.offset))
     return flat
@@ -87,21 +132,3 @@ def _refuse_gradient(parameter: ManagedParameter, rank: int, _: torch.Tensor) ->
             "and this rank's alone. Run forward and backward outside of unsharded(), or use "
             "torch.autograd.grad."
         )
-
-
-def _take_own(unit: Unit, flat: torch.Tensor) -> None:
-    with torch.no_grad():
-        for index, (parameter, slot) in enumerate(zip(unit.parameters, unit.layout.slots, strict=True)):
-            module, key = parameter.sites[0]
-            current = module._parameters.get(key)
-            whole = view_of(flat, slot.shape, slot.stride, slot.offset)
-            if current is None or current.shape != whole.shape:
-                got = None if current is None else tuple(current.shape)
-                raise ParameterChangedError(
-                    f"Cannot writeback when the parameter shape changes\nExpects {slot.shape} but got {got} for "
-                    f"'{unit.parameters[index].names[0]}' on rank {unit.grid.world.rank}. Keep the whole shape."
-                )
-            if current.data_ptr() != whole.data_ptr():
-                whole.copy_(current)
-        own = flat.narrow(0, unit.grid.shard_rank * unit.layout.shard_numel, unit.layout.shard_numel)
-        unit.master.copy_(own)
