@@ -159,6 +159,27 @@ def test_groups_of_a_world_that_was_destroyed_are_not_used_again(tmp_path: Path)
     run_processes(WORLD, a_world_after_another, str(tmp_path))
 
 
+def threads_behind_worlds(rank: int, folder: str) -> list[int]:
+    counts = []
+    for turn in range(2):
+        model = polyshard.shard(net(), ShardConfig())
+        train(model)
+        polyshard.close(model)
+        if turn == 0:
+            del model
+            gc.collect()
+        dist.destroy_process_group()
+        counts.append(held()[0])
+        store = dist.FileStore(f"{folder}/store{turn}", 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    return counts
+
+
+def test_a_closed_model_does_not_keep_the_threads_of_a_world_that_is_destroyed(tmp_path: Path) -> None:
+    for without_model, with_model in run_processes(2, threads_behind_worlds, str(tmp_path)):
+        assert with_model == without_model
+
+
 def equal_parts(rank: int) -> tuple[bool, bool, float]:
     context = PluginContext("gloo", torch.device("cpu"))
     lists = [[0, 1], [2, 3]]
