@@ -44,13 +44,18 @@ test-gpu: $(READY)  ## run the tests that need GPUs
 bench: $(READY)  ## run every benchmark in benchmarks/
 	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(PY) "$$script" $(ARGS); done
 
+.PHONY: package
+
+package: $(READY)  ## build sdist and wheel into dist/, install them in a bare environment, and try them
+	$(PY) tests/support/built_package.py
+
 clean:  ## remove caches and build outputs; .venv and runs/ stay
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt core/polyshard/_version.py
 	$(PYTHON) -c 'import sys; sys.exit("polyshard needs Python 3.11 or newer: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV); torch is large, so the first time takes minutes."
-	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[train,test,dev]'
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[train,test,dev,docs]'
 	touch $@

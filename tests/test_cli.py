@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import polyshard
 import pytest
 from fake_distribution import install
 from polyshard.cli import main
@@ -108,3 +109,11 @@ def test_the_module_runs_as_a_command(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "cannot read the configuration file" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"polyshard {importlib.metadata.version('polyshard')}\n"
+    assert polyshard.__version__ == importlib.metadata.version("polyshard")

@@ -191,3 +191,8 @@ def test_the_tree_of_errors_is_the_tree_of_classes() -> None:
             parent = error
         if built_in:
             assert built_in in [base.__name__ for base in error.__bases__], name
+
+
+def test_the_citation_names_this_version() -> None:
+    text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {polyshard.__version__}\n" in text

@@ -1,6 +1,7 @@
 """Shards a PyTorch model's parameters, gradients and optimizer state over ranks. What teams differ in is a plugin."""
 
 from . import errors, interfaces
+from ._version import __version__
 from .capture import CapturedStep, CaptureFallback, CaptureMode
 from .composable import (
     clip_grad_norm_,
@@ -31,6 +32,7 @@ __all__ = [
     "Placement",
     "ShardConfig",
     "Strategy",
+    "__version__",
     "clip_grad_norm_",
     "close",
     "errors",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from . import catalog
+from ._version import __version__
 from .config import PluginSpec, ShardConfig, did_you_mean
 from .errors import ConfigError, PolyshardError
 from .interfaces import Group, PluginContext
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns the exit code: 0, or 2 where a configuration or a plugin that it names is wrong.
     """
     parser = argparse.ArgumentParser(prog="polyshard", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"polyshard {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     plugins = commands.add_parser("plugins", help="list the installed plugins and whether they can be used")
