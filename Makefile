@@ -44,7 +44,11 @@ test-gpu: $(READY)  ## run the tests that need GPUs
 bench: $(READY)  ## run every benchmark in benchmarks/
 	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(PY) "$$script" $(ARGS); done
 
-.PHONY: package
+.PHONY: docs package
+
+docs: $(READY)  ## build the pages as a site, build/site/index.html; warnings are errors
+	$(PY) -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/site
+	@echo build/site/index.html
 
 package: $(READY)  ## build sdist and wheel into dist/, install them in a bare environment, and try them
 	$(PY) tests/support/built_package.py

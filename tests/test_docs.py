@@ -6,13 +6,16 @@ Blocks run in the order of the page, in an empty folder that is the working dire
 - A line that holds nothing but a file's name in backticks names the block below it: the block is written to that file.
   A ``pyproject.toml`` written so is installed, as far as its name, version and entry points go.
 - Other ``python`` blocks run, all those of a page in one namespace.
-- In ``console`` blocks the lines after ``$`` run where they start with ``polyshard`` or ``python -m pytest``. Lines
-  below a command must be in what it prints, in this order, blanks aside; ``...`` stands for any lines.
+- In ``console`` blocks the lines after ``$`` run where they start with ``polyshard``, ``python`` or ``torchrun``. Lines
+  below a command must be in what it prints, in this order, blanks aside; ``...`` stands for any lines. Numbers with a
+  decimal point, which machines round differently, may be off by a twentieth.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
+import inspect
 import os
 import re
 import shlex
@@ -28,12 +31,22 @@ import pytest
 from fake_distribution import install
 from polyshard import errors
 from polyshard.cli import main as polyshard_command
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^```([\w{}-]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NAMED = re.compile(r"^`([\w./-]+)`$")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
+_DECIMAL = re.compile(r"-?\d+\.\d+")
+#: What a command of a page runs, as a module of this interpreter.
+_PROGRAMS = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}
 _FILE = re.compile(r"`((?:core|engine|backends|policies|plugins|tests|docs|examples|benchmarks)/[\w./-]*|\w+\.py)`")
 
 
@@ -78,7 +91,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_identify)
+def _launches_ranks(page: Path) -> bool:
+    return "\n$ torchrun " in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=_identify(page), marks=[pytest.mark.slow] * _launches_ranks(page)) for page in PAGES],
+)
 def test_page_runs(
     page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,9 +140,10 @@ def _run_console(snippet: Snippet, page: Path, folder: Path, capsys: pytest.Capt
             capsys.readouterr()
             status = polyshard_command(words[1:])
             printed = "".join(capsys.readouterr())
-        elif words[:3] == ["python", "-m", "pytest"]:
+        elif words[0] in _PROGRAMS:
+            program = [sys.executable, *_PROGRAMS[words[0]], *words[1:]]
             done = subprocess.run(
-                [sys.executable, *words[1:], "-p", "no:cacheprovider"],
+                [*program, "-p", "no:cacheprovider"] if words[1:3] == ["-m", "pytest"] else program,
                 env={
                     **os.environ,
                     "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -136,9 +157,21 @@ def _run_console(snippet: Snippet, page: Path, folder: Path, capsys: pytest.Capt
         else:
             continue
         assert status == 0, f"{where}\n{printed}"
-        lines = iter([" ".join(line.split()) for line in printed.splitlines()])
-        for wanted in (" ".join(line.split()) for line in shown):
-            assert wanted in ("", "...") or wanted in lines, f"{where}\ndoes not print {wanted!r}, but\n{printed}"
+        lines = iter(printed.splitlines())
+        for wanted in shown:
+            found = wanted in ("", "...") or any(_prints(line, wanted) for line in lines)
+            assert found, f"{where}\ndoes not print {wanted!r}, but\n{printed}"
+
+
+def _prints(line: str, wanted: str) -> bool:
+    """Whether ``line`` is what the page shows as ``wanted``."""
+    words, expected = line.split(), wanted.split()
+    return len(words) == len(expected) and all(
+        float(word) == pytest.approx(float(like), rel=0.05)
+        if _DECIMAL.fullmatch(word) and _DECIMAL.fullmatch(like)
+        else word == like
+        for word, like in zip(words, expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md", *sorted(ROOT.glob("examples/*/*.md"))], ids=_identify)
@@ -196,3 +229,43 @@ def test_the_tree_of_errors_is_the_tree_of_classes() -> None:
 def test_the_citation_names_this_version() -> None:
     text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\nversion: {polyshard.__version__}\n" in text
+
+
+def test_every_argument_of_torchs_sharders_is_in_the_tables() -> None:
+    text = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^## From (\w+)$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    named = {
+        heading: {
+            word
+            for row in re.findall(r"^\| (.*?) \|", rows, re.M)
+            for span in re.findall(r"`([^`]*)`", row)
+            for word in re.findall(r"\w+", span)
+        }
+        for heading, rows in sections.items()
+    }
+    methods = {name for name in vars(FSDPModule) if not name.startswith("_")}
+    of_fsdp2 = {
+        *inspect.signature(fully_shard).parameters,
+        *inspect.signature(MixedPrecisionPolicy).parameters,
+        *methods,
+    }
+    assert of_fsdp2 - {"module"} - named["FSDP2"] == set()
+    of_fsdp1 = {*inspect.signature(FullyShardedDataParallel).parameters, *inspect.signature(MixedPrecision).parameters}
+    assert of_fsdp1 - {"module"} - named["FSDP1"] == set()
+
+
+def test_settings_that_newcomers_are_told_exist() -> None:
+    text = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    told = {
+        word
+        for row in re.findall(r"^\| .*? \| (.*) \|$", text, re.MULTILINE)
+        for span in re.findall(r"`([^`]*)`", row)
+        if "torch" not in span
+        for word in re.findall(r"\w+(?==|\":)", span)
+    }
+    factories = [entry.load() for entry in importlib.metadata.distribution("polyshard").entry_points]
+    options = {name for factory in factories for name in inspect.signature(factory).parameters}
+    calls = {name for call in (polyshard.shard, polyshard.unsharded) for name in inspect.signature(call).parameters}
+    settings = {field.name for field in dataclasses.fields(polyshard.ShardConfig)}
+    assert len(told) > 15
+    assert told - settings - options - calls - {"name"} == set()

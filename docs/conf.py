@@ -1,0 +1,42 @@
+"""Makes a site of these pages: ``make docs``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[1]
+# The checkout's modules, whatever else is installed.
+sys.path[:0] = [str(_ROOT / folder) for folder in ("core", "backends", "policies", "plugins")]
+
+from polyshard import __version__  # noqa: E402
+
+project = "polyshard"
+release = version = __version__
+author = "The polyshard maintainers"
+copyright = f"2026, {author}"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+html_theme = "furo"
+html_title = f"polyshard {version}"
+html_show_sphinx = False
+pygments_style, pygments_dark_style = "default", "monokai"
+highlight_language = "text"
+# Prompts are not copied with what is behind them.
+copybutton_prompt_text = "$ "
+
+# Links to headings go by the names that a forge gives them.
+myst_heading_anchors = 3
+
+nitpicky = True
+# What stands in signatures and is documented elsewhere: without a network, torch's and Python's own are not looked up.
+# Nor are type variables, and the private base classes of public ones.
+nitpick_ignore_regex = [("py:.*", r"(?!polyshard).*"), ("py:.*", r".*\.[A-Z]"), ("py:.*", r".*\._.*")]
+
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+# A class's page begins with what it is; how it is made stands in ``__init__``.
+autoclass_content = "both"
+napoleon_numpy_docstring = False
