@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import inspect
+import json
 import os
 import re
 import shlex
@@ -269,3 +270,15 @@ def test_settings_that_newcomers_are_told_exist() -> None:
     settings = {field.name for field in dataclasses.fields(polyshard.ShardConfig)}
     assert len(told) > 15
     assert told - settings - options - calls - {"name"} == set()
+
+
+def test_the_readme_says_of_its_chart_what_was_measured() -> None:
+    measured = {}
+    for run in ("peers.json", "peers4-8b.json"):
+        summary = json.loads((ROOT / "benchmarks" / "results" / run).read_text(encoding="utf-8"))["summary"]
+        measured.update(
+            {workload: peers["polyshard"]["speed_to_fsdp2"]["median"] for workload, peers in summary.items()}
+        )
+    (told,) = re.findall(r"!\[(.*?)\]\(docs/speedup\.svg\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    numbers = [float(number) for number in re.findall(r"(\d\.\d\d) with", told)]
+    assert numbers == pytest.approx([measured[workload] for workload in ("host", "300m", "1b", "8b")], abs=0.005)
