@@ -17,11 +17,8 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import platform
-import re
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,11 +28,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contenders import Contender, NotServedError, Site, Step
-from measure import output_of, spread, undisturbed
+from contenders import Contender, Site, Step
+from measure import spread, undisturbed
 from memory import Memory, larger
 from options import Settings, make_parser, settings_of
 from ranks import Ranks
+from runs import FailedError, Taken, environment, timed, together
 from summary import summarise, table, train_table
 from workloads import Batches, Workload
 
@@ -89,7 +87,7 @@ class Benchmark:
                     for _ in range(self.settings.warmup):
                         self._advance(run, pool)
                     runs[peer.name] = run
-                except _FailedError as failure:
+                except FailedError as failure:
                     done[peer.name] = self._failed(peer.name, failure)
             names = list(runs)
             with undisturbed():
@@ -102,7 +100,7 @@ class Benchmark:
                         faulthandler.dump_traceback_later(self.settings.hang_timeout_s, exit=True)
                         try:
                             self._advance(runs[name], pool)
-                        except _FailedError as failure:
+                        except FailedError as failure:
                             done[name] = self._failed(name, failure)
             # In one order on all ranks: figures are what they agree on.
             for name, run in runs.items():
@@ -166,10 +164,10 @@ class Benchmark:
         try:
             with self._built(peer, workload) as run:
                 return {**use(run), "wrap_s": round(run.wrap_s, 4)}
-        except _FailedError as failure:
+        except FailedError as failure:
             return self._failed(peer.name, failure)
 
-    def _failed(self, peer: str, failure: _FailedError) -> dict[str, Any]:
+    def _failed(self, peer: str, failure: FailedError) -> dict[str, Any]:
         if failure.trace:
             # Every rank's own: launchers keep them apart, and ranks may have failed for different reasons.
             print(f"{peer}, rank {self.ranks.rank}\n{failure.trace}", file=sys.stderr, flush=True)
@@ -177,7 +175,7 @@ class Benchmark:
 
     @contextmanager
     def _built(self, peer: Contender, workload: Workload) -> Iterator[_Run]:
-        """``peer``, which is dropped at the end. Raises ``_FailedError``."""
+        """``peer``, which is dropped at the end. Raises ``FailedError``."""
         faulthandler.dump_traceback_later(self.settings.hang_timeout_s, exit=True)
         if peer.compiled:
             torch._dynamo.reset()
@@ -189,7 +187,7 @@ class Benchmark:
             began = time.perf_counter()
             ranks = self.ranks
             site = Site(workload, ranks.device, ranks.rank, ranks.world_size, peer.compiled)
-            with self._shared():
+            with together(self.ranks):
                 run.step = peer.build(site)
                 ranks.synchronize()
             run.wrap_s = time.perf_counter() - began
@@ -205,21 +203,6 @@ class Benchmark:
                     if group not in groups:
                         dist.destroy_process_group(group)
             faulthandler.cancel_dump_traceback_later()
-
-    @contextmanager
-    def _shared(self) -> Iterator[None]:
-        """A part that fails on all ranks or on none: they meet at its end. Raises ``_FailedError`` where one did."""
-        reason = trace = ""
-        try:
-            yield
-        except NotServedError as error:
-            reason = str(error)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"[:1500]
-            trace = traceback.format_exc()[-4000:]
-        reasons = self.ranks.meet(reason)
-        if reasons:
-            raise _FailedError(reasons, trace)
 
     def _pool(self, workload: Workload) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
         batches = Batches(workload, self.ranks.rank, self.ranks.device)
@@ -258,39 +241,23 @@ class Benchmark:
 
     def _figures(self, run: _Run, workload: Workload) -> dict[str, Any]:
         times = run.times[self.settings.warmup :]
-        ms = self.ranks.largest([device for device, _ in times])
-        host = self.ranks.largest([host for _, host in times])
+        ms = self.ranks.largest([taken.device for taken in times])
+        host = self.ranks.largest([taken.host for taken in times])
         return {
             "ms": {**spread(ms), "steps": [round(value, 4) for value in ms]},
             "host_ms": {**spread(host), "steps": [round(value, 4) for value in host]},
             "tokens_per_s": round(workload.tokens / spread(ms)["median"] * 1e3, 1),
-            "first_step_s": round(run.times[0][0] / 1e3, 4),
+            "first_step_s": round(run.times[0].device / 1e3, 4),
             "losses": [round(value, 6) for value in self.ranks.mean([loss.item() for loss in run.losses])],
         }
 
     def _advance(self, run: _Run, pool: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """One more step. Raises ``_FailedError``."""
-        with self._shared():
+        """One more step. Raises ``FailedError``."""
+        with together(self.ranks):
             assert run.step is not None
-            taken, loss = self._one(run.step, *pool[len(run.times) % _POOL])
+            taken, loss = timed(run.step, *pool[len(run.times) % _POOL])
             run.times.append(taken)
             run.losses.append(loss.clone())
-
-    def _one(self, step: Step, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[tuple[float, float], torch.Tensor]:
-        """Milliseconds of one step on the device and on the host, and its loss."""
-        if self.ranks.device.type != "cuda":
-            began = time.perf_counter()
-            loss = step(tokens, targets)
-            taken = (time.perf_counter() - began) * 1e3
-            return (taken, taken), loss
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        began = time.perf_counter()
-        start.record()
-        loss = step(tokens, targets)
-        end.record()
-        host = (time.perf_counter() - began) * 1e3
-        torch.cuda.synchronize()
-        return (start.elapsed_time(end), host), loss
 
     def _curve(self, run: _Run, workload: Workload, steps: int, every: int) -> dict[str, Any]:
         step = run.step
@@ -303,7 +270,7 @@ class Benchmark:
         began = time.perf_counter()
         for first, last in _stretches(steps, every):
             faulthandler.dump_traceback_later(self.settings.hang_timeout_s, exit=True)
-            with self._shared():
+            with together(self.ranks):
                 for index in range(first, last):
                     loss = step(*batches.batch(index))
                 value = loss.item()
@@ -326,18 +293,9 @@ class _Run:
     step: Step | None = None
     #: Seconds of wall time that it took to build.
     wrap_s: float = 0.0
-    #: Milliseconds on the device and on the host, step by step.
-    times: list[tuple[float, float]] = field(default_factory=list)
+    #: Step by step.
+    times: list[Taken] = field(default_factory=list)
     losses: list[torch.Tensor] = field(default_factory=list)
-
-
-class _FailedError(Exception):
-    """Some rank failed: its reason, the same on all ranks, and this rank's own stack."""
-
-    def __init__(self, reason: str, trace: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.trace = trace
 
 
 def _stretches(steps: int, every: int) -> list[tuple[int, int]]:
@@ -355,38 +313,6 @@ def _groups() -> list[dist.ProcessGroup]:
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
-
-
-def environment(ranks: Ranks, commit: str | None) -> dict[str, Any]:
-    """Hardware, versions and commit."""
-    launch = f"torchrun --standalone --nproc-per-node {ranks.world_size} benchmarks/peers.py"
-    # Where files lay on that machine is of no interest to a reader.
-    asked = re.sub(r"(?<![\w.])(/[^/\s,]+)*/", "", " ".join(sys.argv[1:]))
-    found: dict[str, Any] = {
-        "command": f"{launch} {asked}",
-        "commit": commit or output_of("git", "rev-parse", "HEAD"),
-        # Whoever names the commit answers for it: the machine may hold a copy without history.
-        "uncommitted_changes": commit is None
-        and bool(output_of("git", "status", "--porcelain", "--untracked-files=no")),
-        "date": time.strftime("%Y-%m-%d"),
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "world_size": ranks.world_size,
-        "device": "CPU",
-        "polyshard_variables": {name: text for name, text in os.environ.items() if name.startswith("POLYSHARD_")},
-    }
-    if ranks.device.type == "cuda":
-        driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-        found |= {
-            "device": torch.cuda.get_device_name(ranks.device),
-            "devices": torch.cuda.device_count(),
-            "driver": driver.splitlines()[0] if driver else "",
-            "cuda": torch.version.cuda,
-            "nccl": ".".join(str(part) for part in nccl),
-            "allocator": os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")),
-        }
-    return found
 
 
 def main() -> int:
@@ -414,7 +340,7 @@ def main() -> int:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     ranks = Ranks(given.device, timedelta(seconds=2 * settings.hang_timeout_s))
     report: dict[str, Any] = {
-        "environment": environment(ranks, given.commit),
+        "environment": environment(ranks, "peers.py", given.commit),
         "settings": {
             "work": {work.name: work.describe() for work in settings.workloads},
             "peers": [peer.name for peer in settings.contenders],

@@ -1,0 +1,104 @@
+"""What a benchmark on several ranks does with whatever it measures: parts that fail together, one step, provenance."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from contenders import NotServedError, Step
+from measure import output_of
+from ranks import Ranks
+
+
+class FailedError(Exception):
+    """Some rank failed: its reason, the same on all ranks, and this rank's own stack."""
+
+    def __init__(self, reason: str, trace: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.trace = trace
+
+
+@contextmanager
+def together(ranks: Ranks) -> Iterator[None]:
+    """A part that fails on all ranks or on none: they meet at its end. Raises ``FailedError`` where one did."""
+    reason = trace = ""
+    try:
+        yield
+    except NotServedError as error:
+        reason = str(error)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"[:1500]
+        trace = traceback.format_exc()[-4000:]
+    reasons = ranks.meet(reason)
+    if reasons:
+        raise FailedError(reasons, trace)
+
+
+class Taken(NamedTuple):
+    """Milliseconds of one step."""
+
+    device: float
+    """Between two events on the device; on the CPU, wall time."""
+    host: float
+    """Wall time until the step's last call returned."""
+    processor: float
+    """Time that all threads of the process were given until then."""
+
+
+def timed(step: Step, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[Taken, torch.Tensor]:
+    """One step, on ``[batch, seq]`` tokens and next tokens: what it took, and its loss."""
+    on_cuda = tokens.is_cuda
+    if on_cuda:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    began, given = time.perf_counter(), time.process_time()
+    if on_cuda:
+        start.record()
+    loss = step(tokens, targets)
+    if on_cuda:
+        end.record()
+    host, processor = (time.perf_counter() - began) * 1e3, (time.process_time() - given) * 1e3
+    if not on_cuda:
+        return Taken(host, host, processor), loss
+    torch.cuda.synchronize()
+    return Taken(float(start.elapsed_time(end)), host, processor), loss
+
+
+def environment(ranks: Ranks, script: str, commit: str | None) -> dict[str, Any]:
+    """Command, hardware, versions and commit of a run of ``script``, a file of this folder."""
+    launch = f"torchrun --standalone --nproc-per-node {ranks.world_size} benchmarks/{script}"
+    # Where files lay on that machine is of no interest to a reader.
+    asked = re.sub(r"(?<![\w.])(/[^/\s,]+)*/", "", " ".join(sys.argv[1:]))
+    found: dict[str, Any] = {
+        "command": f"{launch} {asked}",
+        "commit": commit or output_of("git", "rev-parse", "HEAD"),
+        # Whoever names the commit answers for it: the machine may hold a copy without history.
+        "uncommitted_changes": commit is None
+        and bool(output_of("git", "status", "--porcelain", "--untracked-files=no")),
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "world_size": ranks.world_size,
+        "device": "CPU",
+        "polyshard_variables": {name: text for name, text in os.environ.items() if name.startswith("POLYSHARD_")},
+    }
+    if ranks.device.type == "cuda":
+        driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        found |= {
+            "device": torch.cuda.get_device_name(ranks.device),
+            "devices": torch.cuda.device_count(),
+            "driver": driver.splitlines()[0] if driver else "",
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(str(part) for part in nccl),
+            "allocator": os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")),
+        }
+    return found
