@@ -37,6 +37,10 @@ class Memory:
             torch.cuda.max_memory_reserved(self._device) / _GIB,
         )
 
+    def allocated(self) -> float | None:
+        """GiB that tensors take."""
+        return torch.cuda.memory_allocated(self._device) / _GIB if self._cuda else None
+
     def reserved(self) -> float | None:
         """GiB that the allocator holds."""
         return torch.cuda.memory_reserved(self._device) / _GIB if self._cuda else None
@@ -47,6 +51,10 @@ class Memory:
             return None
         free, total = torch.cuda.mem_get_info(self._device)
         return (total - free) / _GIB
+
+    def free(self) -> float | None:
+        """GiB of the device that nobody has."""
+        return torch.cuda.mem_get_info(self._device)[0] / _GIB if self._cuda else None
 
     def retries(self) -> int:
         """How often the allocator had to free its cache to serve a request."""

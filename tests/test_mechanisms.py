@@ -1,0 +1,305 @@
+"""The benchmark that switches mechanisms off: each switch does what it says, its arithmetic, one run on two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from polyshard.engine.gradients import bucket, weight_gradients
+from polyshard.engine.parameters.guard import ShardedParameter
+from polyshard.engine.parameters.lent import LentParameter
+from polyshard.engine.planning import parts
+from torch import nn
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The files import each other by plain names, which are not left to tests of others that do."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", "")).startswith(str(BENCHMARKS)):
+            del sys.modules[name]
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Embedding and head of the model below, and nothing else of it.
+    monkeypatch.setattr(parts, "SMALLEST_PART", 64 * 512)
+    monkeypatch.setattr(weight_gradients, "DIRECT_NUMEL", 64 * 512)
+
+
+class Seen:
+    """What a model of two parts and twelve blocks did in its third step, over pretended collectives."""
+
+    def __init__(self, name: str) -> None:
+        from contenders import Site, contender
+        from parity import root_of
+        from switches import MECHANISMS, Mechanism
+        from workloads import Batches, Workload
+
+        mechanism = next((each for each in MECHANISMS if each.name == name), Mechanism("none", ""))
+        workload = Workload("small", 64, 12, 4, 4, 96, 512, 2, 16, False, 1, 0.1)
+        cpu = torch.device("cpu")
+        peer = f"polyshard:collectives=fake:collectives__world_size=2:{mechanism.setting}"
+        self.losses: list[float] = []
+        self.shown: list[type] = []
+        with mechanism.switch():
+            step: Any = contender(peer).build(Site(workload, cpu, 0, 2, False))
+            root = root_of(step.model)
+            self.model: nn.Module = step.model
+            self.units = len(root.units)
+            for number in range(3):
+                recorded = [root.collectives.calls, root.collectives.batches, root.collectives.reduction_batches]
+                for each in recorded:
+                    each.clear()
+                if number == 2:
+                    self._look_into_a_forward(step.model)
+                self.losses.append(step(*Batches(workload, 0, cpu).batch(number)).item())
+            calls: deque[Any] = root.collectives.calls
+        self.gathers = sum(call.operation == "all_gather" for call in calls)
+        self.reductions = sum(call.operation == "reduce_scatter" for call in calls)
+        self.batches = list(root.collectives.batches)
+        self.reduction_batches = list(root.collectives.reduction_batches)
+
+    def _look_into_a_forward(self, model: Any) -> None:
+        def look(*_: Any) -> None:
+            # A part's own dict would bring the parameter.
+            self.shown = [type(dict.get(m._parameters, "weight")) for m in (model.tail.head, model.blocks[5].up)]
+
+        model.blocks[0].up.register_forward_pre_hook(look)
+
+
+def test_nothing_switched_off_is_the_engine_with_every_mechanism() -> None:
+    whole = Seen("none")
+    assert whole.units == 14
+    assert whole.shown == [LentParameter, ShardedParameter]
+    assert "forward" in whole.model.get_submodule("tail.head").__dict__
+    # Forward: all; backward: all but the embedding, which reads nothing, and the tail, which is still there.
+    assert whole.gathers == 14 + 12
+    assert whole.batches == [2, 4, 7, 2, 4, 6]
+    # All in one bucket.
+    assert whole.reductions == 1
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "nothing, again": {},
+    "split root": {"units": 13, "gathers": 13 + 12},
+    "lending": {"shown": [ShardedParameter, ShardedParameter]},
+    "stand-ins": {"shown": [nn.Parameter, nn.Parameter]},
+    "direct weight gradients": {},
+    "embedding not gathered": {"gathers": 14 + 13},
+    "kept at the turn": {"gathers": 14 + 13},
+    "growing batches": {"batches": [14, 12]},
+    "batched gathers": {"batches": []},
+    "merged reductions": {"reductions": 14, "reduction_batches": [14]},
+    "buckets": {"reductions": 14, "reduction_batches": []},
+    "held gradients": {},
+    "places": {},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_switch_changes_what_it_says_and_no_number(name: str) -> None:
+    whole, off = Seen("none"), Seen(name)
+    # A pretended rank has what this one has: other cuts make other weights of them.
+    assert off.losses == whole.losses or name == "split root"
+    for what, value in CHANGES[name].items():
+        assert getattr(off, what) == value, what
+    direct = "forward" in off.model.get_submodule("tail.head").__dict__
+    assert direct is (name != "direct weight gradients")
+
+
+def test_medium_units_are_reduced_one_by_one_without_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket, "MERGED_NBYTES", 0)
+    assert Seen("none").reduction_batches == [14]
+    off = Seen("grouped reductions")
+    assert (off.reductions, off.reduction_batches) == (14, [])
+
+
+class Launches:
+    """In the place of a compiled kernel: what it was started with."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+        self.compiled = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any) -> Launches:
+            self.seen.append((grid, *arguments))
+            return self
+
+        self.compiled += 1
+        return launch
+
+
+def test_every_switch_finds_what_it_replaces_and_puts_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from polyshard.engine.gradients.reduction import Gradients
+    from polyshard_backends import nccl
+    from switches import MECHANISMS
+
+    triton = ModuleType("triton")
+    triton.jit = lambda kernel: kernel  # type: ignore[attr-defined]
+    triton.cdiv = lambda numel, block: -(-numel // block)  # type: ignore[attr-defined]
+    triton.language = ModuleType("triton.language")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setitem(sys.modules, "triton.language", triton.language)
+    monkeypatch.delitem(sys.modules, "polyshard_backends.row_mean", raising=False)
+    before = nccl._find_mean_of_rows, nccl.SharedScope, Gradients.new_result
+    for mechanism in MECHANISMS:
+        with mechanism.switch():
+            pass
+        # Once more: a switch is turned at each step.
+        with mechanism.switch():
+            pass
+    assert (nccl._find_mean_of_rows, nccl.SharedScope, Gradients.new_result) == before
+
+    off = {mechanism.name: mechanism.switch for mechanism in MECHANISMS}
+    kernel = nccl._find_mean_of_rows()
+    assert kernel is not None
+    with off["mean kernel"]():
+        assert nccl._find_mean_of_rows() is None
+    from polyshard_backends import row_mean
+
+    launches = Launches()
+    monkeypatch.setattr(row_mean, "_mean", launches)
+    rows, out = torch.zeros(2, 3000, dtype=torch.bfloat16), torch.zeros(3000)
+    kernel(out, rows)
+    with off["kept kernel"]():
+        kernel(out, rows)
+    kept, found = launches.seen
+    assert found[0] == kept[0] == (3, 1, 1)
+    assert found[1] is kept[1] is rows
+    assert found[2] is kept[2] is out
+    assert found[3:] == kept[3:]
+    monkeypatch.delitem(sys.modules, "polyshard_backends.row_mean")
+
+
+def test_a_captured_step_has_no_room_in_a_pool_that_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    from polyshard_backends import _torch_private, nccl
+    from switches import MECHANISMS
+
+    entered: list[str] = []
+
+    class Scope:
+        def __enter__(self) -> None:
+            entered.append("in")
+
+        def __exit__(self, *_: object) -> None:
+            entered.append("out")
+
+    monkeypatch.setattr(_torch_private, "pool_scope", lambda pool, index: Scope())
+    with next(each for each in MECHANISMS if each.name == "shared pool").switch():
+        scope = nccl.SharedScope(None, 0)  # type: ignore[arg-type]
+    assert not scope.has_room(1)
+    scope.share(None, None)  # type: ignore[arg-type]
+    with scope:
+        pass
+    assert entered == ["in", "out"]
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+def test_each_mechanism_races_once_beside_the_engine_as_it_is(device_type: str) -> None:
+    from mechanisms import _PACES, heats_of, make_parser, settings_of
+    from switches import MECHANISMS, WHOLE
+
+    parser = make_parser()
+    heats = heats_of(settings_of(parser, parser.parse_args([])), device_type)
+    raced: list[tuple[str, bool, str]] = []
+    for heat in heats:
+        names = [mechanism.name for mechanism in heat.mechanisms]
+        assert names.count(WHOLE) == 1
+        assert device_type == "cpu" or len(names) <= _PACES[heat.workload.name, heat.captured].beside
+        raced += [(heat.workload.name, heat.captured, name) for name in names if name != WHOLE]
+    acting = {
+        (workload, captured, mechanism.name)
+        for workload in ("host", "300m", "1b")
+        for captured in (False, True)
+        for mechanism in MECHANISMS
+        if mechanism.acts_in(workload, captured, device_type)
+    }
+    assert len(raced) == len(set(raced))
+    assert set(raced) == acting
+    assert {name for _, _, name in raced} >= {mechanism.name for mechanism in MECHANISMS if not mechanism.needs_cuda}
+
+
+def rounds(heat: int, mechanism: str, medians: list[float]) -> list[dict[str, Any]]:
+    common = {"workload": "tiny", "mode": "eager", "heat": heat, "mechanism": mechanism}
+    return [
+        common | {"round": number, "device_ms": [ms - 1, ms, ms + 9], "host_ms": [ms], "processor_ms": [2 * ms]}
+        for number, ms in enumerate(medians)
+    ]
+
+
+def model(heat: int, mechanism: str, **found: Any) -> dict[str, Any]:
+    built = {"peak_gib": 1.0, "reserved_gib": 2.0, "kept_gib": 0.5, "losses": [4.0, 2.0]}
+    common = {"workload": "tiny", "mode": "eager", "heat": heat, "mechanism": mechanism}
+    return common | (found if "error" in found else built | found)
+
+
+def test_ratios_are_taken_within_a_round_and_a_heat() -> None:
+    from payoff import summarise, table
+
+    report = {
+        "models": [
+            model(0, "nothing"),
+            model(0, "places", peak_gib=1.5, losses=[4.0, 2.5]),
+            model(0, "lending"),
+            model(1, "nothing"),
+            model(1, "split root", error="out of memory"),
+            model(1, "lending", error="late"),
+        ],
+        "rows": [
+            *rounds(0, "nothing", [10.0, 20.0, 40.0]),
+            *rounds(0, "places", [11.0, 24.0, 40.0]),
+            *rounds(1, "nothing", [99.0, 99.0]),
+        ],
+    }
+    found = summarise(report)["tiny"]["eager"]
+    places = found["places"]
+    assert (places["rounds"], places["steps"]) == (3, 9)
+    ratio = places["device_ms"]["ratio"]
+    assert (ratio["median"], ratio["min"], ratio["max"]) == (1.1, 1.0, 1.2)
+    assert (places["device_ms"]["without"], places["device_ms"]["with"]) == (24.0, 20.0)
+    assert places["peak_gib"] == {"without": 1.5, "with": 1.0}
+    assert places["loss_difference"] == 0.25
+    assert found["split root"] == {"error": "out of memory"}
+    text = table({"tiny": {"eager": found}})
+    assert "1.100 (1.000..1.200)" in text
+    assert "1.00 -> 1.50" in text
+    assert "split root: out of memory" in text
+
+
+@pytest.mark.slow
+def test_two_ranks_measure_and_agree(tmp_path: Path) -> None:
+    out = tmp_path / "mechanisms.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(BENCHMARKS / "mechanisms.py"), "--device", "cpu", "--work", "tiny", "--rounds", "2"]
+    command += ["--turns", "2", "--mechanisms", "nothing, again;stand-ins;buckets;registered memory"]
+    command += ["--out", str(out)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(out.read_text())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mechanisms.json"]
+    tiny = found["summary"]["tiny"]["eager"]
+    # The last one needs a GPU.
+    assert list(tiny) == ["nothing, again", "stand-ins", "buckets"]
+    for figures in tiny.values():
+        assert (figures["rounds"], figures["steps"]) == (2, 4)
+        assert figures["loss_difference"] < 1e-4
+        assert figures["device_ms"]["ratio"]["median"] > 0
+    assert found["environment"]["world_size"] == 2
+    assert len(found["rows"]) == 2 * 4
+    assert "buckets" in done.stdout
