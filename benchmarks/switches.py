@@ -84,7 +84,7 @@ def _embeddings_gathered() -> AbstractContextManager[None]:
     def always(self: Stage) -> bool:
         return True
 
-    return _replaced((Stage, "_needs_parameters_in_backward", always))
+    return _replaced((Stage, "needs_parameters_in_backward", always))
 
 
 def _no_turning_unit() -> AbstractContextManager[None]:
