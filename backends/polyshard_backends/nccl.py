@@ -17,6 +17,7 @@ from .groups import check_same_dtype, check_slices
 from .process_group import GROUP_DTYPES, ProcessGroupCollectives, receive_buffer, reduce_rows
 from .shared_groups import SharedGroups
 from .shared_scope import SharedScope
+from .thresholds import LONG_ROW, SMALLEST_REGISTERED_MIB
 
 MIB = 2**20
 #: What ``allocation`` answers where memory comes from the usual pool.
@@ -37,8 +38,6 @@ _CAPABILITIES = CollectivesCapabilities(
 )
 
 
-#: Results of fewer elements are summed by torch: starting the kernel would cost the host more than it saves the device.
-_LONG_ROW = 1 << 22
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -115,7 +114,11 @@ class NcclCollectives(ProcessGroupCollectives):
     device_type = "cuda"
 
     def __init__(
-        self, context: PluginContext, registered: bool = True, communicators: int = 2, smallest_mib: int = 16
+        self,
+        context: PluginContext,
+        registered: bool = True,
+        communicators: int = 2,
+        smallest_mib: int = SMALLEST_REGISTERED_MIB,
     ) -> None:
         if not isinstance(registered, bool):
             raise ConfigError(f"collectives {context.name!r}: registered is {registered!r}; give true or false")
@@ -242,7 +245,7 @@ class NcclCollectives(ProcessGroupCollectives):
             raise self._translated(error, "reduce_scatter") from error
 
     def _reduce_rows(self, out: torch.Tensor, rows: torch.Tensor, op: ReduceOp) -> None:
-        long = out.numel() >= _LONG_ROW and out.dtype is torch.float32 and rows.dtype in _HALVES
+        long = out.numel() >= LONG_ROW and out.dtype is torch.float32 and rows.dtype in _HALVES
         if long and self._mean_of_rows and op is ReduceOp.MEAN:
             self._mean_of_rows(out, rows)
         else:

@@ -15,6 +15,7 @@ from . import _torch_private
 from .nccl import MIB, NcclCollectives, StreamWork, check_mib
 from .peer_memory import PeerMemory, Place, obstacle
 from .shared_groups import SharedGroups
+from .thresholds import SMALLEST_COPIED_MIB
 
 #: What lies in symmetric memory.
 _ROLES = (BufferRole.GATHER, BufferRole.REDUCE)
@@ -61,7 +62,7 @@ class SymmetricCollectives(NcclCollectives):
     def __init__(
         self,
         context: PluginContext,
-        smallest_mib: int = 32,
+        smallest_mib: int = SMALLEST_COPIED_MIB,
         reductions: bool = True,
         reserve_mib: int = 0,
         communicators: int = 2,

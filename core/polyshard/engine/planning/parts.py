@@ -18,9 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
-#: Elements from which a part is made: 4 MiB in a 16-bit dtype. Gathers of less take as long as their latency, so that
-#: dividing them would only add one (docs/performance.md, "Gathers and reductions alone").
-SMALLEST_PART = 1 << 21
+from ..thresholds import SMALLEST_PART
 
 
 def find_parts(
