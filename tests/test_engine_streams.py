@@ -10,7 +10,7 @@ import polyshard
 import pytest
 import torch
 from parity import root_of, units_of
-from polyshard.engine.gradients import reduction, weight_gradients
+from polyshard.engine.gradients import thresholds
 from polyshard.interfaces import PluginContext
 from pretended_streams import Gathering, Multiply, Onto, PretendedDevice, pretend
 from torch import nn
@@ -152,7 +152,7 @@ def test_gradients_of_several_streams_share_a_bucket(device: PretendedDevice, li
 def test_gradients_of_several_streams_are_reduced_by_one_launch(
     device: PretendedDevice, monkeypatch: pytest.MonkeyPatch, held_nbytes: int
 ) -> None:
-    monkeypatch.setattr(reduction, "_HELD_NBYTES", held_nbytes)
+    monkeypatch.setattr(thresholds, "HELD_NBYTES", held_nbytes)
     model, collectives = sharded(device, factors(device, 9), batch_nbytes=2 * 1024)
     train(device, model, TURNS)
     assert list(collectives.reduction_batches) == 3 * [2, 2, 2, 2]
@@ -184,7 +184,7 @@ def test_large_gradients_give_their_memory_back_before_they_are_reduced(
 ) -> None:
     # A unit's gradient has 1 KiB. Smaller ones are held by two reductions in flight, while the next one is computed.
     # Where nothing is sharded, any number of reductions is in flight.
-    monkeypatch.setattr(reduction, "_HELD_NBYTES", held_nbytes)
+    monkeypatch.setattr(thresholds, "HELD_NBYTES", held_nbytes)
     settings = {"strategy": strategy} | ({"shard_size": 2} if strategy == "hybrid_shard" else {})
     model, _ = sharded(device, factors(device, 9), **settings)
     train(device, model, TURNS)
@@ -198,7 +198,7 @@ def test_large_gradients_give_their_memory_back_before_they_are_reduced(
 def test_weight_gradients_of_two_streams_go_into_one_input(
     device: PretendedDevice, monkeypatch: pytest.MonkeyPatch, limit: int, launches: list[int]
 ) -> None:
-    monkeypatch.setattr(weight_gradients, "DIRECT_NUMEL", 1)
+    monkeypatch.setattr(thresholds, "DIRECT_NUMEL", 1)
     model, collectives = sharded(device, [TwoLinears(device) for _ in range(9)], batch_nbytes=limit)
     train(device, model, on("main", *range(9)))
     assert list(collectives.reduction_batches) == 3 * launches

@@ -9,7 +9,7 @@ import polyshard
 import pytest
 import torch
 from parity import Step, draw, on_ranks, root_of, seeded, sharded_copy, train_reference, units_of
-from polyshard.engine.gradients import weight_gradients
+from polyshard.engine.gradients import thresholds
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -19,7 +19,7 @@ WIDE = 64
 
 @pytest.fixture(autouse=True)
 def small_weights_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_gradients, "DIRECT_NUMEL", WIDE * WIDE)
+    monkeypatch.setattr(thresholds, "DIRECT_NUMEL", WIDE * WIDE)
 
 
 class Large(nn.Module):
@@ -134,9 +134,8 @@ def test_gradients_are_produced_in_the_reductions_input() -> None:
 
         def look(_: torch.Tensor) -> None:
             # On the way back, the gradient of the layer behind is there and this one's is not.
-            wire = unit.gradients._wire
-            assert wire is not None
-            seen.append(sum(leaf.grad is not None and wire.holds(leaf.grad) for leaf in unit.leaves))
+            buffer = unit.gradients.input.buffer
+            seen.append(sum(leaf.grad is not None and buffer.holds(leaf.grad) for leaf in unit.leaves))
 
         model.block.up.register_forward_hook(lambda _, args, output: output.register_hook(look) and None)
         step(model, 0, rank)

@@ -352,8 +352,8 @@ class ProcessGroupCollectives(Collectives):
 
     def close(self) -> None:
         self._closed = True
-        # A group ends where nobody refers to it. One that the user destroys next must not live on in a closed model: its
-        # threads would outlive the interpreter, and abort a process that was about to end well.
+        # A group ends where nobody refers to it. One that the user destroys next must not live on in a closed model:
+        # its threads would outlive the interpreter, and abort a process that was about to end well.
         self._given = self._gathers = self._reductions = None
         while self._leased:
             self._leased.pop().give_back()

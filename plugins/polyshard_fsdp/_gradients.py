@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
-from polyshard.engine.gradients.bucket import Bucket, Copies, PendingReduction
-from polyshard.engine.gradients.reduction import Gradients
+from polyshard.engine.gradients.copies import Copies
+from polyshard.engine.gradients.gradients import Gradients
+from polyshard.engine.gradients.reducer import CommHook as HookedReduction
+from polyshard.engine.gradients.reducer import Reducer
+from polyshard.engine.gradients.reduction_input import ReductionInput
 from polyshard.engine.parameters.originals import MasterViews
 from polyshard.engine.planning.layout import FlatLayout
 from polyshard.engine.planning.ranks import RankGrid
 from polyshard.engine.transport.buffer import FlatBuffer, view_of
 from polyshard.engine.transport.lanes import Lanes
 from polyshard.errors import StateError
-from polyshard.interfaces import COMPLETED, OffloadManager, UnitDtypes, UnitSpec, Work
+from polyshard.interfaces import OffloadManager, UnitDtypes, UnitSpec
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
@@ -51,6 +55,32 @@ class FlatParameterUnit(Protocol):
         """The trained parameters that the user sees, and their gradients as views of ``whole`` (``[padded_numel]``)."""
 
 
+class FlatInput(ReductionInput):
+    """Adds up in the compute dtype, in memory that lives as long as any ``.grad`` that shows it."""
+
+    def __init__(self, layout: FlatLayout, dtypes: UnitDtypes, device: torch.device) -> None:
+        super().__init__(layout, dtypes.reduce, dtypes.reduce, device)
+        self._sum_dtype = dtypes.compute
+
+    def choose(self, dtypes: UnitDtypes) -> None:
+        """In which dtypes the next backward accumulates and reduces."""
+        if dtypes.reduce != self.dtype:
+            self._buffer = None
+        self.dtype = self.result_dtype = dtypes.reduce
+        self._sum_dtype = dtypes.compute
+
+    def make_sum(self) -> FlatBuffer:
+        with torch.inference_mode(False):
+            flat = torch.empty(self.layout.padded_numel, dtype=self._sum_dtype, device=self.device)
+            return FlatBuffer(flat, self.layout, resizable=False)
+
+    def collect(self, buffer: FlatBuffer) -> Copies:
+        copies = super().collect(buffer)
+        # Not kept for the next accumulation: a user may still hold what ``.grad`` was.
+        self.sum = None
+        return copies
+
+
 class FlatGradients(Gradients):
     """Differs from the engine's own in three things.
 
@@ -59,8 +89,11 @@ class FlatGradients(Gradients):
     - What was computed in full precision in eval mode is reduced in full precision.
     """
 
+    input: FlatInput
+
     def __init__(self, unit: FlatParameterUnit) -> None:
         super().__init__(unit.spec, unit.layout, unit.grid, unit.dtypes, unit.originals.recipients, unit.offload)
+        self.input = FlatInput(unit.layout, unit.dtypes, unit.spec.device)
         self._unit = unit
         self._training_dtypes = unit.dtypes
         #: ``.grad`` of the parameters from before the first backward under ``no_sync``; None while that shows.
@@ -75,33 +108,23 @@ class FlatGradients(Gradients):
         if full_precision:
             master = self.spec.master_dtype
             dtypes = UnitDtypes(compute=master, wire=master, reduce=master, grad=master)
-        if dtypes.reduce != self._dtypes.reduce:
-            self._wire = None
         self._dtypes = dtypes
-        self._wire_dtype = dtypes.reduce
+        self.input.choose(dtypes)
 
     def keep(self, gradients: list[torch.Tensor | None], lanes: Lanes) -> None:
         self._take_back()
-        if self._unreduced is None:
-            self._unreduced = self._new_unreduced()
         super().keep(gradients, lanes)
 
-    def reduce(self, gradients: list[torch.Tensor | None], bucket: Bucket) -> None:
+    def reduce(self, gradients: list[torch.Tensor | None], reducer: Reducer) -> None:
         self._take_back()
         self._restore_reduced()
-        super().reduce(gradients, bucket)
-
-    def collect(self) -> Copies:
-        copies = super().collect()
-        # Not kept for the next accumulation: a user may still hold what ``.grad`` was.
-        self._unreduced = None
-        return copies
+        super().reduce(gradients, reducer)
 
     def show_unreduced(self) -> None:
         """Let ``.grad`` be what waits for a synchronising backward; called when a backward under ``no_sync`` ended."""
-        if not self._has_unreduced or self._unreduced is None:
+        if not self.input.has_sum or self.input.sum is None:
             return
-        whole, self._unreduced = self._unreduced.flat, None
+        whole, self.input.sum = self.input.sum.flat, None
         if self._whole is not None and self._whole() is whole:
             return
         shown = self._unit.unreduced_gradients(whole)
@@ -151,8 +174,8 @@ class FlatGradients(Gradients):
         """Honour a ``zero_grad(set_to_none=True)`` between backwards under ``no_sync``."""
         before = self._reduced_before
         if before is not None and all(parameter.grad is None for parameter, _ in before):
-            self._unreduced = self._whole = self._reduced_before = None
-            self._has_unreduced = False
+            self.input.sum = self._whole = self._reduced_before = None
+            self.input.has_sum = False
 
     def _take_back(self) -> None:
         """Have the buffer again that ``.grad`` shows, with what the user did to ``.grad`` since then.
@@ -160,18 +183,18 @@ class FlatGradients(Gradients):
         Raises:
             StateError: the user gave it another shape.
         """
-        if self._unreduced is not None or not self._has_unreduced:
+        if self.input.sum is not None or not self.input.has_sum:
             return
         self.drop_unreduced_if_cleared()
-        if not self._has_unreduced:
+        if not self.input.has_sum:
             return
         whole = None if self._whole is None else self._whole()
         if whole is None:
-            self._unreduced = self._new_unreduced()
-            self._unreduced.flat.zero_()
+            self.input.sum = self.input.make_sum()
+            self.input.sum.flat.zero_()
         else:
-            self._unreduced = FlatBuffer(whole, self._layout, resizable=False)
-        shown = self._unit.unreduced_gradients(self._unreduced.flat)
+            self.input.sum = FlatBuffer(whole, self._layout, resizable=False)
+        shown = self._unit.unreduced_gradients(self.input.sum.flat)
         current = [parameter.grad for parameter, _ in shown]
         if whole is not None and [None if each is None else each.data_ptr() for each in current] == self._shown_at:
             return
@@ -188,29 +211,23 @@ class FlatGradients(Gradients):
             elif given.data_ptr() != gradient.data_ptr():
                 gradient.copy_(given)
 
-    def _new_unreduced(self) -> FlatBuffer:
-        with torch.inference_mode(False):
-            flat = torch.empty(self._layout.padded_numel, dtype=self._dtypes.compute, device=self.spec.device)
-            return FlatBuffer(flat, self._layout, resizable=False)
-
     def _restore_reduced(self) -> None:
         if self._reduced_before is not None:
             for parameter, gradient in self._reduced_before:
                 parameter.grad = gradient
             self._reduced_before = self._whole = None
 
-    def issue(self, reduction: PendingReduction) -> Work:
+    @property
+    def comm_hook(self) -> HookedReduction | None:
         registered = self._unit.comm_hook
-        if registered is None:
-            return super().issue(reduction)
-        state, hook = registered.state, registered.hook
-        # Hooks that compress give the tensor other data, and the wire's memory serves the next backward too.
-        wire = reduction.input.detach()
+        return None if registered is None else partial(self._reduce_by, registered)
+
+    def _reduce_by(self, registered: CommHook, gradients: torch.Tensor) -> torch.Tensor:
+        # Hooks that compress give the tensor other data, and the input's memory serves the next backward too.
+        gradients = gradients.detach()
         if self.grid.shard is None:
-            hook(state, wire)
-            self._results[-1] = wire
-        else:
-            result = torch.empty(self._layout.shard_numel, dtype=wire.dtype, device=wire.device)
-            hook(state, wire, result)
-            self._results[-1] = result
-        return COMPLETED
+            registered.hook(registered.state, gradients)
+            return gradients
+        result = torch.empty(self._layout.shard_numel, dtype=gradients.dtype, device=gradients.device)
+        registered.hook(registered.state, gradients, result)
+        return result

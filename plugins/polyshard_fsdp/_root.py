@@ -54,7 +54,7 @@ class FSDPRoot(Root):
 
     def _turn(self) -> None:
         """Hand reduced gradients over while parameters are shards, which those of the other forward gather again."""
-        self.bucket.flush()
+        self.reducer.flush()
         self.lanes.drain()
 
     def _presence_of_gradients(self) -> None:

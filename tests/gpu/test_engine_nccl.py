@@ -11,7 +11,7 @@ from unittest import mock
 import polyshard
 import pytest
 import torch
-from polyshard.engine.gradients import weight_gradients
+from polyshard.engine.gradients import thresholds
 from polyshard.engine.step.root import Root
 from processes import KeptRanks
 from torch import nn
@@ -139,7 +139,7 @@ def train_recorded(rank: int) -> list[float]:
     torch.cuda.memory._record_memory_history(device=torch.device("cuda", rank))
     try:
         # Every linear layer is an autograd function of ours, the one that ends a recomputation, too.
-        with mock.patch.object(weight_gradients, "DIRECT_NUMEL", 1):
+        with mock.patch.object(thresholds, "DIRECT_NUMEL", 1):
             return train(rank, torch.float64, {"recomputes": True}, {}, False)
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)

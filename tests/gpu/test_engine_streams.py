@@ -14,9 +14,9 @@ from unittest import mock
 import polyshard
 import pytest
 import torch
-from polyshard.engine.gradients import weight_gradients
-from polyshard.engine.gradients.reduction import Gradients
+from polyshard.engine.gradients import thresholds
 from polyshard.engine.step.root import Root
+from polyshard.interfaces import Observer, UnitSpec
 from processes import KeptRanks
 from torch import nn
 
@@ -104,6 +104,13 @@ class TwoBranches(nn.Module):
         return x
 
 
+class LateReductions(Observer):
+    """Holds the stream that reduces up, which has yet to read its input."""
+
+    def reduce(self, unit: UnitSpec) -> None:
+        torch.cuda._sleep(CYCLES_OF_DELAY)
+
+
 def train(rank: int, late: str, direct: bool, settings: dict[str, Any]) -> tuple[float, float, int]:
     """Largest differences in loss and, after some steps, in parameters; number of units left gathered."""
     device = torch.device("cuda", rank)
@@ -119,20 +126,13 @@ def train(rank: int, late: str, direct: bool, settings: dict[str, Any]) -> tuple
     model.side, model.late = torch.cuda.Stream(), late
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     expected = torch.optim.SGD(reference.parameters(), lr=1e-3)
-    starting = Gradients.starting
-
-    def start_late(gradients: Gradients) -> None:
-        # On the stream that reduces, which has yet to read its input.
-        torch.cuda._sleep(CYCLES_OF_DELAY)
-        starting(gradients)
-
+    root: Root = model.__dict__["_polyshard_stage"].step
+    for unit in root.units:
+        unit.watch((LateReductions(),))
     loss_off = 0.0
     # A parameter that two streams use gathers its gradient on the first of them, and torch says so.
     warnings.filterwarnings("ignore", message=".*AccumulateGrad node's stream")
-    with (
-        mock.patch.object(Gradients, "starting", start_late),
-        mock.patch.object(weight_gradients, "DIRECT_NUMEL", 1 if direct else weight_gradients.DIRECT_NUMEL),
-    ):
+    with mock.patch.object(thresholds, "DIRECT_NUMEL", 1 if direct else thresholds.DIRECT_NUMEL):
         for _ in range(4):
             x = torch.randn(8 * WORLD_SIZE, 16, device=device, dtype=torch.float64)
             loss = model(x.chunk(WORLD_SIZE)[rank])
@@ -149,7 +149,6 @@ def train(rank: int, late: str, direct: bool, settings: dict[str, Any]) -> tuple
     with polyshard.unsharded(model):
         pairs = zip(model.parameters(), reference.parameters(), strict=True)
         parameters_off = max((one - other).abs().max().item() for one, other in pairs)
-    root: Root = model.__dict__["_polyshard_stage"].step
     return loss_off, parameters_off, len(root.gathered)
 
 

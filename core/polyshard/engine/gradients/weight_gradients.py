@@ -14,9 +14,7 @@ from torch.nn import functional
 from .. import _torch_private
 from ..planning.layout import FlatLayout
 from ..planning.managed_parameter import ManagedParameter
-
-#: Weights of fewer elements are copied: the copy costs less than Python in their forward and backward.
-DIRECT_NUMEL = 1 << 22
+from . import thresholds
 
 #: Attribute of a module under which ``_Direct`` stands.
 _DIRECT = "_polyshard_direct"
@@ -75,7 +73,7 @@ def write_directly(
     Layers whose forward is somebody else's (a subclass, a replaced method) stay as they are.
     """
     for index, parameter in enumerate(parameters):
-        if len(parameter.sites) > 1 or layout.slots[index].numel < DIRECT_NUMEL:
+        if len(parameter.sites) > 1 or layout.slots[index].numel < thresholds.DIRECT_NUMEL:
             continue
         module, attribute = parameter.sites[0]
         if type(module) is nn.Linear and attribute == "weight" and "forward" not in module.__dict__:

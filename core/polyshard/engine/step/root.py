@@ -227,7 +227,7 @@ class Root(Step):
         for stage in reversed(self.stages):
             if stage.late():
                 stage.catch_up()
-        self.bucket.flush()
+        self.reducer.flush()
         presence = self._presence_of_gradients()
         if presence is not None:
             if self.announce is not None:
@@ -282,10 +282,9 @@ class Root(Step):
             self.rest.enter()
         self.schedule.end_backward()
         self._walk.end()
-        for unit in self.units:
-            unit.gradients.forget()
+        self.reducer.forget()
         self.lanes.give_up()
-        self.bucket.discard()
+        self.reducer.discard()
         for stage in self.stages:
             stage.reset()
             for unit in stage.units:

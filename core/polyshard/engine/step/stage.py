@@ -266,7 +266,7 @@ class Stage:
                 # Not part of this step, or autograd.grad, which accumulates nowhere: no rank has anything to reduce.
                 continue
             if step.synchronises:
-                unit.gradients.reduce(gradients, step.bucket)
+                unit.gradients.reduce(gradients, step.reducer)
                 unit.reduced = True
             else:
                 unit.gradients.keep(gradients, step.lanes)

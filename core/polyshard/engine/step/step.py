@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...interfaces import Collectives
-from ..gradients.bucket import Bucket
+from ..gradients.reducer import Reducer
 from ..transport.audit import Audit
 from ..transport.lanes import Lanes
 from .itinerary import Itinerary
@@ -34,8 +34,8 @@ class Step:
         self.audit = Audit() if check_ranks and collectives.capabilities.can_communicate else None
         #: Called with what all ranks issue next; None where they do not compare it.
         self.announce = collectives.announce if check_ranks and collectives.capabilities.announces else None
-        #: Reductions of small units that are sent together.
-        self.bucket = Bucket(batch_nbytes, lanes, audit=self.audit, announce=self.announce)
+        #: Issues the units' reductions, those of small ones together.
+        self.reducer = Reducer(batch_nbytes, lanes, audit=self.audit, announce=self.announce)
 
     @property
     def rank(self) -> int:
@@ -44,11 +44,11 @@ class Step:
 
     def use_lanes(self, lanes: Lanes) -> None:
         """Send by ``lanes`` from now on."""
-        self.lanes = self.bucket.lanes = lanes
+        self.lanes = self.reducer.lanes = lanes
 
     def end_audit(self) -> None:
         """Compare no more: what follows repeats what was compared."""
-        self.audit = self.bucket.audit = None
+        self.audit = self.reducer.audit = None
 
     @property
     def backward_failed(self) -> bool:

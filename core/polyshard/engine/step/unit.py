@@ -24,7 +24,7 @@ from ...interfaces import (
     WireSpec,
     Work,
 )
-from ..gradients.reduction import Gradients
+from ..gradients.gradients import Gradients
 from ..gradients.weight_gradients import write_directly
 from ..parameters.bindings import Bindings, Shown
 from ..parameters.flat_master import FlatMaster
@@ -284,7 +284,7 @@ class Unit:
             or self.leaves[index].grad is not None
         ):
             return None
-        return self.gradients.claim(index, step.bucket)
+        return self.gradients.claim(index, step.reducer)
 
     def discard_gradients(self) -> None:
         """Drop what a backward that failed left behind."""

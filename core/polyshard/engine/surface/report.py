@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..gradients.bucket import Bucket, Way
-from ..gradients.reduction import Gradients
+from ..gradients.gradients import Gradients
+from ..gradients.reducer import Reducer, Way
 from ..step.root import Root
 from ..transport.lanes import REDUCTIONS_ALIVE
 
@@ -66,7 +66,7 @@ def memory_report(root: Root) -> MemoryReport:
         master_nbytes=sum(u.master.numel() * u.master.element_size() for u in units),
         gradient_nbytes=sum(u.layout.shard_numel * u.dtypes.grad.itemsize for u in units if u.trainable),
         gathered_nbytes=sum(u.gathered_nbytes for u in kept) + _prefetched_nbytes(released, root),
-        reduction_nbytes=_reduced_nbytes([u.gradients for u in units if u.trainable and not u.resident], root.bucket),
+        reduction_nbytes=_reduced_nbytes([u.gradients for u in units if u.trainable and not u.resident], root.reducer),
         kept=tuple(u.name for u in kept),
     )
 
@@ -82,18 +82,19 @@ def _prefetched_nbytes(released: Sequence[int], root: Root) -> int:
     return min(sum(released), max(single, sum(released[:ahead]) + batch, 2 * batch))
 
 
-def _reduced_nbytes(gradients: Sequence[Gradients], bucket: Bucket) -> int:
+def _reduced_nbytes(gradients: Sequence[Gradients], reducer: Reducer) -> int:
     """Of the two largest inputs, whether they are one unit's or a bucket's."""
     inputs: list[int] = []
     nbytes = dict.fromkeys(Way, 0)
     for each in gradients:
-        way = bucket.way_of(each)
-        nbytes[way] += each.wire_nbytes
+        size = each.input.nbytes
+        way = reducer.way_of(size, each.grid)
+        nbytes[way] += size
         if way is Way.ALONE:
-            inputs.append(each.wire_nbytes)
+            inputs.append(size)
     for way in (Way.GROUPED, Way.MERGED):
-        total, room = nbytes[way], bucket.room[way]
+        total, room = nbytes[way], reducer.room[way]
         inputs += [min(total, room), min(max(0, total - room), room)]
     # Both go back to the pool of the stream that reduces before the next bucket's come from there.
-    copied = 2 * min(nbytes[Way.MERGED], bucket.room[Way.MERGED])
+    copied = 2 * min(nbytes[Way.MERGED], reducer.room[Way.MERGED])
     return sum(sorted(inputs, reverse=True)[:REDUCTIONS_ALIVE]) + copied

@@ -1,0 +1,261 @@
+"""One unit's gradients: what a backward leaves of them, and their way into ``.grad`` once they are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from operator import attrgetter, is_
+
+import torch
+from torch.utils.weak import TensorWeakRef
+
+from ...errors import StateError
+from ...interfaces import Observer, OffloadManager, UnitDtypes, UnitSpec
+from .. import _torch_private
+from ..parameters.originals import Recipient
+from ..planning.answers import refuse_gradient
+from ..planning.layout import FlatLayout
+from ..planning.ranks import RankGrid
+from ..transport.lanes import Lanes
+from .reducer import CommHook, Contribution, Reducer
+from .reduction_input import ReductionInput
+
+_gradient_of = attrgetter("grad")
+_is_trained = attrgetter("requires_grad")
+
+
+class Gradients:
+    """Collects one unit's gradients, contributes them to reductions, and delivers its shard to the optimizer.
+
+    Under ``no_sync`` they gather in the reduction dtype, and ``.grad`` of the originals stays as it is.
+    """
+
+    def __init__(
+        self,
+        spec: UnitSpec,
+        layout: FlatLayout,
+        grid: RankGrid,
+        dtypes: UnitDtypes,
+        recipients: Sequence[Recipient],
+        offload: OffloadManager,
+    ) -> None:
+        self.spec = spec
+        self.grid = grid
+        self._layout = layout
+        self._dtypes = dtypes
+        self._offload = offload
+        self._parks = offload.capabilities.parks
+        wire = dtypes.wire
+        if grid.shard is None or not (grid.shard.capabilities.widening and wire in grid.shard.capabilities.dtypes):
+            # Nothing widens on the way, so what travels is as wide as what accumulates.
+            wire = dtypes.reduce
+        self.input = ReductionInput(layout, wire, dtypes.reduce, spec.device)
+        #: Which parameters had no gradient on this rank in the backward that runs.
+        self.missed: frozenset[int] = frozenset()
+        #: Which of them have their ``.grad`` here, and had none before.
+        self.bare: frozenset[int] = frozenset()
+        #: Which had a gradient on no rank, when that was asked last.
+        self.unused: frozenset[int] = frozenset()
+        self._reduced_once = False
+        # Where the gradients that are reduced next were computed, and those that wait for them kept.
+        self._places: list[object] = []
+        # The last reduced gradient, which lives as long as any ``.grad`` that views it: ``zero_grad`` frees its memory.
+        self._delivered: TensorWeakRef | None = None
+        self._shown: list[int] = []
+        self._addresses: list[int] = []
+        self.observers: tuple[Observer, ...] = ()
+        self.deliver_to(recipients)
+
+    def deliver_to(self, recipients: Sequence[Recipient]) -> None:
+        """Which parameters receive which parts of the reduced gradient, in order of offset."""
+        self._delivered = None
+        self._recipients = tuple(recipients)
+        self._owners = [recipient.parameter for recipient in recipients]
+        self._owner_of = {recipient.index: recipient.parameter for recipient in recipients}
+        self._sizes: list[int] = []
+        self._picks: list[int] = []
+        cursor = 0
+        for recipient in recipients:
+            if recipient.offset > cursor:
+                self._sizes.append(recipient.offset - cursor)
+            self._picks.append(len(self._sizes))
+            self._sizes.append(recipient.numel)
+            cursor = recipient.offset + recipient.numel
+        if cursor < self._layout.shard_numel:
+            self._sizes.append(self._layout.shard_numel - cursor)
+
+    @property
+    def widens(self) -> bool:
+        """Whether gradients are cast on their way into the reduction, or reduced whole."""
+        return self.grid.shard is None or self.input.dtype != self._dtypes.compute
+
+    @property
+    def unreduced(self) -> bool:
+        """Whether gradients of earlier microbatches wait for a synchronising backward."""
+        # Those that wait in a bucket have found theirs.
+        return self.input.has_sum and self.input.gradients is None
+
+    @property
+    def comm_hook(self) -> CommHook | None:
+        """What stands in the place of the mean over ranks; None for nothing."""
+        return None
+
+    def computed_at(self, places: Iterable[object]) -> None:
+        """``places``, as ``Lanes.here`` says, are where the gradients that come next were computed."""
+        for place in places:
+            if place not in self._places:
+                self._places.append(place)
+
+    def claim(self, index: int, reducer: Reducer) -> torch.Tensor | None:
+        """Where in the reduction's input the gradient of parameter ``index`` may be written, as a new tensor.
+
+        None where it has to come as a tensor of its own.
+        """
+        here = reducer.lanes.here()
+        if not self.input.claimed:
+            if not self.input.free:
+                return None
+            reducer.open(self._contribution(()))
+            self.computed_at((here,))
+        return self.input.claim(index, here)
+
+    def keep(self, gradients: list[torch.Tensor | None], lanes: Lanes) -> None:
+        """Add ``gradients`` to those that wait for a synchronising backward."""
+        self.computed_at((lanes.here(),))
+        with lanes.between(self._places):
+            self.input.accumulate(gradients)
+
+    def reduce(self, gradients: list[torch.Tensor | None], reducer: Reducer) -> None:
+        """Reduce ``gradients``, and those that waited, over ranks.
+
+        ``.grad`` has the result after ``Reducer.flush`` and ``Lanes.drain``.
+        """
+        self._note_missed(self.input.missing(gradients))
+        self.computed_at((reducer.lanes.here(),))
+        contribution = self._contribution(tuple(self._places))
+        self._places.clear()
+        reducer.reduce(contribution, gradients)
+
+    def _contribution(self, places: Sequence[object]) -> Contribution:
+        return Contribution(self.spec, self.grid, self.input, places, self.observers, self.comm_hook, self._deliver)
+
+    def _note_missed(self, missed: frozenset[int]) -> None:
+        if self._reduced_once:
+            self.missed &= missed
+            self.bare &= missed
+            return
+        self._reduced_once = True
+        self.missed = missed
+        if missed:
+            self.bare = frozenset(filter(self._is_bare, missed))
+
+    def _is_bare(self, index: int) -> bool:
+        owner = self._owner_of.get(None if None in self._owner_of else index)
+        return owner is not None and owner.requires_grad and owner.grad is None
+
+    def _forget_missed(self) -> None:
+        self.missed = self.bare = frozenset()
+        self._reduced_once = False
+
+    def drop(self, indices: frozenset[int]) -> None:
+        """Take ``.grad`` away from parameters for which no rank had a gradient."""
+        if None not in self._owner_of:
+            for index in indices:
+                self._owner_of[index].grad = None
+        elif len(indices) == len(self._layout.slots):
+            # One for all of them, which are here together or not at all.
+            self._owner_of[None].grad = None
+
+    def discard(self) -> None:
+        """Release what a backward that failed left behind."""
+        self._forget_missed()
+        self._places.clear()
+        self.input.discard()
+
+    def let_go(self) -> None:
+        """Forget what a backward left that reduced nothing of it."""
+        if self.input.claimed:
+            # Written to, and then not part of any reduction.
+            self.discard()
+        if not self.input.has_sum:
+            # Of gradients that were none: a backward that accumulates nowhere.
+            self._places.clear()
+
+    def end_backward(self) -> None:
+        """Run the hooks that the user put on the originals: there, autograd accumulates nothing that would."""
+        self._forget_missed()
+        for owner in self._owners:
+            if owner.grad is not None:
+                for hook in _torch_private.post_accumulate_grad_hooks(owner):
+                    hook(owner)
+
+    def _deliver(self, result: torch.Tensor) -> None:
+        if result.dtype != self._dtypes.grad:
+            result = result.to(self._dtypes.grad)
+        whole = self.delivered
+        if whole is not None and not self._parks:
+            whole.add_(result)
+            return
+        present = list(map(_gradient_of, self._owners))
+        fresh = whole is not None or all(map(is_, present, repeat(None)))
+        if self._parks:
+            stored = self._offload.store_grad(self.spec, result, whole)
+            # A rank that holds no element has no owner, and nothing views the gradient.
+            device = self._owners[0].device if self._owners else None
+            refuse_gradient(self._offload, self.spec, stored, result, device, self.grid.world.rank)
+            if stored is whole:
+                return
+            if not fresh:
+                self._offload.sync_for_step()
+            result = stored
+        if fresh:
+            self._assign(result)
+            return
+        # The user replaced or kept some gradients: add to what is there, parameter by parameter.
+        for owner, current, view in zip(self._owners, present, self._split(result), strict=True):
+            if not owner.requires_grad:
+                continue
+            if current is None:
+                owner.grad = view
+            elif current.shape != view.shape:
+                raise StateError(
+                    f"Cannot writeback when the gradient shape changes\nExpects {view.shape} but got {current.shape} "
+                    f"in unit '{self.spec.label}' on rank {self.grid.world.rank}. Set .grad to a tensor "
+                    "of the shard's shape."
+                )
+            else:
+                current.add_(view)
+        self._delivered = None
+
+    @property
+    def delivered(self) -> torch.Tensor | None:
+        """The reduced gradient (``[shard_numel]``) if every ``.grad`` is still the part of it that it was made."""
+        flat = None if self._delivered is None else self._delivered()
+        if flat is None:
+            return None
+        present = list(map(_gradient_of, self._owners))
+        # Objects of other gradients may come to have the same ids, but not while they lie in this memory. And the same
+        # objects may stand on other memory: a user may set ``.grad.data``.
+        same = list(map(id, present)) == self._shown and list(map(torch.Tensor.data_ptr, present)) == self._addresses
+        return flat if same else None
+
+    def _assign(self, flat: torch.Tensor) -> None:
+        # Views keep their base alive, and that of a view's view is not the view.
+        if flat._is_view():
+            flat = flat.data
+        views = self._split(flat)
+        for owner, view in zip(self._owners, views, strict=True):
+            if owner.requires_grad:
+                owner.grad = view
+        self._delivered = None
+        if all(map(_is_trained, self._owners)):
+            self._delivered = TensorWeakRef(flat)
+            self._shown = list(map(id, views))
+            self._addresses = list(map(torch.Tensor.data_ptr, views))
+
+    def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        if self.grid.shard is None:
+            start = flat.storage_offset()
+            return [flat.as_strided(each.shape, each.stride, start + each.offset) for each in self._recipients]
+        parts = torch.split_with_sizes(flat, self._sizes)
+        return [parts[index] for index in self._picks]

@@ -1,0 +1,256 @@
+"""Reductions: in which order they are issued, which of them go together, and the memory that they take.
+
+[Note: buckets]
+A reduction of few bytes takes as long as one of several times as many, and so does the copy that brings few gradients
+together, on the device and on the host. So the gradients of small units wait, in the order in which backward brings
+them, until the bucket is full, until another kind of unit is reduced, or until backward ends. Then, on the stream that
+reduces, one copy brings all of them into their units' inputs, another one writes the inputs next to each other, rank by
+rank, and one communication reduces them. Its result is cut into the units' gradient shards.
+
+Units of medium size have enough bytes for a communication, and copying them twice would cost the device more than it
+saves. But whatever is launched costs the host, which small batches keep busier than the device. So they wait for each
+other as small ones do, and are then brought together by one copy and reduced by one launch of several communications.
+
+What waits for what follows from sizes and order alone, so that all ranks fill their buckets alike.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from ...interfaces import COMPLETED, Observer, UnitSpec, Work
+from ..planning.ranks import RankGrid
+from ..transport.audit import Audit
+from ..transport.buffer import FlatBuffer
+from ..transport.lanes import REDUCTIONS_ALIVE, Lanes
+from . import thresholds
+from .copies import Copies, together
+from .merged import Merged
+from .reduction_input import ReductionInput
+
+#: Called on the stream that reduces, in the place of the mean over ranks: takes ``[padded_numel]``, which it may
+#: overwrite, and returns the reduced ``[shard_numel]``.
+CommHook = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Contribution(NamedTuple):
+    """One unit's part in one reduction. Its gradients are held by its input alone, until they are collected."""
+
+    spec: UnitSpec
+    grid: RankGrid
+    input: ReductionInput
+    places: Sequence[object]
+    """Where the gradients were computed, as ``Lanes.here`` says."""
+    observers: tuple[Observer, ...]
+    comm_hook: CommHook | None
+    deliver: Callable[[torch.Tensor], None]
+    """Called with the reduced shard (``[shard_numel]``), where operations are ordered behind the reduction."""
+
+    @property
+    def goes_with(self) -> object:
+        """What units that have shards must agree in to be reduced together."""
+        return self.grid.shard, self.grid.replicate, self.input.dtype, self.input.result_dtype
+
+
+class Way(enum.Enum):
+    """How a unit is reduced."""
+
+    ALONE = "alone"
+    """At once, by itself."""
+    GROUPED = "grouped"
+    """By a communication of its own, in one launch with its neighbours'."""
+    MERGED = "merged"
+    """By one communication with its neighbours."""
+
+
+class Reducer:
+    """Takes units' contributions, reduces them over ranks, and calls each one back with its shard.
+
+    Args:
+        limit: bytes that wait at most; 0 to send each reduction by itself.
+        lanes: what runs them beside compute.
+        audit: compares each unit's with the other ranks', in the first step; None where nothing is compared.
+        announce: called with what all ranks reduce next; None where they do not compare it.
+    """
+
+    def __init__(
+        self, limit: int, lanes: Lanes, *, audit: Audit | None = None, announce: Callable[[str], None] | None = None
+    ) -> None:
+        self.lanes = lanes
+        self.audit = audit
+        grouped, merged = min(limit, thresholds.GROUPED_NBYTES), min(limit, thresholds.MERGED_NBYTES)
+        #: Bytes up to which units that go that way are sent together.
+        self.room = {Way.ALONE: 0, Way.GROUPED: grouped, Way.MERGED: merged}
+        self._announce = announce
+        self._waiting: list[Contribution] = []
+        self._nbytes = 0
+        self._way = Way.ALONE
+        # Where the gradients that wait were computed.
+        self._places: list[object] = []
+        # By the first of its members: backward brings units in the same order in each step.
+        self._merged: dict[ReductionInput, Merged] = {}
+        # What is issued in one era is delivered in no other.
+        self._era = object()
+
+    def way_of(self, nbytes: int, grid: RankGrid) -> Way:
+        """How a unit with an input of ``nbytes`` is reduced over ``grid``."""
+        if grid.shard is None:
+            return Way.ALONE
+        if nbytes * thresholds.FEWEST_MERGED <= self.room[Way.MERGED]:
+            return Way.MERGED
+        return Way.GROUPED if nbytes * 2 <= self.room[Way.GROUPED] else Way.ALONE
+
+    def reduce(self, contribution: Contribution, gradients: list[torch.Tensor | None]) -> None:
+        """Reduce ``gradients``, one a parameter or None, now or with those that follow.
+
+        All are issued after ``flush``, and delivered after ``Lanes.drain``.
+        """
+        input, grid = contribution.input, contribution.grid
+        if input.gradients is not None:
+            # A unit used twice in one backward.
+            self.flush()
+        input.gradients = gradients
+        if self.audit is not None:
+            self.audit.agree(grid.world, contribution.spec.label, "reduce", input.layout.padded_numel, input.dtype)
+        nbytes = input.nbytes
+        way = Way.ALONE if contribution.comm_hook is not None else self.way_of(nbytes, grid)
+        room = self.room[way]
+        if self._waiting and (
+            way is not self._way or self._nbytes + nbytes > room or self._waiting[0].goes_with != contribution.goes_with
+        ):
+            self.flush()
+        self._way = way
+        self._places += [place for place in contribution.places if place not in self._places]
+        self._waiting.append(contribution)
+        self._nbytes += nbytes
+        if self._nbytes + nbytes > room:
+            # The next one is likely of the same size: do not wait for it.
+            self.flush()
+
+    def flush(self) -> None:
+        """Issue what waits."""
+        members, places = tuple(self._waiting), tuple(self._places)
+        self._forget_waiting()
+        if not members:
+            return
+        if self._announce is not None:
+            self._announce("reduction of " + ", ".join(each.spec.name or "(root)" for each in members))
+        with self.lanes.between(places):
+            merges = self._way is Way.MERGED and len(members) > 1
+            launch = self._merge(members) if merges else self._group(members)
+            # Inputs were given memory here, or where the first gradient in them was computed.
+            self.lanes.reduce(launch.start, partial(self._finish, launch, self._era), launch.retire, places)
+
+    def open(self, contribution: Contribution) -> None:
+        """Give its input memory; to be called before ``reduce`` where gradients are computed in place."""
+        self._make_room(contribution)
+        contribution.input.attach(contribution.grid, self.lanes.here())
+
+    def forget(self) -> None:
+        """Let reductions in flight end without a result."""
+        self._era = object()
+
+    def discard(self) -> None:
+        """Forget what waits, and what a reduction that failed left behind. To be called after ``Lanes.drain``."""
+        self._forget_waiting()
+        for merged in self._merged.values():
+            merged.release()
+
+    def _forget_waiting(self) -> None:
+        self._waiting.clear()
+        self._places.clear()
+        self._nbytes = 0
+
+    def _make_room(self, contribution: Contribution) -> None:
+        """Retire earlier reductions, so that one more may be issued."""
+        for observer in contribution.observers:
+            observer.wait(contribution.spec)
+        self.lanes.make_room(0 if contribution.input.travels else REDUCTIONS_ALIVE - 1)
+        for observer in contribution.observers:
+            observer.waited(contribution.spec)
+
+    def _group(self, members: Sequence[Contribution]) -> _Launch:
+        """A reduction for each of ``members``."""
+        inputs, results, copies = map(list, zip(*map(self._prepare, members), strict=True))
+        return _Launch(members, inputs, results, together(copies))
+
+    def _prepare(self, contribution: Contribution) -> tuple[torch.Tensor, torch.Tensor, Copies]:
+        """Its reduction's input and result, and what is still to be written into the input."""
+        input, shard = contribution.input, contribution.grid.shard
+        if shard is None:
+            # Reduced in place, and then what ``.grad`` views: not memory that comes and goes.
+            buffer = FlatBuffer(input.new_result(input.layout.padded_numel), input.layout, resizable=False)
+        else:
+            if not input.claimed:
+                self.open(contribution)
+            buffer = input.buffer
+        copies, most = input.collect(buffer), thresholds.HELD_NBYTES
+        if shard is None or (input.nbytes > most and sum(source.nbytes for source in copies.sources) > most):
+            copies.run()
+            copies.let_go()
+            copies = Copies([], [], [], [])
+        if shard is None:
+            return buffer.flat, buffer.flat, copies
+        copies.spent.append(buffer)
+        return buffer.flat, input.new_result(input.layout.shard_numel), copies
+
+    def _merge(self, members: Sequence[Contribution]) -> _Launch:
+        """One reduction for all ``members``."""
+        inputs = tuple(each.input for each in members)
+        merged = self._merged.get(inputs[0])
+        if merged is None or merged.inputs != inputs:
+            merged = self._merged[inputs[0]] = Merged(inputs, members[0].grid.shard_size)
+        if merged.travels:
+            # A backward came through these units twice: their memory serves one reduction at a time.
+            self.lanes.make_room(0)
+        for each in members:
+            self._make_room(each)
+        copies = merged.collect()
+        return _Launch(members, [merged.flat], [inputs[0].new_result(merged.numel)], copies, merged)
+
+    def _finish(self, launch: _Launch, era: object) -> None:
+        merged, shards = launch.merged, launch.results
+        if merged is not None:
+            merged.release()
+            shards = merged.cut(shards[0])
+        for each, shard in zip(launch.members, shards, strict=True):
+            if era is self._era:
+                each.deliver(shard)
+            for observer in each.observers:
+                observer.reduced(each.spec)
+
+
+class _Launch(NamedTuple):
+    """Reductions of ``members`` that are issued together: one for each, or one for all that are ``merged``."""
+
+    members: Sequence[Contribution]
+    inputs: list[torch.Tensor]
+    results: list[torch.Tensor]
+    copies: Copies
+    merged: Merged | None = None
+
+    def start(self) -> Work:
+        for each in self.members:
+            for observer in each.observers:
+                observer.reduce(each.spec)
+        # Here, on the stream that reduces: compute goes on meanwhile.
+        if self.merged is None:
+            self.copies.run()
+        else:
+            self.merged.fill(self.copies)
+        first = self.members[0]
+        if first.comm_hook is not None:
+            self.results[0] = first.comm_hook(self.inputs[0])
+            return COMPLETED
+        if len(self.inputs) == 1:
+            return first.grid.reduce(self.results[0], self.inputs[0])
+        return first.grid.reduce_many(list(zip(self.results, self.inputs, strict=True)))
+
+    def retire(self) -> None:
+        """Let go of inputs, gradients, and results, which were sources of a cast or of a copy to the host."""
+        self.copies.let_go()
