@@ -17,7 +17,8 @@ from polyshard.interfaces import Collectives
 from torch import nn
 
 from ._optim_names import WHOLE_FLAT, Flattened, Key, ModelNames, OptimStateKeyError, ordered_groups
-from ._optim_values import collect, dtype_of, refuse_other_cut, shape_of
+from ._optim_values import collect, dtype_of, refuse_other_cut
+from ._rows import shape_of
 
 _ADVICE = "Load it into a model with use_orig_params=True, where each parameter keeps state of its own."
 
