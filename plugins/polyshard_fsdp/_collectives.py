@@ -15,32 +15,12 @@ import torch.distributed as dist
 from polyshard.errors import CollectiveError, StateError, UnsupportedError, WorldSizeError
 from polyshard.interfaces import Collectives, CollectivesCapabilities, ReduceOp, Work
 from polyshard.interfaces.collectives import COMPLETED
+from polyshard_backends.groups import check_source
 from polyshard_backends.nccl import StreamWork
-from polyshard_backends.process_group import group_backend
+from polyshard_backends.process_group import GROUP_DTYPES, group_backend, torch_op
 from torch.distributed import distributed_c10d
 
 __all__ = ["GroupCollectives", "GroupLike", "SilentCollectives", "collectives_of", "predivide_factor"]
-
-#: Dtypes that both gloo and NCCL know. Others travel as their bytes, which a gather and a broadcast may do.
-_DTYPES = frozenset(
-    {
-        torch.float64,
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.int64,
-        torch.int32,
-        torch.int8,
-        torch.uint8,
-    }
-)
-
-_TORCH_OPS = {
-    ReduceOp.SUM: dist.ReduceOp.SUM,
-    ReduceOp.MEAN: dist.ReduceOp.SUM,
-    ReduceOp.MAX: dist.ReduceOp.MAX,
-    ReduceOp.MIN: dist.ReduceOp.MIN,
-}
 
 #: The names that FSDP's users know, and those that newer versions of torch have for the same.
 _NEWER_NAMES = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}
@@ -119,7 +99,8 @@ def _operation(name: str) -> tuple[Callable[..., Any], bool]:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype in _DTYPES else tensor.view(torch.uint8)
+    # Others than those that can be summed are only carried; whoever looks at what is sent sees bf16 as bf16.
+    return tensor if tensor.dtype in GROUP_DTYPES else tensor.view(torch.uint8)
 
 
 def _divide_(tensor: torch.Tensor, divisor: float) -> None:
@@ -160,7 +141,7 @@ class _HostWork:
 
 
 class _FixedGroup(Collectives):
-    """A group whose rank and size are known from the start, on a device that may change."""
+    """A group whose rank and size are known from the start, on one device."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self._group = group
@@ -185,10 +166,6 @@ class _FixedGroup(Collectives):
         """The group that the constructor was given."""
         return self._group
 
-    def move_to(self, device: torch.device) -> None:
-        """Serve tensors on ``device`` from now on; no operation may be in flight."""
-        self._device = device
-
     def partition(self, rank_lists: Sequence[Sequence[int]]) -> Collectives:
         raise UnsupportedError(
             f"FSDP shards over the group that it was given, and cannot divide it (on rank {self._rank}); pass a "
@@ -212,10 +189,6 @@ class GroupCollectives(_FixedGroup):
         super().__init__(group, device)
         self._capabilities: CollectivesCapabilities | None = None
 
-    def move_to(self, device: torch.device) -> None:
-        super().move_to(device)
-        self._capabilities = None
-
     @property
     def capabilities(self) -> CollectivesCapabilities:
         if self._capabilities is None:
@@ -223,7 +196,7 @@ class GroupCollectives(_FixedGroup):
             on_streams = self._device.type == "cuda" and transport not in _HOST_TRANSPORTS
             self._capabilities = CollectivesCapabilities(
                 devices=frozenset({self._device.type}),
-                dtypes=_DTYPES,
+                dtypes=GROUP_DTYPES,
                 reduce_ops=frozenset(ReduceOp),
                 widening=False,
                 stream_ordered=on_streams,
@@ -282,10 +255,7 @@ class GroupCollectives(_FixedGroup):
         return self._issue("all_reduce", tensor, finish=finish, **_op_option(op))
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
-        if not 0 <= src < self._world_size:
-            raise CollectiveError(
-                f"broadcast on rank {self._rank}: source {src} is not a group rank; use 0 to {self._world_size - 1}"
-            )
+        check_source(src, self._rank, self._world_size)
         if tensor.numel() == 0:
             return COMPLETED
         return self._issue("broadcast", _as_bytes(tensor), src=dist.get_global_rank(self._group, src))
@@ -348,7 +318,7 @@ class SilentCollectives(_FixedGroup):
     def capabilities(self) -> CollectivesCapabilities:
         return CollectivesCapabilities(
             devices=frozenset({self._device.type}),
-            dtypes=_DTYPES,
+            dtypes=GROUP_DTYPES,
             reduce_ops=frozenset(ReduceOp),
             widening=False,
             stream_ordered=False,
@@ -392,5 +362,5 @@ class SilentCollectives(_FixedGroup):
 
 
 def _op_option(op: ReduceOp) -> dict[str, Any]:
-    # FSDP names no operation for a sum, and replacements of the function need not take one.
-    return {} if _TORCH_OPS[op] == dist.ReduceOp.SUM else {"op": _TORCH_OPS[op]}
+    # FSDP names no operation for a sum, and replacements of the function need not take one. A mean is a divided sum.
+    return {} if op in (ReduceOp.SUM, ReduceOp.MEAN) else {"op": torch_op(op)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -367,19 +367,12 @@ class FlatParamHandle:
         return flat_param, managed
 
 
-def _walk(module: nn.Module, prefix: str = "") -> Iterable[tuple[str, nn.Module]]:
-    # Shared modules at each of their places: every name of a parameter counts.
-    yield prefix, module
-    for key, child in module._modules.items():
-        if child is not None:
-            yield from _walk(child, f"{prefix}.{key}" if prefix else key)
-
-
 def _find(params: Sequence[nn.Parameter], module: nn.Module, rank: int) -> list[ManagedParameter]:
     wanted = set(params)
     sites: dict[nn.Parameter, dict[tuple[nn.Module, str], None]] = {}
     names: dict[nn.Parameter, list[str]] = {}
-    for prefix, holder in _walk(module):
+    # Shared modules at each of their places: every name of a parameter counts.
+    for prefix, holder in module.named_modules(remove_duplicate=False):
         for key, parameter in holder._parameters.items():
             if parameter is not None and parameter in wanted:
                 sites.setdefault(parameter, {})[holder, key] = None
