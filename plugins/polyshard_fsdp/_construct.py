@@ -20,6 +20,7 @@ from . import _init_values, _state_dict_utils
 from ._collectives import collectives_of
 from ._flat_param import _FSDP_SKIP_WRITEBACK_CHECK, _FSDP_USE_UNSAFE_SETATTR, FlatParamHandle
 from ._forward import FSDPForward
+from ._groups import resolve_groups
 from ._init_utils import (
     SHARDING_STRATEGY_MAP,
     check_devices,
@@ -32,7 +33,6 @@ from ._init_utils import (
     find_ignored,
     managed_parameters,
     move_to,
-    resolve_groups,
     warn_about_container,
 )
 from ._precision import FSDPPrecision

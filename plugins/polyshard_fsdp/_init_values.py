@@ -13,7 +13,8 @@ from torch import nn
 
 from . import _init_utils, _torch_private
 from ._collectives import collectives_of
-from ._init_utils import Groups, Ignored, managed_modules, named_managed, needs_materialization
+from ._groups import Groups
+from ._init_utils import Ignored, managed_modules, named_managed, needs_materialization
 
 __all__ = ["materialize", "sync_module_states"]
 

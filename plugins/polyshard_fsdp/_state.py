@@ -22,8 +22,9 @@ from ._common_utils import TrainingState, clean_tensor_name
 from ._exec_order import CheckedSchedule, ForwardOrder, UnitSchedule, checks_order
 from ._flat_param import _FSDP_USE_FULL_PREC_IN_EVAL, FlatParameter, FlatParamHandle
 from ._forward import FSDPForward
+from ._groups import HYBRID_SHARDING_STRATEGIES, Groups
 from ._idle import IdleUnit
-from ._init_utils import HYBRID_SHARDING_STRATEGIES, Groups, Ignored, managed_modules
+from ._init_utils import Ignored, managed_modules
 from ._root import OPTIMIZERS, FSDPRoot
 from ._stage import FSDPStage
 from ._traversal_utils import _get_fsdp_states

@@ -19,7 +19,7 @@ from ._common_utils import FLAT_PARAM as FLAT_PARAM
 from ._common_utils import FSDP_PREFIX, FSDP_WRAPPED_MODULE, TrainingState, _assert_in_training_states
 from ._construct import Arguments, construct
 from ._gradients import CommHook
-from ._init_utils import HYBRID_SHARDING_STRATEGIES
+from ._groups import HYBRID_SHARDING_STRATEGIES
 from ._state import FSDPInstance
 from ._torch_settings import TorchNamed, is_torchs, own
 from ._traversal_utils import _get_fsdp_states
