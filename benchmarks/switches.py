@@ -122,28 +122,28 @@ def _single_gathers() -> AbstractContextManager[None]:
 
 
 def _buckets(*names: str) -> AbstractContextManager[None]:
-    from polyshard.engine.gradients import bucket
+    from polyshard.engine import thresholds
 
-    return _replaced(*((bucket, name, 0) for name in names))
+    return _replaced(*((thresholds, name, 0) for name in names))
 
 
 def _nothing_held() -> AbstractContextManager[None]:
-    from polyshard.engine.gradients import reduction
+    from polyshard.engine import thresholds
 
-    return _replaced((reduction, "_HELD_NBYTES", -1))
+    return _replaced((thresholds, "HELD_NBYTES", -1))
 
 
 def _gradients_apart() -> AbstractContextManager[None]:
-    from polyshard.engine.gradients.reduction import Gradients
+    from polyshard.engine.gradients.reduction_input import ReductionInput
 
-    taken = Gradients.new_result
+    taken = ReductionInput.new_result
 
-    def new_result(self: Gradients, numel: int) -> torch.Tensor:
+    def new_result(self: ReductionInput, numel: int) -> torch.Tensor:
         # The reduction writes behind what compute does by then, so that it may come from any stream's pool.
-        with torch.cuda.stream(_gradient_stream(self.spec.device)):
+        with torch.cuda.stream(_gradient_stream(self.device)):
             return taken(self, numel)
 
-    return _replaced((Gradients, "new_result", new_result))
+    return _replaced((ReductionInput, "new_result", new_result))
 
 
 def _gradient_stream(device: torch.device) -> torch.cuda.Stream:

@@ -10,7 +10,7 @@ import polyshard
 import pytest
 import torch
 from parity import Block, Net, root_of, seeded, sgd, square_step, train_reference, units_of
-from polyshard.engine.planning import parts
+from polyshard.engine import thresholds
 from processes import KeptRanks
 from torch import nn
 
@@ -76,7 +76,7 @@ def train_tailed(rank: int, use: str, compiles: str) -> tuple[list[torch.Tensor]
     warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     torch.compiler.reset()
-    parts.SMALLEST_PART = 18
+    thresholds.SMALLEST_PART = 18
     model: Any = polyshard.shard(seeded(lambda: Tailed(use)), polyshard.ShardConfig(policy=units_of(Block)))
     if compiles == "model":
         called = torch.compile(model, backend="eager")

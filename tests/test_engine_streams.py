@@ -10,7 +10,7 @@ import polyshard
 import pytest
 import torch
 from parity import root_of, units_of
-from polyshard.engine.gradients import thresholds
+from polyshard.engine import thresholds
 from polyshard.interfaces import PluginContext
 from pretended_streams import Gathering, Multiply, Onto, PretendedDevice, pretend
 from torch import nn

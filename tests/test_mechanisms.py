@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from polyshard.engine.gradients import bucket, weight_gradients
+from polyshard.engine import thresholds
 from polyshard.engine.parameters.guard import ShardedParameter
 from polyshard.engine.parameters.lent import LentParameter
-from polyshard.engine.planning import parts
 from torch import nn
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -36,8 +35,8 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     # Embedding and head of the model below, and nothing else of it.
-    monkeypatch.setattr(parts, "SMALLEST_PART", 64 * 512)
-    monkeypatch.setattr(weight_gradients, "DIRECT_NUMEL", 64 * 512)
+    monkeypatch.setattr(thresholds, "SMALLEST_PART", 64 * 512)
+    monkeypatch.setattr(thresholds, "DIRECT_NUMEL", 64 * 512)
 
 
 class Seen:
@@ -122,7 +121,7 @@ def test_a_switch_changes_what_it_says_and_no_number(name: str) -> None:
 
 
 def test_medium_units_are_reduced_one_by_one_without_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket, "MERGED_NBYTES", 0)
+    monkeypatch.setattr(thresholds, "MERGED_NBYTES", 0)
     assert Seen("none").reduction_batches == [14]
     off = Seen("grouped reductions")
     assert (off.reductions, off.reduction_batches) == (14, [])
@@ -145,7 +144,7 @@ class Launches:
 
 
 def test_every_switch_finds_what_it_replaces_and_puts_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    from polyshard.engine.gradients.reduction import Gradients
+    from polyshard.engine.gradients.reduction_input import ReductionInput
     from polyshard_backends import nccl
     from switches import MECHANISMS
 
@@ -156,14 +155,14 @@ def test_every_switch_finds_what_it_replaces_and_puts_it_back(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "triton", triton)
     monkeypatch.setitem(sys.modules, "triton.language", triton.language)
     monkeypatch.delitem(sys.modules, "polyshard_backends.row_mean", raising=False)
-    before = nccl._find_mean_of_rows, nccl.SharedScope, Gradients.new_result
+    before = nccl._find_mean_of_rows, nccl.SharedScope, ReductionInput.new_result
     for mechanism in MECHANISMS:
         with mechanism.switch():
             pass
         # Once more: a switch is turned at each step.
         with mechanism.switch():
             pass
-    assert (nccl._find_mean_of_rows, nccl.SharedScope, Gradients.new_result) == before
+    assert (nccl._find_mean_of_rows, nccl.SharedScope, ReductionInput.new_result) == before
 
     off = {mechanism.name: mechanism.switch for mechanism in MECHANISMS}
     kernel = nccl._find_mean_of_rows()

@@ -23,7 +23,7 @@ from parity import (
     train_sharded,
     units_of,
 )
-from polyshard.engine.planning import parts
+from polyshard.engine import thresholds
 from polyshard.errors import RankMismatchError, StateError, UnshardedUseError
 from polyshard_backends.threaded import ThreadedWorld
 from tailed import WIDTH, WORDS, Model, names_of, sharded, step
@@ -34,7 +34,7 @@ from torch.nn import functional
 @pytest.fixture
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     # Embedding and head of these models, and not their norm.
-    monkeypatch.setattr(parts, "SMALLEST_PART", WIDTH * WORDS)
+    monkeypatch.setattr(thresholds, "SMALLEST_PART", WIDTH * WORDS)
 
 
 small = pytest.mark.usefixtures("_small")

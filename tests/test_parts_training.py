@@ -9,7 +9,7 @@ import polyshard
 import pytest
 import torch
 from parity import Block, Step, adam, assert_parity, on_ranks, seeded, sgd, train_reference, units_of
-from polyshard.engine.planning import parts
+from polyshard.engine import thresholds
 from polyshard_backends.threaded import ThreadedWorld
 from tailed import USES, WIDTH, WORDS, Model, names_of, sharded, step
 from torch import nn
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     # Embedding and head of these models, and not their norm.
-    monkeypatch.setattr(parts, "SMALLEST_PART", WIDTH * WORDS)
+    monkeypatch.setattr(thresholds, "SMALLEST_PART", WIDTH * WORDS)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])

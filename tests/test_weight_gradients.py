@@ -9,7 +9,7 @@ import polyshard
 import pytest
 import torch
 from parity import Step, draw, on_ranks, root_of, seeded, sharded_copy, train_reference, units_of
-from polyshard.engine.gradients import thresholds
+from polyshard.engine import thresholds
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop

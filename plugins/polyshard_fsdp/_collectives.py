@@ -112,11 +112,6 @@ def _divide_(tensor: torch.Tensor, divisor: float) -> None:
         tensor.div_(divisor, rounding_mode="trunc")
 
 
-def _scale_(tensor: torch.Tensor, factor: float) -> None:
-    if factor != 1.0:
-        tensor.mul_(factor)
-
-
 class _HostWork:
     """An operation in flight on another thread, and the local part that follows it."""
 
@@ -217,8 +212,6 @@ class GroupCollectives(_FixedGroup):
         full: torch.Tensor,
         *,
         op: ReduceOp,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
         scratch: torch.Tensor | None = None,
     ) -> Work:
         if out.dtype is not full.dtype:
@@ -231,16 +224,14 @@ class GroupCollectives(_FixedGroup):
         before, after = self._divisors(full, op)
         with torch.no_grad():
             _divide_(full, before)
-            _scale_(full, prescale)
 
         def finish() -> None:
             with torch.no_grad():
                 _divide_(out, after)
-                _scale_(out, postscale)
 
         return self._issue("reduce_scatter_tensor", out, full, finish=finish, **_op_option(op))
 
-    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp, postscale: float = 1.0) -> Work:
+    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
         if tensor.numel() == 0:
             return COMPLETED
         before, after = self._divisors(tensor, op)
@@ -250,7 +241,6 @@ class GroupCollectives(_FixedGroup):
         def finish() -> None:
             with torch.no_grad():
                 _divide_(tensor, after)
-                _scale_(tensor, postscale)
 
         return self._issue("all_reduce", tensor, finish=finish, **_op_option(op))
 
@@ -336,13 +326,11 @@ class SilentCollectives(_FixedGroup):
         full: torch.Tensor,
         *,
         op: ReduceOp,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
         scratch: torch.Tensor | None = None,
     ) -> Work:
         self._refuse("reduce_scatter")
 
-    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp, postscale: float = 1.0) -> Work:
+    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
         self._refuse("all_reduce")
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:

@@ -11,7 +11,7 @@ from unittest import mock
 import polyshard
 import pytest
 import torch
-from polyshard.engine.gradients import thresholds
+from polyshard.engine import thresholds
 from polyshard.engine.step.root import Root
 from processes import KeptRanks
 from torch import nn

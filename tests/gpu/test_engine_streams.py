@@ -14,7 +14,7 @@ from unittest import mock
 import polyshard
 import pytest
 import torch
-from polyshard.engine.gradients import thresholds
+from polyshard.engine import thresholds
 from polyshard.engine.step.root import Root
 from polyshard.interfaces import Observer, UnitSpec
 from processes import KeptRanks

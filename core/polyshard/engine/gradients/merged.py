@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .. import _torch_private
+from .. import _torch_private, thresholds
 from ..planning.layout import round_up
-from . import thresholds
 from .copies import Copies, together
 from .reduction_input import ReductionInput
 

@@ -24,11 +24,11 @@ from typing import NamedTuple
 import torch
 
 from ...interfaces import COMPLETED, Observer, UnitSpec, Work
+from .. import thresholds
 from ..planning.ranks import RankGrid
 from ..transport.audit import Audit
 from ..transport.buffer import FlatBuffer
 from ..transport.lanes import REDUCTIONS_ALIVE, Lanes
-from . import thresholds
 from .copies import Copies, together
 from .merged import Merged
 from .reduction_input import ReductionInput

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from .. import _torch_private
+from .. import _torch_private, thresholds
 from ..planning.layout import FlatLayout
 from ..planning.managed_parameter import ManagedParameter
-from . import thresholds
 
 #: Attribute of a module under which ``_Direct`` stands.
 _DIRECT = "_polyshard_direct"

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
-from ..thresholds import SMALLEST_PART
+from .. import thresholds
 
 
 def find_parts(
@@ -64,7 +64,7 @@ def _separable(
             waiting += list(module.children())[::-1]
             continue
         held = {p for each in inside for p in each._parameters.values() if p is not None and p in owned}
-        large = sum(parameter.numel() for parameter in held) >= SMALLEST_PART
+        large = sum(parameter.numel() for parameter in held) >= thresholds.SMALLEST_PART
         if large and all(user in inside for parameter in held for user, _ in owned[parameter]):
             found.append(module)
     return found
