@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import gc
 import importlib.util
 import os
 import pickle
@@ -31,6 +32,8 @@ T = TypeVar("T")
 _GRACE = 2.0
 #: Seconds for a process to import torch and join the group.
 _STARTUP = 90.0
+#: What a fork server imports once, and each rank would take seconds for. A rank forked from it finds them there.
+_PRELOADED = ("torch", "torch._dynamo", "polyshard_backends.gloo", "polyshard_fsdp", "hypothesis", "pytest")
 
 
 class RankError(RuntimeError):
@@ -66,6 +69,8 @@ def _load(name: str, file: str) -> None:
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)
+        # What is imported stays, and a full collection of garbage would walk through all of torch.
+        gc.freeze()
 
 
 def _sendable(error: BaseException) -> BaseException:
@@ -76,8 +81,23 @@ def _sendable(error: BaseException) -> BaseException:
     return copied if isinstance(copied, BaseException) else RankError(repr(error))
 
 
-def _serve(rank: int, world_size: int, backend: str, folder: str, connection: Connection) -> None:
+def _context(backend: str) -> Any:
+    """How ranks are started: forked from a server that has imported torch, or on GPUs anew."""
+    if "nccl" in backend:
+        # CUDA can't be used in a process forked from one that has used it, and a preloaded module may.
+        return torch.multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOADED))
+    return context
+
+
+def _serve(
+    rank: int, world_size: int, backend: str, folder: str, environ: dict[str, str], connection: Connection
+) -> None:
     """Body of one process: join the group, then run what arrives until there is nothing more."""
+    # A fork server has the variables of its own start.
+    os.environ.clear()
+    os.environ.update(environ)
     with Path(folder, f"stacks{rank}").open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         torch.set_num_threads(1)
@@ -90,6 +110,7 @@ def _serve(rank: int, world_size: int, backend: str, folder: str, connection: Co
             backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=_STARTUP), **options
         )
         warnings.simplefilter("error")
+        gc.freeze()
         _answer_calls(rank, connection)
         dist.destroy_process_group()
         faulthandler.unregister(signal.SIGUSR1)
@@ -117,7 +138,7 @@ class RankPool:
     """
 
     def __init__(self, world_size: int, backend: str = "gloo") -> None:
-        context = torch.multiprocessing.get_context("spawn")
+        context = _context(backend)
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory()
         self._connections: list[Connection] = []
@@ -126,9 +147,8 @@ class RankPool:
         with _one_thread_each():
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=_serve, args=(rank, world_size, backend, self._folder.name, theirs), daemon=True
-                )
+                arguments = (rank, world_size, backend, self._folder.name, dict(os.environ), theirs)
+                process = context.Process(target=_serve, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
                 self._connections.append(ours)
