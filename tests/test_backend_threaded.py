@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_core import one_core
 from polyshard.errors import (
     CollectiveAbortedError,
     CollectiveError,
@@ -44,7 +45,8 @@ class TestConformance(CollectivesSuite):
         def on_rank(rank: int, world: ThreadedWorld) -> T:
             return fn(join(world, rank))
 
-        return ThreadedWorld(world_size, timeout=10.0).run(on_rank, timeout=20.0)
+        with one_core():
+            return ThreadedWorld(world_size, timeout=10.0).run(on_rank, timeout=20.0)
 
 
 def test_results_come_in_rank_order_with_the_given_arguments() -> None:

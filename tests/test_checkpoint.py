@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from one_core import one_core
 from polyshard import checkpoint
 from polyshard.errors import ConfigError, PolyshardError, RankMismatchError, StateError
 from polyshard_backends.threaded import ThreadedWorld
@@ -90,7 +91,8 @@ def on_threads(world_size: int, work: Callable[..., Any], seed: int = 0, **setti
     def body(rank: int, world: ThreadedWorld) -> Any:
         return work(shard(models[rank], {"name": "threaded", "world": world, "rank": rank}, **settings))
 
-    results: list[Any] = ThreadedWorld(world_size).run(body)
+    with one_core():
+        results: list[Any] = ThreadedWorld(world_size).run(body)
     return results
 
 

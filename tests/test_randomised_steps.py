@@ -19,6 +19,7 @@ import polyshard
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from one_core import one_core
 from parity import Block, adam, draw, seeded, threaded, units_of, warns_for
 from polyshard.errors import CollectiveTimeoutError, PolyshardError, RankMismatchError
 from polyshard_backends.threaded import ThreadedWorld
@@ -233,7 +234,7 @@ def train(model: nn.Module, plan: Plan, rank: int, world: ThreadedWorld) -> Outc
 def test_training_is_right_or_every_rank_is_told(plan: Plan) -> None:
     model = seeded(Routed)
     wanted_losses, wanted = reference(model, plan)
-    with warns_for(plan.world_size, plan.settings):
+    with warns_for(plan.world_size, plan.settings), one_core():
         outcomes = ThreadedWorld(plan.world_size, timeout=5.0).run(
             lambda rank, world: train(model, plan, rank, world), timeout=40.0
         )

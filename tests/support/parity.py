@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import polyshard
 import pytest
 import torch
+from one_core import one_core
 from polyshard.engine.step.root import Root
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
@@ -145,7 +146,8 @@ def threaded(world: ThreadedWorld, rank: int, **settings: Any) -> polyshard.Shar
 
 def on_ranks(world_size: int, function: Callable[[int, ThreadedWorld], T]) -> list[T]:
     """``function(rank, world)`` on every rank of a new world. A collective that hangs fails within seconds."""
-    return ThreadedWorld(world_size, timeout=10.0).run(function, timeout=30.0)
+    with one_core():
+        return ThreadedWorld(world_size, timeout=10.0).run(function, timeout=30.0)
 
 
 def sharded_copy(model: nn.Module, rank: int, world: ThreadedWorld, **settings: Any) -> nn.Module:
