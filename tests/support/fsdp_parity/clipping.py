@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -46,32 +47,34 @@ def clipped_against_ddp(ranks: Ranks) -> int:
         "offload": [False, True],
         "use_orig_params": [False, True],
     }
-    return run_subtests(axes, _clipped_against_ddp, ranks)
 
+    @functools.cache
+    def reference(order: float, max_norm: float) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        model = ddp(ranks, _plain(ranks))
+        model(_input(ranks)).square().sum().backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, order)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        return norm, [parameter.detach() for parameter in model.parameters()]
 
-def _clipped_against_ddp(
-    ranks: Ranks,
-    inner: ShardingStrategy,
-    strategy: ShardingStrategy,
-    order: float,
-    max_norm: float,
-    offload: bool,
-    **kw: Any,
-) -> None:
-    model = _wrapped(ranks, inner, strategy, cpu_offload=CPUOffload(offload), **kw)
-    reference = ddp(ranks, _plain(ranks))
-    norms = []
-    for each in (reference, model):
-        each(_input(ranks)).square().sum().backward()
-        if each is model:
-            norms.append(model.clip_grad_norm_(max_norm, order))
-        else:
-            norms.append(nn.utils.clip_grad_norm_(reference.parameters(), max_norm, order))
-        torch.optim.SGD(each.parameters(), lr=0.1).step()
-    torch.testing.assert_close(norms[1], norms[0])
-    assert norms[0] > 1
-    for theirs, mine in zip(reference.parameters(), full_parameters(model).values(), strict=True):
-        torch.testing.assert_close(mine.to(theirs.device), theirs)
+    def case(
+        inner: ShardingStrategy,
+        strategy: ShardingStrategy,
+        order: float,
+        max_norm: float,
+        offload: bool,
+        use_orig_params: bool,
+    ) -> None:
+        model = _wrapped(ranks, inner, strategy, cpu_offload=CPUOffload(offload), use_orig_params=use_orig_params)
+        model(_input(ranks)).square().sum().backward()
+        norm = model.clip_grad_norm_(max_norm, order)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        expected, stepped = reference(order, max_norm)
+        torch.testing.assert_close(norm, expected)
+        assert expected > 1
+        for theirs, mine in zip(stepped, full_parameters(model).values(), strict=True):
+            torch.testing.assert_close(mine.to(theirs.device), theirs)
+
+    return run_subtests(axes, case)
 
 
 def an_expert_of_each_rank(ranks: Ranks) -> int:
