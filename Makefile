@@ -13,11 +13,15 @@ endif
 # Two ranks share a small machine; more threads than cores slow each other down.
 export OMP_NUM_THREADS ?= 1
 
+# Tests run in one process a core, which take files over from each other; WORKERS=0 for one process alone.
+WORKERS ?= logical
+PARALLEL = -n $(WORKERS) --maxprocesses 8 --dist worksteal
+
 # Of the example; options for torchrun itself in LAUNCH="...".
 RANKS ?= $$($(PY) -c 'import torch; print(torch.cuda.device_count() or 2)')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check test-gpu bench clean
+.PHONY: help demo test check static quick test-gpu bench clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
@@ -27,16 +31,20 @@ demo: $(READY)  ## train the example: 2 CPU ranks, or one rank per GPU; RANKS=3,
 	    examples/byte_lm/train.py --config examples/byte_lm/run.toml $(ARGS)
 
 test: $(READY)  ## run all tests that need no GPU; options for pytest in ARGS="..."
-	$(PY) -m pytest -m "not gpu" $(ARGS)
+	$(PY) -m pytest -m "not gpu" $(PARALLEL) $(ARGS)
 
-check: $(READY)  ## run the static checks and the quick tests
+check: static quick  ## run the static checks and the quick tests
+
+static: $(READY)  ## run ruff, mypy and import-linter
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	MYPYPATH=benchmarks $(PY) -m mypy benchmarks/*.py
 	MYPYPATH=examples/byte_lm $(PY) -m mypy examples/byte_lm/*.py
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-logo
-	$(PY) -m pytest -m "not gpu and not slow" -q
+
+quick: $(READY)  ## run the tests that are quick
+	$(PY) -m pytest -m "not gpu and not slow" -q $(PARALLEL) $(ARGS)
 
 test-gpu: $(READY)  ## run the tests that need GPUs
 	$(PY) -m pytest -m gpu $(ARGS)
