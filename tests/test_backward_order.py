@@ -14,6 +14,7 @@ from parity import (
     adam,
     assert_parity,
     draw,
+    is_sharded,
     on_ranks,
     seeded,
     sharded_copy,
@@ -144,7 +145,7 @@ def test_what_no_microbatch_used_has_no_gradient_after_no_sync(users: tuple[int,
         for part in range(3):
             uses = turn == 0 or (rank in users and part == 0)
             loss = model(draw(4, 3, turn=3 * turn + part, rank=rank), uses).square().mean()
-            if part < 2 and hasattr(model, "_polyshard_stage"):
+            if part < 2 and is_sharded(model):
                 with polyshard.no_sync(model):
                     loss.backward()
             else:
@@ -167,7 +168,7 @@ def test_the_optimizer_of_flat_parameters_leaves_a_unit_alone_that_no_rank_used(
     model.get_submodule("used").register_buffer("gate", torch.ones(5, dtype=torch.float64))
 
     def flat(each: nn.Module) -> torch.optim.Optimizer:
-        if hasattr(each, "_polyshard_stage"):
+        if is_sharded(each):
             return torch.optim.AdamW(polyshard.flat_parameters(each), lr=1e-2)
         return adam(each)
 

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, units_of
+from parity import Block, Net, draw, on_ranks, root_of, seeded, sharded_copy, units_of
 from polyshard import checkpoint, flat_parameters, unsharded
 from polyshard.checkpoint.transfer import write_state
-from polyshard.engine.step.root import Root
 from polyshard.errors import ConfigError, PolyshardError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
@@ -52,7 +51,7 @@ def write_as_0_1(
     root: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, stale: dict[str, dict[str, Any]]
 ) -> Path:
     """What 0.1 wrote: every rank tells of every parameter, with ``stale`` where it has no element."""
-    owner: Root = model.__dict__["_polyshard_stage"].step
+    owner = root_of(model)
     directory = root / f"step-{step:08d}"
     if owner.rank == 0:
         directory.mkdir(parents=True)
@@ -73,7 +72,7 @@ def write_as_0_1(
 
 def scalars_everywhere(model: nn.Module, optimizer: torch.optim.Optimizer, world: ThreadedWorld) -> dict[str, Any]:
     """State that is not per element, of the parameters of which this rank has no element: as a load of 0.1 gave it."""
-    owner: Root = model.__dict__["_polyshard_stage"].step
+    owner = root_of(model)
     named = dict(model.named_parameters())
     mine = {
         name: {key: value.clone() for key, value in optimizer.state[parameter].items() if value.ndim == 0}

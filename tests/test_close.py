@@ -261,14 +261,21 @@ def test_closing_keeps_shards_and_gradients_and_may_be_repeated() -> None:
     assert torch.equal(model[0].weight, before["0.weight"] - 0.5 * gradient)
 
 
+def live_nbytes() -> int:
+    """Bytes of every tensor that the collector of garbage knows, memory that several share counted once."""
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+    storages = [each.untyped_storage() for each in tensors if each.device.type == "cpu"]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 def test_closing_gives_up_what_is_gathered() -> None:
     model = polyshard.shard(net(), fake(reshard_after_forward=False))
     model(torch.ones(2, 6))
     loss = model(torch.ones(2, 6)).sum()
-    units = model._polyshard_stage.step.units
-    assert any(unit.buffer.flat.untyped_storage().nbytes() for unit in units)
+    gathered = live_nbytes()
     polyshard.close(model)
-    assert not any(unit.buffer.flat.untyped_storage().nbytes() for unit in units)
+    # Two layers of 42 fp32 elements each, which four ranks share in equal parts of 11.
+    assert gathered - live_nbytes() >= 2 * 44 * 4
     del loss
 
 

@@ -15,6 +15,7 @@ from parity import (
     adam,
     assert_parity,
     draw,
+    is_sharded,
     on_ranks,
     seeded,
     sharded_copy,
@@ -31,7 +32,7 @@ STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "hybrid_shard", "hybrid_shard_zero2"])
 def test_no_sync_sums_microbatches_before_one_reduction(strategy: str) -> None:
     def sharded_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        if "_polyshard_stage" not in model.__dict__:
+        if not is_sharded(model):
             return [*square_step(model, turn, rank), *square_step(model, turn + 10, rank)]
         with polyshard.no_sync(model):
             first = square_step(model, turn, rank)
@@ -64,7 +65,7 @@ def accumulating(second: Callable[[nn.Module, int, int], list[torch.Tensor]]) ->
     """A whole microbatch without reduction, then ``second`` with it."""
 
     def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        with polyshard.no_sync(model) if "_polyshard_stage" in model.__dict__ else nullcontext():
+        with polyshard.no_sync(model) if is_sharded(model) else nullcontext():
             first = square_step(model, turn, rank)
         return [*first, *second(model, turn, rank)]
 

@@ -14,6 +14,7 @@ from parity import (
     adam,
     assert_parity,
     draw,
+    is_sharded,
     on_ranks,
     root_of,
     seeded,
@@ -107,7 +108,7 @@ def failing_then_right(break_it: Callable[[nn.Module], None], in_backward: bool 
             else:
                 with pytest.raises(PlannedError):
                     model(draw(4, 3, turn=9, rank=rank))
-            if "_polyshard_stage" in model.__dict__ and not in_backward:
+            if is_sharded(model) and not in_backward:
                 assert root_of(model).gathered == ()
             for module in model.modules():
                 if isinstance(module, (Fragile, FragileNet)):

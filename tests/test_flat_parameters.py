@@ -13,6 +13,7 @@ from parity import (
     Net,
     adam,
     draw,
+    is_sharded,
     on_ranks,
     seeded,
     sharded_copy,
@@ -30,7 +31,7 @@ STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
 
 
 def flat_adam(model: nn.Module) -> torch.optim.Optimizer:
-    if "_polyshard_stage" not in model.__dict__:
+    if not is_sharded(model):
         return adam(model)
     return torch.optim.AdamW(polyshard.flat_parameters(model), lr=1e-2)
 
@@ -82,7 +83,7 @@ def test_there_is_one_parameter_a_unit_and_it_is_this_ranks_shard() -> None:
 
 def test_gradients_accumulate_over_backwards_and_microbatches() -> None:
     def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        if "_polyshard_stage" in model.__dict__:
+        if is_sharded(model):
             with polyshard.no_sync(model):
                 first = square_step(model, turn, rank)
         else:

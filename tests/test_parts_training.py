@@ -8,7 +8,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Block, Step, adam, assert_parity, on_ranks, seeded, sgd, train_reference, units_of
+from parity import Block, Step, adam, assert_parity, is_sharded, on_ranks, seeded, sgd, train_reference, units_of
 from polyshard.engine import thresholds
 from polyshard_backends.threaded import ThreadedWorld
 from tailed import USES, WIDTH, WORDS, Model, names_of, sharded, step
@@ -64,7 +64,7 @@ def several_backwards(model: nn.Module, turn: int, rank: int) -> list[torch.Tens
     """Three microbatches, of which a sharded model reduces with the last alone."""
     losses = []
     for part in range(3):
-        alone = part < 2 and "_polyshard_stage" in model.__dict__
+        alone = part < 2 and is_sharded(model)
         with polyshard.no_sync(model) if alone else nullcontext():
             losses += step(model, 3 * turn + part, rank)
     return losses

@@ -20,7 +20,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from one_core import one_core
-from parity import Block, adam, draw, seeded, threaded, units_of, warns_for
+from parity import Block, adam, draw, is_sharded, seeded, threaded, units_of, warns_for
 from polyshard.errors import CollectiveTimeoutError, PolyshardError, RankMismatchError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
@@ -155,7 +155,7 @@ def plans(draw_from: st.DrawFn) -> Plan:
 def run_step(model: nn.Module, plan: Plan, step: int, rank: int) -> list[torch.Tensor]:
     """One step of one rank, without the optimizer's; what the losses were."""
     turn, losses = plan.turns[step], []
-    sharded = "_polyshard_stage" in model.__dict__
+    sharded = is_sharded(model)
     for index, forward in enumerate(plan.uses[step]):
         quiet = turn is Turn.NO_SYNC and index == 0 and sharded
         with polyshard.no_sync(model) if quiet else nullcontext():

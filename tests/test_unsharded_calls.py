@@ -15,6 +15,7 @@ from parity import (
     adam,
     assert_parity,
     draw,
+    is_sharded,
     on_ranks,
     root_of,
     seeded,
@@ -149,7 +150,7 @@ def test_a_backward_through_such_a_call_is_refused_and_training_goes_on(
         return [loss.detach()]
 
     def step_after_refusal(mine: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        if hasattr(mine, "_polyshard_stage"):
+        if is_sharded(mine):
             if turn == 0:
                 polyshard.register_forward_method(mine, "generate")
             with polyshard.unsharded(mine):
@@ -168,7 +169,7 @@ def test_a_backward_through_such_a_call_is_refused_and_training_goes_on(
 
 def test_a_loss_of_calls_inside_and_outside_is_refused() -> None:
     def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        if hasattr(model, "_polyshard_stage"):
+        if is_sharded(model):
             with polyshard.unsharded(model):
                 inside = model(draw(4, 3)).sum()
             with pytest.raises(StateError, match=REFUSED):
@@ -185,7 +186,7 @@ def test_a_loss_of_calls_inside_and_outside_is_refused() -> None:
 def test_a_backward_through_a_parameter_itself_is_refused_where_it_would_fill_grad(strategy: str) -> None:
     def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
         net = cast("Net", model)
-        if hasattr(model, "_polyshard_stage"):
+        if is_sharded(model):
             with polyshard.unsharded(model):
                 # No unit of its own, and a plain function: nothing of theirs is watched.
                 for use in (net.first(draw(4, 3)).sum(), net.blocks[0].up.weight.square().sum()):
@@ -227,7 +228,7 @@ def test_side_outputs_are_still_watched_after_a_first_forward_without_gradients(
 
     def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
         net = cast("Any", model)
-        if hasattr(model, "_polyshard_stage"):
+        if is_sharded(model):
             with polyshard.unsharded(model):
                 with torch.no_grad():
                     model(draw(4, 3))
@@ -247,7 +248,7 @@ def test_a_backward_of_a_forward_before_it_is_not_disturbed(policy: Any, strateg
     def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
         x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
         loss = model(x).square().mean()
-        if hasattr(model, "_polyshard_stage"):
+        if is_sharded(model):
             with polyshard.unsharded(model), torch.no_grad():
                 model(draw(4, 3))
                 cast("Net", model).blocks[1](draw(4, 5))

@@ -18,6 +18,7 @@ import pytest
 import torch
 from one_core import one_core
 from polyshard.engine.step.root import Root
+from polyshard.errors import StateError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
@@ -115,7 +116,7 @@ def accumulating_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tens
     losses = []
     for part in range(3):
         loss = model(draw(4, 3, turn=3 * turn + part, rank=rank)).square().mean()
-        if part < 2 and hasattr(model, "_polyshard_stage"):
+        if part < 2 and is_sharded(model):
             with polyshard.no_sync(model):
                 loss.backward()
         else:
@@ -155,6 +156,15 @@ def sharded_copy(model: nn.Module, rank: int, world: ThreadedWorld, **settings: 
     with world.lock:
         mine = copy.deepcopy(model)
     return polyshard.shard(mine, threaded(world, rank, **settings))
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a step that both take is the sharded model's, and not that of the reference."""
+    try:
+        polyshard.report(model)
+    except StateError:
+        return False
+    return True
 
 
 def root_of(model: nn.Module) -> Root:
