@@ -353,6 +353,7 @@ def test_one_flag_begins_and_goes_on_and_a_restart_goes_on_without_it(tmp_path: 
         ),
         ({}, f"{socket.gethostname()}-{os.getppid()}", 0),
     ],
+    ids=["named", "restarted", "alone"],
 )
 def test_a_launch_is_what_torchrun_says(variables: dict[str, str], job: str, restarts: int) -> None:
     launch = part("launch")
