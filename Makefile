@@ -53,6 +53,7 @@ bench: $(READY)  ## run every benchmark in benchmarks/
 	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(PY) "$$script" $(ARGS); done
 
 .PHONY: docs package
+check: docs package
 
 docs: $(READY)  ## build the pages as a site, build/site/index.html; warnings are errors
 	$(PY) -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/site

@@ -48,6 +48,8 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _DECIMAL = re.compile(r"-?\d+\.\d+")
 #: What a command of a page runs, as a module of this interpreter.
 _PROGRAMS = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}
+#: For pages that start several jobs of several processes, each of which imports torch.
+_LAUNCHES = (pytest.mark.slow, pytest.mark.timeout(140))
 _FILE = re.compile(r"`((?:core|engine|backends|policies|plugins|tests|docs|examples|benchmarks)/[\w./-]*|\w+\.py)`")
 
 
@@ -98,7 +100,7 @@ def _launches_ranks(page: Path) -> bool:
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, id=_identify(page), marks=[pytest.mark.slow] * _launches_ranks(page)) for page in PAGES],
+    [pytest.param(page, id=_identify(page), marks=_LAUNCHES if _launches_ranks(page) else ()) for page in PAGES],
 )
 def test_page_runs(
     page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
