@@ -97,13 +97,14 @@ def _no_turning_unit() -> AbstractContextManager[None]:
 
 
 def _full_batches() -> AbstractContextManager[None]:
+    from polyshard.engine import thresholds
     from polyshard.engine.step import schedule
 
     def batch_ends(sizes: Sequence[int], limit: int) -> list[int]:
         ends: list[int] = []
         start = total = 0
         for index, nbytes in enumerate(sizes):
-            if index > start and (total + nbytes > limit or index - start == schedule.LARGEST_BATCH):
+            if index > start and (total + nbytes > limit or index - start == thresholds.LARGEST_BATCH):
                 ends += [index] * (index - start)
                 start, total = index, 0
             total += nbytes
@@ -173,18 +174,6 @@ def _no_kernel() -> AbstractContextManager[None]:
         return None
 
     return _replaced((nccl, "_find_mean_of_rows", none))
-
-
-def _no_kept_kernel() -> AbstractContextManager[None]:
-    # Imported here: Triton comes with builds of torch for CUDA alone.
-    from polyshard_backends import row_mean
-
-    def launch(self: row_mean.MeanOfRows, out: torch.Tensor, rows: torch.Tensor) -> None:
-        world_size, numel = rows.shape
-        grid = (-(-numel // row_mean._BLOCK), 1, 1)
-        row_mean._mean[grid](rows, out, numel, 1.0 / world_size, world_size, row_mean._BLOCK)
-
-    return _replaced((row_mean.MeanOfRows, "__call__", launch))
 
 
 class _EagerScope:
@@ -272,6 +261,5 @@ MECHANISMS = (
         needs_cuda=True,
     ),
     Mechanism("mean kernel", "torch.mean", _LARGE, _LARGE, switch=_no_kernel, needs_cuda=True),
-    Mechanism("kept kernel", "found by Triton at each launch", ("300m",), switch=_no_kept_kernel, needs_cuda=True),
     Mechanism("places", "all compute on one stream", _SMALL, switch=_no_places),
 )

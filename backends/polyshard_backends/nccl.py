@@ -44,10 +44,10 @@ _HALVES = (torch.bfloat16, torch.float16)
 def _find_mean_of_rows() -> Callable[[torch.Tensor, torch.Tensor], None] | None:
     """The kernel, where this build of torch comes with Triton."""
     try:
-        from .row_mean import MeanOfRows
+        from .row_mean import mean_of_rows
     except ImportError:
         return None
-    return MeanOfRows()
+    return mean_of_rows
 
 
 def check_mib(context: PluginContext, option: str, value: object) -> None:

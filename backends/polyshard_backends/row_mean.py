@@ -6,8 +6,6 @@ rows of bf16); this one all of it. The time counts twice: it is taken from compu
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -26,29 +24,10 @@ def _mean(rows, out, numel, factor, world_size: tl.constexpr, block: tl.constexp
     tl.store(out + offsets, total * factor, mask=inside)
 
 
-class MeanOfRows:
-    """Computes means, and keeps the kernels for the shapes that come back in every step.
+def mean_of_rows(out: torch.Tensor, rows: torch.Tensor) -> None:
+    """``out = rows.mean(0)``.
 
-    Triton's front end finds the compiled kernel of a launch from all of its arguments, which takes the host two to
-    three times as long as the launch. A kernel that is at hand is launched without it.
+    ``rows``: ``[world_size, n]``, contiguous, narrower than fp32; ``out``: ``[n]``, fp32. On the current device.
     """
-
-    def __init__(self) -> None:
-        # A kernel is compiled for a device, for dtypes, and for what Triton takes as known of numbers and addresses: at
-        # most whether 16 divides them, and all of these follow from the key.
-        self._kernels: dict[tuple[object, ...], Any] = {}
-
-    def __call__(self, out: torch.Tensor, rows: torch.Tensor) -> None:
-        """``out = rows.mean(0)``.
-
-        ``rows``: ``[world_size, n]``, contiguous, narrower than fp32; ``out``: ``[n]``, fp32. On the current device.
-        """
-        world_size, numel = rows.shape
-        grid = (triton.cdiv(numel, _BLOCK), 1, 1)
-        arguments = (rows, out, numel, 1.0 / world_size, world_size, _BLOCK)
-        key = (rows.get_device(), rows.dtype, world_size, numel, rows.data_ptr() % 16, out.data_ptr() % 16)
-        kernel = self._kernels.get(key)
-        if kernel is None:
-            self._kernels[key] = _mean[grid](*arguments)
-        else:
-            kernel[grid](*arguments)
+    world_size, numel = rows.shape
+    _mean[(triton.cdiv(numel, _BLOCK),)](rows, out, numel, 1.0 / world_size, world_size, _BLOCK)

@@ -26,6 +26,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
+from .. import thresholds
+
 
 class Gathered(Protocol):
     """What a schedule needs to know of a stage."""
@@ -40,9 +42,6 @@ class Gathered(Protocol):
 
 
 S = TypeVar("S", bound=Gathered)
-
-#: The most stages of a batch.
-LARGEST_BATCH = 16
 
 #: The most orders that are kept. A forward that departs compares its beginning with each.
 MOST_ROUTES = 8
@@ -61,7 +60,7 @@ def batch_ends(sizes: Sequence[int], limit: int) -> list[int]:
         if index > start and (total + nbytes > limit or index - start == most):
             ends += [index] * (index - start)
             start, total = index, 0
-            most = min(2 * most, LARGEST_BATCH)
+            most = min(2 * most, thresholds.LARGEST_BATCH)
         total += nbytes
     return ends + [len(sizes)] * (len(sizes) - start)
 
