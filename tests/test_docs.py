@@ -14,6 +14,7 @@ Blocks run in the order of the page, in an empty folder that is the working dire
 from __future__ import annotations
 
 import dataclasses
+import html
 import importlib.metadata
 import inspect
 import json
@@ -284,3 +285,14 @@ def test_the_readme_says_of_its_chart_what_was_measured() -> None:
     (told,) = re.findall(r"!\[(.*?)\]\(docs/speedup\.svg\)", (ROOT / "README.md").read_text(encoding="utf-8"))
     numbers = [float(number) for number in re.findall(r"(\d\.\d\d) with", told)]
     assert numbers == pytest.approx([measured[workload] for workload in ("host", "300m", "1b", "8b")], abs=0.005)
+
+
+def test_the_picture_of_the_wings_shows_todays_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import draw_wings
+
+    picture = (ROOT / "docs" / "wings.svg").read_text(encoding="utf-8")
+    shown = re.search(r"<dc:description>(.*?)</dc:description>", picture, re.DOTALL)
+    assert shown is not None
+    assert json.loads(html.unescape(shown[1])) == draw_wings.imports(), "run docs/draw_wings.py"
+    del sys.modules["draw_wings"]
