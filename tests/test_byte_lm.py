@@ -6,7 +6,6 @@ import importlib
 import json
 import math
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -22,11 +21,12 @@ import pytest
 import torch
 from polyshard import Strategy
 from polyshard.errors import ConfigError
+from process_tree import kill_tree
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "byte_lm"
 CONFIG = EXAMPLE / "run.toml"
 #: Seconds for one run of the script; most of it is importing torch on every rank.
-LIMIT = 60
+LIMIT = 100
 #: A model and a run that take about a second.
 TINY = (
     "run.width=16",
@@ -76,8 +76,7 @@ def start(arguments: Sequence[str], *, ranks: int = 2, **variables: str) -> subp
     try:
         output, _ = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
-        # torchrun's own children, too: a rank that hangs would outlive its launcher.
-        os.killpg(process.pid, signal.SIGKILL)
+        kill_tree(process)
         output, _ = process.communicate()
         pytest.fail(f"no end within {LIMIT} s:\n{output}")
     return subprocess.CompletedProcess(process.args, process.returncode, output)

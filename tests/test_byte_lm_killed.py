@@ -10,7 +10,6 @@ from killed_runs import KILLS, STEPS, run
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(140)
 def test_a_run_whose_ranks_are_killed_three_times_ends_bit_equal(tmp_path: Path) -> None:
     expected = run(2, tmp_path / "whole")
     found = run(2, tmp_path / "killed", random.Random(0))

@@ -102,6 +102,7 @@ def test_outputs_of_any_nesting_are_scaled_in_their_own_dtype() -> None:
     assert scaler.scale(torch.tensor(1.0, dtype=torch.bfloat16)).dtype is torch.bfloat16
 
 
+@torch.sparse.check_sparse_tensor_invariants()  # Or torch 2.11 warns that nobody decided about it.
 def test_sparse_gradients_are_unscaled_and_checked() -> None:
     indices = torch.tensor([[0, 1, 1], [2, 0, 2]])
 

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from process_tree import kill_tree
 
 ROOT = Path(__file__).parents[2]
 KILLS = 3
@@ -135,7 +135,7 @@ class Run:
     def end(self) -> None:
         """Leave no process behind."""
         if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            kill_tree(self._process)
             self._process.wait()
         self._reader.join()
         if self._process.stdout is not None:
