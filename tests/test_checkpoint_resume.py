@@ -17,9 +17,8 @@ Make = Callable[[Any], torch.optim.Optimizer]
 Choose = Callable[[nn.Module], Any]
 Values = dict[str, torch.Tensor]
 
-#: Enough for what counts steps: RAdam rectifies from its sixth on, and ASGD averages behind its fifth.
-TURNS = 12
-STOPS = (4, 8)
+TURNS = 30
+STOPS = (10, 20)
 
 #: Every optimizer of torch.optim that takes one-dimensional pieces of parameters, and the settings that give it more
 #: state or another kernel.
