@@ -16,6 +16,7 @@ share of the operations' own time alone. ``--check`` compares the backends' gath
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import faulthandler
 import json
 import math
@@ -34,11 +35,20 @@ from typing import Any
 import torch
 from clocks import DeviceClock, Gemm, HostClock
 from measure import output_of, spread, undisturbed
-from polyshard.engine.planning.layout import PARAMETER_ALIGNMENT_BYTES, FlatLayout, plan_layout
-from polyshard.interfaces import BufferRole, Collectives, PluginContext, ReduceOp
+from polyshard.engine.planning.layout import FlatLayout, laid_out
+from polyshard.interfaces import (
+    PARAMETER_ALIGNMENT_BYTES,
+    BufferRole,
+    Collectives,
+    ParameterGeometry,
+    PluginContext,
+    ReduceOp,
+    UnitGeometry,
+)
 from polyshard_backends.gloo import GlooCollectives
 from polyshard_backends.nccl import NcclCollectives
 from polyshard_backends.symmetric import SymmetricCollectives
+from polyshard_layouts.flat import Flat
 from ranks import Ranks
 
 _MIB = 2**20
@@ -142,9 +152,15 @@ def layouts(nbytes: int, world_size: int) -> Iterator[tuple[FlatLayout, bool]]:
     """How the engine cuts the block, and how it would without aligning shards, where shards are then misaligned."""
     shapes = block_shapes(nbytes)
     strides = [(shape[1], 1) if len(shape) == 2 else (1,) for shape in shapes]
-    ours = plan_layout(shapes, strides, world_size=world_size, itemsize=_ITEMSIZE)
+    parameters = tuple(
+        ParameterGeometry(str(index), shape, stride, torch.bfloat16, True)
+        for index, (shape, stride) in enumerate(zip(shapes, strides, strict=True))
+    )
+    unit = UnitGeometry("block", parameters, world_size, _ITEMSIZE)
+    (arrangement,) = Flat(PluginContext("flat", torch.device("cpu"))).arrange(unit)
+    ours = laid_out(parameters, arrangement, world_size)
     yield ours, True
-    plain = plan_layout(shapes, strides, world_size=world_size, itemsize=_ITEMSIZE, shard_alignment=1)
+    plain = dataclasses.replace(ours, shard_numel=-(-ours.numel // world_size))
     if plain.shard_numel * _ITEMSIZE % PARAMETER_ALIGNMENT_BYTES:
         yield plain, False
 

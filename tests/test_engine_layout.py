@@ -9,7 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from polyshard.engine.planning.layout import FlatLayout, Piece, dense_stride, plan_layout
+from polyshard.engine.planning.layout import FlatLayout, Piece, dense_stride, laid_out
+from polyshard.interfaces import ParameterGeometry, PluginContext, UnitGeometry
+from polyshard_layouts.flat import Flat
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6)
 WORLD_SIZES = st.integers(1, 9)
@@ -17,8 +19,14 @@ ITEM_SIZES = st.sampled_from([1, 2, 4, 8, 16])
 
 
 def planned(shapes: Sequence[tuple[int, ...]], world_size: int, itemsize: int) -> FlatLayout:
-    strides = [torch.empty(shape, device="meta").stride() for shape in shapes]
-    return plan_layout(shapes, strides, world_size=world_size, itemsize=itemsize)
+    parameters = tuple(
+        ParameterGeometry(str(index), shape, torch.empty(shape, device="meta").stride(), torch.float32, True)
+        for index, shape in enumerate(shapes)
+    )
+    (arrangement,) = Flat(PluginContext("flat", torch.device("cpu"))).arrange(
+        UnitGeometry("unit", parameters, world_size, itemsize)
+    )
+    return laid_out(parameters, arrangement, world_size)
 
 
 def owners(layout: FlatLayout) -> list[tuple[int, int] | None]:

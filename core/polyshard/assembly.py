@@ -23,6 +23,7 @@ from .devices import compute_device
 from .engine.cutting.broken import refuse_broken
 from .engine.cutting.materialize import Initializer, refuse_uninitializable
 from .engine.planning.answers import leaves_alone, refuse_unable
+from .engine.planning.arrangement import NamedLayout
 from .engine.planning.draft import Draft, draft_stage
 from .engine.planning.plan import STAGE_ATTRIBUTE, PlannedStage, plan_stages, refuse_sharded, refuse_unshardable
 from .engine.planning.ranks import RankGrid
@@ -33,6 +34,7 @@ from .events import Events
 from .interfaces import (
     Collectives,
     Group,
+    Layout,
     OffloadManager,
     PluginContext,
     PolicyContext,
@@ -75,6 +77,7 @@ class _Plugins:
     caster: PrecisionCaster
     offload: OffloadManager
     policy: WrapPolicy
+    layout: NamedLayout
     events: Events
     fingerprint: list[list[Any]]
     """What ranks compare of each, that of the collectives first."""
@@ -203,6 +206,7 @@ def _resolve(
     precision = catalog.resolve(Group.PRECISION, config.precision, entry_points)
     offload = catalog.resolve(Group.OFFLOAD, config.offload, entry_points)
     policy = catalog.resolve(Group.POLICIES, _policy_choice(config.policy), entry_points)
+    layout = catalog.resolve(Group.LAYOUTS, config.layout, entry_points)
     listeners = [catalog.resolve(Group.PLUGINS, choice, entry_points) for choice in config.listeners]
     capabilities = collectives.capabilities
     if context.device.type not in capabilities.devices:
@@ -221,12 +225,14 @@ def _resolve(
     caster = precision.construct(_named(context, config.precision))
     manager = offload.construct(_named(context, config.offload))
     wraps = policy.construct(_named(context, config.policy))
+    arranges = layout.construct(_named(context, config.layout))
     watching = [(plugin, plugin.construct(_named(context, plugin.name))) for plugin in listeners]
     compared: list[tuple[catalog.Resolved[object], object]] = [
         (collectives_plugin, collectives),
         (precision, caster),
         (offload, manager),
         (policy, wraps),
+        (layout, arranges),
         *watching,
     ]
     return _Plugins(
@@ -235,6 +241,7 @@ def _resolve(
         caster,
         manager,
         wraps,
+        NamedLayout(arranges, layout.described),
         Events([(plugin.name, listener) for plugin, listener in watching]),
         [catalog.fingerprint(plugin, instance) for plugin, instance in compared],
         collectives_plugin.options if collectives_plugin.distribution else collectives,
@@ -289,6 +296,11 @@ def _draft(
         compared: list[Any] = [["reshard_after_forward", stage.overrides.get("reshard_after_forward")]]
         caster: PrecisionCaster = _override(Group.PRECISION, stage, "precision", plugins.caster, plugins, compared)
         offload: OffloadManager = _override(Group.OFFLOAD, stage, "offload", plugins.offload, plugins, compared)
+        layout = plugins.layout
+        if "layout" in stage.overrides:
+            resolved = catalog.resolve(Group.LAYOUTS, stage.overrides["layout"])
+            arranges: Layout = _override(Group.LAYOUTS, stage, "layout", layout.layout, plugins, compared)
+            layout = NamedLayout(arranges, resolved.described)
         refuse_unable(caster, rank)
         refuse_unable(offload, rank)
         drafts.append(
@@ -299,6 +311,7 @@ def _draft(
                 device,
                 caster,
                 offload,
+                layout,
                 plugins.events,
                 is_root=stage.governing is request.module,
                 rank=rank,

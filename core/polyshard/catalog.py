@@ -36,6 +36,7 @@ from .interfaces import (
     OLDEST_API,
     Collectives,
     Group,
+    Layout,
     OffloadManager,
     PluginContext,
     PrecisionCaster,
@@ -54,6 +55,7 @@ _CONTRACTS: Mapping[Group, type] = {
     Group.PRECISION: PrecisionCaster,
     Group.OFFLOAD: OffloadManager,
     Group.POLICIES: WrapPolicy,
+    Group.LAYOUTS: Layout,
     Group.PLUGINS: object,
 }
 
@@ -120,14 +122,14 @@ class Resolved(Generic[_T_co]):
             raise
         except BaseException as error:
             raise PluginLoadError(
-                f"{self._described()} failed while it was constructed with {_shown(self.options)}: "
+                f"{self.described} failed while it was constructed with {_shown(self.options)}: "
                 f"{type(error).__name__}: {error}"
             ) from error
         contract = _CONTRACTS[self.group]
         if instance is None or not isinstance(instance, contract):
             wanted = "an object" if contract is object else f"a polyshard.interfaces.{contract.__name__}"
             raise PluginContractError(
-                f"{self._described()} must construct {wanted}, but {self.value} returned "
+                f"{self.described} must construct {wanted}, but {self.value} returned "
                 f"{'None' if instance is None else f'an instance of {_qualified(type(instance))}'}."
             )
         return cast("_T_co", instance)
@@ -146,7 +148,7 @@ class Resolved(Generic[_T_co]):
             signature.bind_partial(None)
         except TypeError as error:
             raise PluginContractError(
-                f"{self._described()} must take a PluginContext as its first argument, but {self.value} has the "
+                f"{self.described} must take a PluginContext as its first argument, but {self.value} has the "
                 f"signature {signature}."
             ) from error
         try:
@@ -157,11 +159,12 @@ class Resolved(Generic[_T_co]):
             problem = f"does not take the option {unknown[0]!r}" if unknown else f"cannot take its options: {error}"
             suggestion = did_you_mean(unknown[0], taken) if unknown else ""
             raise ConfigError(
-                f"{self._described()} {problem}.{suggestion} Its options: "
-                f"{', '.join(map(str, taken.values())) or 'none'}."
+                f"{self.described} {problem}.{suggestion} Its options: {', '.join(map(str, taken.values())) or 'none'}."
             ) from error
 
-    def _described(self) -> str:
+    @property
+    def described(self) -> str:
+        """For messages: the plugin, its group and the package that it is from."""
         origin = f" (from {self.distribution} {self.version})" if self.distribution else ""
         return f"plugin {self.name!r} of {self.group.value}{origin}"
 
@@ -193,6 +196,10 @@ def resolve(
 def resolve(
     group: Literal[Group.POLICIES], choice: PluginChoice, entry_points: EntryPoints | None = None
 ) -> Resolved[WrapPolicy]: ...
+@overload
+def resolve(
+    group: Literal[Group.LAYOUTS], choice: PluginChoice, entry_points: EntryPoints | None = None
+) -> Resolved[Layout]: ...
 @overload
 def resolve(group: Group, choice: PluginChoice, entry_points: EntryPoints | None = None) -> Resolved[object]: ...
 def resolve(group: Group, choice: PluginChoice, entry_points: EntryPoints | None = None) -> Resolved[Any]:

@@ -26,6 +26,7 @@ _PLUGIN_FIELDS: dict[str, Group] = {
     "precision": Group.PRECISION,
     "offload": Group.OFFLOAD,
     "policy": Group.POLICIES,
+    "layout": Group.LAYOUTS,
 }
 
 #: Groups whose plugins can be constructed anywhere, to see whether their options are right.

@@ -212,6 +212,8 @@ class ShardConfig:
     """Where shards live between uses (group ``polyshard.offload``)."""
     policy: PluginChoice = "never"
     """Which modules become units beside the root (group ``polyshard.policies``)."""
+    layout: PluginChoice = "flat"
+    """Where in its unit each parameter lies, and so where ranks cut it (group ``polyshard.layouts``)."""
     listeners: _Normalised[tuple[PluginChoice, ...], Iterable[PluginChoice]] = _Normalised(_listeners, ())
     """What watches the step, called in this order (group ``polyshard.plugins``). Read as a tuple."""
     strategy: _Normalised[Strategy, str] = _Normalised(_strategy, Strategy.FULL_SHARD)
@@ -372,7 +374,7 @@ class ShardConfig:
             raise ConfigError(f"{_variables(environ)}: {error}") from error
 
 
-_PLUGIN_FIELDS: tuple[str, ...] = ("collectives", "precision", "offload", "policy")
+_PLUGIN_FIELDS: tuple[str, ...] = ("collectives", "precision", "offload", "policy", "layout")
 _TEXT_FIELDS: tuple[str, ...] = ("strategy", "device")
 _OPTIONAL_FIELDS: tuple[str, ...] = ("device", "shard_size", "reshard_after_forward", "memory_budget")
 

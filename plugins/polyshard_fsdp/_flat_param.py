@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from polyshard.engine.parameters.originals import become
-from polyshard.engine.planning.layout import FlatLayout, plan_layout
+from polyshard.engine.planning.layout import FlatLayout
 from polyshard.engine.planning.managed_parameter import ManagedParameter
 from polyshard.engine.transport.buffer import view_of
 from polyshard.errors import ParameterChangedError, ParameterError, UnsupportedError
@@ -17,6 +17,7 @@ from torch import nn
 from ._collectives import rank_and_size
 from ._common_utils import FLAT_PARAM, HandleTrainingState, _set_fsdp_flattened
 from ._handle_unit import HandleUnit
+from ._layout import flat_layout
 from ._torch_settings import TorchNamed, own
 
 #: Names of environment variables; each is read when an instance is constructed.
@@ -222,14 +223,12 @@ class FlatParamHandle:
         self.orig_dtype = first.dtype
         self.param_dtype = mp_param_dtype or first.dtype
         self.reduce_dtype = mp_reduce_dtype or self.param_dtype
-        self.layout = plan_layout(
-            [tuple(each.original.shape) for each in found],
-            [each.original.stride() for each in found],
-            world_size=self.world_size if self.uses_sharded_strategy else 1,
+        self.layout = flat_layout(
+            [each.original for each in found],
+            shards=self.world_size if self.uses_sharded_strategy else 1,
             itemsize=self.param_dtype.itemsize,
             # Parameters that are shown one by one must each be readable by wide loads; without that they lie densely.
-            parameter_alignment=16 if use_orig_params else 1,
-            shard_alignment=1,
+            aligned=use_orig_params,
         )
         self.flat_param, self.parameters = self._flatten(found)
 

@@ -12,7 +12,7 @@ from ..engine.planning.layout import Piece, Slot
 from ..engine.step.root import Root
 from ..engine.step.unit import Unit
 from ..errors import ConfigError
-from .sharded import CheckpointTensor, of_piece, whole
+from .sharded import CheckpointTensor, of_piece, of_rows, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Place:
     name: str
     """Its first fully-qualified name."""
     parameter: nn.Parameter
-    """The user's own object: 1-D elements of this rank, or the whole parameter where the unit is not cut."""
+    """The user's own object: elements of this rank, or the whole parameter where the unit is not cut."""
     slot: Slot
     piece: Piece | None
     """The elements of this rank; None for none."""
@@ -35,7 +35,10 @@ class Place:
 
     def shaped(self, local: torch.Tensor) -> CheckpointTensor:
         """``local``, of the local parameter's shape, as this rank's part of a tensor of the whole one's."""
-        return of_piece(self.slot, self.piece, local.detach()) if self.cut else whole(local)
+        if not self.cut:
+            return whole(local)
+        in_rows = self.slot.by_rows and local.ndim > 1
+        return (of_rows if in_rows else of_piece)(self.slot, self.piece, local.detach())
 
     def within(self, shard: torch.Tensor) -> CheckpointTensor:
         """The part in ``shard``, of the shape of this rank's shard of the unit, in the same form; a view."""

@@ -134,6 +134,17 @@ def of_piece(slot: Slot, piece: Piece | None, flat: torch.Tensor) -> CheckpointT
     return CheckpointTensor(slot.shape, flat.dtype, flat.device, chunks)
 
 
+def of_rows(slot: Slot, piece: Piece | None, rows: torch.Tensor) -> CheckpointTensor:
+    """As ``of_piece``, of a piece that is whole rows: ``rows``, shape ``(rows, ...)``, with any strides."""
+    if slot.numel == 0:
+        return whole(rows.new_empty(slot.shape))
+    chunks = []
+    if piece is not None:
+        first = piece.start * slot.shape[0] // slot.numel
+        chunks.append(Chunk(Box((first, *(0 for _ in slot.shape[1:])), tuple(rows.shape)), rows))
+    return CheckpointTensor(slot.shape, rows.dtype, rows.device, chunks)
+
+
 def whole(tensor: torch.Tensor) -> CheckpointTensor:
     """A tensor that this rank holds whole, with any strides."""
     box = Box((0,) * tensor.ndim, tuple(tensor.shape))

@@ -7,6 +7,7 @@ polyshard.collectives  ``Collectives``             how bytes move between ranks
 polyshard.precision    ``PrecisionCaster``         which dtypes compute, travel and accumulate
 polyshard.offload      ``OffloadManager``          where shards live between uses
 polyshard.policies     ``WrapPolicy``              which modules become units
+polyshard.layouts      ``Layout``                  where in a unit parameters lie, and are cut
 polyshard.plugins      hooks of ``hookspecs``      nothing: listeners watch
 =====================  ==========================  ==============================================
 
@@ -22,6 +23,14 @@ from .collectives import (
     Work,
 )
 from .context import PluginContext, RankAndSize, UnitSpec
+from .layout import (
+    PARAMETER_ALIGNMENT_BYTES,
+    SLICE_ALIGNMENT_BYTES,
+    Arrangement,
+    Layout,
+    ParameterGeometry,
+    UnitGeometry,
+)
 from .listener import Listener, Observer
 from .offload import OffloadCapabilities, OffloadManager
 from .policy import UNIT_OVERRIDES, PolicyContext, UnitPlan, WrapPolicy
@@ -39,17 +48,22 @@ __all__ = [
     "COMPLETED",
     "CURRENT_API",
     "OLDEST_API",
+    "PARAMETER_ALIGNMENT_BYTES",
+    "SLICE_ALIGNMENT_BYTES",
     "UNIT_OVERRIDES",
+    "Arrangement",
     "BufferRole",
     "Collectives",
     "CollectivesCapabilities",
     "Group",
     "InputCast",
+    "Layout",
     "Listener",
     "Observer",
     "OffloadCapabilities",
     "OffloadManager",
     "OutputCast",
+    "ParameterGeometry",
     "PluginContext",
     "PolicyContext",
     "PrecisionCapabilities",
@@ -57,6 +71,7 @@ __all__ = [
     "RankAndSize",
     "ReduceOp",
     "UnitDtypes",
+    "UnitGeometry",
     "UnitPlan",
     "UnitSpec",
     "WireSpec",

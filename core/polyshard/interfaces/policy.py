@@ -13,7 +13,7 @@ import torch
 UnitPlan = Mapping[torch.nn.Module, Mapping[str, Any]]
 
 #: The settings that a policy may override for one unit.
-UNIT_OVERRIDES: tuple[str, ...] = ("precision", "offload", "reshard_after_forward")
+UNIT_OVERRIDES: tuple[str, ...] = ("precision", "offload", "layout", "reshard_after_forward")
 
 
 @dataclass(frozen=True, slots=True)

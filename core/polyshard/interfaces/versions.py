@@ -16,6 +16,8 @@ class Group(enum.StrEnum):
     """Factories of ``OffloadManager``."""
     POLICIES = "polyshard.policies"
     """Factories of ``WrapPolicy``."""
+    LAYOUTS = "polyshard.layouts"
+    """Factories of ``Layout``."""
     PLUGINS = "polyshard.plugins"
     """Factories of listeners."""
 

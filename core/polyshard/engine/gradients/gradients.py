@@ -72,6 +72,8 @@ class Gradients:
         self._recipients = tuple(recipients)
         self._owners = [recipient.parameter for recipient in recipients]
         self._owner_of = {recipient.index: recipient.parameter for recipient in recipients}
+        # Parts of more dimensions than one are made one by one; all others by one call.
+        self._shaped = any(len(recipient.shape) != 1 for recipient in recipients)
         self._sizes: list[int] = []
         self._picks: list[int] = []
         cursor = 0
@@ -254,7 +256,7 @@ class Gradients:
             self._addresses = list(map(torch.Tensor.data_ptr, views))
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        if self.grid.shard is None:
+        if self._shaped or self.grid.shard is None:
             start = flat.storage_offset()
             return [flat.as_strided(each.shape, each.stride, start + each.offset) for each in self._recipients]
         parts = torch.split_with_sizes(flat, self._sizes)

@@ -109,11 +109,11 @@ class Originals(MasterViews):
         """Which originals receive which part of this rank's gradient."""
         found = []
         for index, piece in self._pieces.items():
+            slot = self._layout.slots[index]
             if self._whole:
-                slot = self._layout.slots[index]
                 found.append(Recipient(self.tensors[index], slot.offset, slot.shape, slot.stride, index))
             else:
-                found.append(Recipient(self.tensors[index], piece.shard_offset, (piece.numel,), (1,), index))
+                found.append(Recipient(self.tensors[index], piece.shard_offset, *slot.shown(piece.numel), index))
         return found
 
     @property
@@ -141,8 +141,9 @@ class Originals(MasterViews):
             return view_of(self._master, slot.shape, slot.stride, slot.offset)
         piece = self._pieces.get(index)
         if piece is None:
-            return torch.empty(0, dtype=self._master.dtype, device=self._master.device)
-        return view_of(self._master, (piece.numel,), (1,), piece.shard_offset)
+            shape, _ = slot.shown(0)
+            return torch.empty(shape, dtype=self._master.dtype, device=self._master.device)
+        return view_of(self._master, *slot.shown(piece.numel), piece.shard_offset)
 
     def take_up_changes(self) -> bool:
         """Honour what the user did since the last forward; returns whether any ``requires_grad`` changed.
@@ -221,7 +222,7 @@ class Originals(MasterViews):
             whole = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device=value.device).copy_(value)
             piece = self._pieces.get(index)
             start, stop = (piece.start, piece.stop) if piece is not None else (0, 0)
-            value = whole.as_strided((slot.numel,), (1,))[start:stop]
+            value = whole.as_strided(*slot.shown(stop - start), start)
         if value.shape != shard.shape:
             raise ParameterChangedError(
                 f"Cannot writeback when the parameter shape changes\nExpects {shard.shape} but got {value.shape} for "

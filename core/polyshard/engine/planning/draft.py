@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,13 +15,16 @@ from ...interfaces import (
     Observer,
     OffloadManager,
     OutputCast,
+    ParameterGeometry,
     PrecisionCaster,
     UnitDtypes,
+    UnitGeometry,
     UnitSpec,
     WireSpec,
 )
 from .answers import callable_or_none, dtypes_of, full_precision_in_eval_of, wire_of
-from .layout import FlatLayout, plan_layout
+from .arrangement import NamedLayout
+from .layout import FlatLayout, dense_stride
 from .managed_parameter import ManagedParameter
 from .plan import PlannedStage
 
@@ -48,6 +52,7 @@ class Draft:
     """The modules inside the stage's that no inner stage owns."""
     caster: PrecisionCaster
     offload: OffloadManager
+    layout: NamedLayout
     units: tuple[DraftedUnit, ...]
     buffer_dtype: torch.dtype | None
     """Of floating-point buffers; None leaves them alone."""
@@ -68,6 +73,7 @@ def draft_stage(
     device: torch.device,
     caster: PrecisionCaster,
     offload: OffloadManager,
+    layout: NamedLayout,
     events: Events,
     *,
     is_root: bool,
@@ -79,24 +85,26 @@ def draft_stage(
         PluginContractError: a plugin answered what its contract does not allow.
     """
     units: list[DraftedUnit] = []
+    groups: list[tuple[ManagedParameter, ...]] = []
     for group in stage.groups:
         suffix = _suffix(group) if units else ""
-        shapes = [tuple(parameter.original.shape) for parameter in group]
-        strides = [parameter.original.stride() for parameter in group]
         # Alignment follows from what travels, which the caster tells from a spec: ask with the master's layout first.
         itemsize = group[0].original.dtype.itemsize
-        layout = plan_layout(shapes, strides, world_size=shards, itemsize=itemsize)
-        spec = _spec(stage, group, layout, device, suffix, is_root)
-        dtypes = dtypes_of(caster, spec, rank)
+        buffers = layout.arrange(_geometry(stage, group, suffix, shards, itemsize), rank)
+        dtypes = dtypes_of(caster, _spec(stage, group, buffers[0][1], device, suffix, is_root), rank)
         travels = min(dtypes.compute.itemsize, dtypes.wire.itemsize)
         if travels != itemsize:
-            layout = plan_layout(shapes, strides, world_size=shards, itemsize=travels)
-            spec = _spec(stage, group, layout, device, suffix, is_root)
-        wire = wire_of(caster, spec, rank) if shards > 1 else None
-        # Asked again when the unit is built: a caster that cannot answer must say so while the model is whole.
-        full_precision_in_eval_of(caster, spec, rank)
-        observers = events.observers(spec) if events.active else ()
-        units.append(DraftedUnit(spec, layout, dtypes, wire, observers))
+            buffers = layout.arrange(_geometry(stage, group, suffix, shards, travels), rank)
+        for number, (order, flat) in enumerate(buffers):
+            members = tuple(group[index] for index in order)
+            spec = _spec(stage, members, flat, device, _numbered(group, number) if number else suffix, is_root)
+            wire = wire_of(caster, spec, rank) if shards > 1 else None
+            # Asked again when the unit is built: a caster that cannot answer must say so while the model is whole.
+            full_precision_in_eval_of(caster, spec, rank)
+            observers = events.observers(spec) if events.active else ()
+            own = dtypes if len(buffers) == 1 else dtypes_of(caster, spec, rank)
+            units.append(DraftedUnit(spec, flat, own, wire, observers))
+            groups.append(members)
     if units:
         first, buffer_dtype = units[0].spec, units[0].dtypes.buffer
     else:
@@ -105,10 +113,11 @@ def draft_stage(
     # What a part takes and returns stays inside its host.
     casts = stage.host is None
     return Draft(
-        stage,
+        dataclasses.replace(stage, groups=tuple(groups)),
         tuple(modules),
         caster,
         offload,
+        layout,
         tuple(units),
         buffer_dtype,
         callable_or_none(caster, "input_cast", first, rank) if casts else None,
@@ -120,7 +129,7 @@ def draft_stage(
 def _spec(
     stage: PlannedStage,
     group: Sequence[ManagedParameter],
-    layout: FlatLayout,
+    flat: FlatLayout,
     device: torch.device,
     suffix: str,
     is_root: bool,
@@ -129,8 +138,8 @@ def _spec(
         name=f"{stage.name}{suffix}",
         module_class=type(stage.governing),
         parameter_names=tuple(parameter.names[0] for parameter in group),
-        numel=layout.padded_numel,
-        shard_numel=layout.shard_numel,
+        numel=flat.padded_numel,
+        shard_numel=flat.shard_numel,
         master_dtype=group[0].original.dtype,
         device=device,
         is_root=is_root,
@@ -138,7 +147,29 @@ def _spec(
     )
 
 
+def _geometry(
+    stage: PlannedStage, group: Sequence[ManagedParameter], suffix: str, shards: int, itemsize: int
+) -> UnitGeometry:
+    parameters = []
+    for each in group:
+        shape = tuple(each.original.shape)
+        stride = dense_stride(shape, each.original.stride())
+        parameters.append(
+            ParameterGeometry(each.names[0], shape, stride, each.original.dtype, each.original.requires_grad)
+        )
+    return UnitGeometry(f"{stage.name or '(root)'}{suffix}", tuple(parameters), shards, itemsize)
+
+
 def _suffix(group: Sequence[ManagedParameter]) -> str:
     # All that parameters of one module are divided by: no two of its units have the same.
+    return f"[{_kind(group)}]"
+
+
+def _numbered(group: Sequence[ManagedParameter], number: int) -> str:
+    # Where the layout wants several buffers for them.
+    return f"[{_kind(group)}, {number + 1}]"
+
+
+def _kind(group: Sequence[ManagedParameter]) -> str:
     frozen = "" if group[0].original.requires_grad else ", frozen"
-    return f"[{str(group[0].original.dtype).removeprefix('torch.')}{frozen}]"
+    return f"{str(group[0].original.dtype).removeprefix('torch.')}{frozen}"

@@ -6,12 +6,7 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: Each parameter starts at a multiple of this many bytes, so that kernels may use 16-byte accesses.
-PARAMETER_ALIGNMENT_BYTES = 16
-#: Shards of at least this many bytes are rounded up to ``SHARD_ALIGNMENT_BYTES`` ...
-SHARD_ALIGNMENT_THRESHOLD_BYTES = 64 * 1024
-#: ... because NCCL falls off its fast path on misaligned shards (world sizes 3, 5, 6, 7). Small shards gain nothing.
-SHARD_ALIGNMENT_BYTES = 256
+from ...interfaces import Arrangement, ParameterGeometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +21,20 @@ class Slot:
     """Shape of the whole parameter."""
     stride: tuple[int, ...]
     """Strides of the whole parameter; a permutation of contiguous ones, so that it fills its range without gaps."""
+    by_rows: bool = False
+    """Whether it is cut between rows of dimension 0 only, and its pieces are shown as such."""
 
     @property
     def end(self) -> int:
         """One past the last element."""
         return self.offset + self.numel
+
+    def shown(self, numel: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and strides of a piece of so many elements: ``(rows, ...)`` where it is whole rows, else 1-D."""
+        if not self.by_rows:
+            return (numel,), (1,)
+        row = product(self.shape[1:])
+        return (numel // row if row else 0, *self.shape[1:]), self.stride
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,39 +111,13 @@ class FlatLayout:
         return tuple(found)
 
 
-def plan_layout(
-    shapes: Sequence[tuple[int, ...]],
-    strides: Sequence[tuple[int, ...]],
-    *,
-    world_size: int,
-    itemsize: int,
-    parameter_alignment: int = PARAMETER_ALIGNMENT_BYTES,
-    shard_alignment: int = SHARD_ALIGNMENT_BYTES,
-) -> FlatLayout:
-    """Lay parameters out one after the other and cut the buffer evenly.
-
-    Args:
-        shapes: Shape of each parameter.
-        strides: Strides of each parameter; kept where they are dense, else made contiguous.
-        world_size: Number of shards.
-        itemsize: Bytes of an element of the buffer that travels.
-        parameter_alignment: Bytes of which every parameter's start is a multiple; 1 lays them back to back.
-        shard_alignment: Bytes to whose multiple large shards are rounded up; 1 for none.
-
-    Every rank's shard has ``ceil(total / world_size)`` elements, as in PyTorch's FSDP, and large ones are rounded up
-    to ``shard_alignment``.
-    """
-    alignment = max(1, parameter_alignment // itemsize)
-    slots, cursor = [], 0
-    for shape, stride in zip(shapes, strides, strict=True):
-        numel = product(shape)
-        offset = round_up(cursor, alignment)
-        slots.append(Slot(offset, numel, tuple(shape), dense_stride(shape, stride)))
-        cursor = offset + numel
-    shard_numel = -(-cursor // world_size)
-    if shard_numel * itemsize >= SHARD_ALIGNMENT_THRESHOLD_BYTES:
-        shard_numel = round_up(shard_numel, max(1, shard_alignment // itemsize))
-    return FlatLayout(tuple(slots), cursor, shard_numel, world_size)
+def laid_out(parameters: Sequence[ParameterGeometry], arrangement: Arrangement, shards: int) -> FlatLayout:
+    """The buffer of ``arrangement``, whose indices are those of ``parameters``, in so many equal ``shards``."""
+    slots = []
+    for index, offset in zip(arrangement.order, arrangement.offsets, strict=True):
+        each = parameters[index]
+        slots.append(Slot(offset, each.numel, each.shape, each.stride, index in arrangement.by_rows))
+    return FlatLayout(tuple(slots), max(slot.end for slot in slots), arrangement.shard_numel, shards)
 
 
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:

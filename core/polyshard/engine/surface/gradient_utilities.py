@@ -24,9 +24,6 @@ from ..step.unit import Unit
 from .live_roots import Found, LiveRoots
 from .norms import accumulator, group_norms, refuse_order
 
-#: Shards of more elements than this cannot lie between two parameters: alignment leaves smaller gaps.
-_LARGEST_GAP = 16
-
 
 class GradientUtilities:
     """What stands behind the names of torch's functions."""
@@ -222,8 +219,8 @@ def _reaches_every_rank(units: Iterable[Unit]) -> bool:
     reached: set[int] = set()
     for unit in dict.fromkeys(units):
         layout, trained = unit.layout, unit.originals.trained
-        last = layout.padded_numel - layout.shard_numel
-        if all(trained) and layout.shard_numel > _LARGEST_GAP and layout.numel > last:
+        # No shard then lies between two parameters, or behind the last one.
+        if all(trained) and all(numel < layout.shard_numel for _, numel in layout.gaps()):
             return True
         reached.update(
             rank

@@ -20,6 +20,8 @@ class MemoryReport:
     units: int
     parameters: int
     """Elements of the whole model."""
+    padding: int
+    """Elements of all flat buffers that belong to no parameter: what layouts leave for alignment, and equal slices."""
     master_nbytes: int
     """Master shards."""
     gradient_nbytes: int
@@ -58,11 +60,13 @@ def memory_report(root: Root) -> MemoryReport:
     turning = {unit for stage in stages if stage is not None for unit in stage.units}
     kept = [u for u in units if not u.permanent and not u.releases(u in turning)]
     released = sorted((u.gathered_nbytes for u in units if not u.permanent and u not in kept), reverse=True)
+    parameters = sum(slot.numel for u in units for slot in u.layout.slots)
     return MemoryReport(
         world_size=root.collectives.world_size,
         rank=root.rank,
         units=len(units),
-        parameters=sum(slot.numel for u in units for slot in u.layout.slots),
+        parameters=parameters,
+        padding=sum(u.layout.padded_numel for u in units) - parameters,
         master_nbytes=sum(u.master.numel() * u.master.element_size() for u in units),
         gradient_nbytes=sum(u.layout.shard_numel * u.dtypes.grad.itemsize for u in units if u.trainable),
         gathered_nbytes=sum(u.gathered_nbytes for u in kept) + _prefetched_nbytes(released, root),

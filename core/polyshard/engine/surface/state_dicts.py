@@ -85,7 +85,7 @@ class _Guard:
                     whole
                 )
             start, stop = (piece.start, piece.stop) if piece is not None else (0, 0)
-            state_dict[prefix + key] = whole.as_strided((stop - start,), (1,), whole.storage_offset() + start)
+            state_dict[prefix + key] = whole.as_strided(*slot.shown(stop - start), whole.storage_offset() + start)
 
     # A module that is copied or pickled by itself holds pieces as before, and may not drag the model along.
     def __deepcopy__(self, memo: dict[int, Any]) -> _Guard:

@@ -1,0 +1,126 @@
+"""Layouts that cut a parameter only between its grains: rows, or blocks.
+
+[Note: where slices can end]
+Slices are equal in size, so a parameter that reaches over two or more of their ends is cut in the same distances: its
+grain must divide the slice. One that reaches over a single end only has to begin a whole number of grains before it.
+One that reaches over none may begin anywhere. So the smallest slice is looked for among multiples of the grains of
+parameters that are longer than two slices, and for each of these sizes parameters are set one after the other, in a
+few orders.
+
+With grains that have no small common multiple, on many ranks, such a slice may be much longer than the unit's share.
+Parameters of one grain each in a buffer of their own then leave less padding, for a communication each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from polyshard.interfaces import Arrangement, UnitGeometry
+
+#: Padding, as a part of the unit, from which on several buffers are weighed against one. Less is not worth another
+#: communication.
+WORTH_DIVIDING = 0.01
+
+
+class Grained(NamedTuple):
+    """A parameter, and what it may be cut between."""
+
+    position: int
+    numel: int
+    grain: int
+    """Elements; 1 for a parameter that may be cut anywhere."""
+
+
+def arranged(unit: UnitGeometry, grains: Sequence[int], by_rows: frozenset[int]) -> tuple[Arrangement, ...]:
+    """``unit`` with each parameter cut between its ``grains`` only (elements, one a parameter), with little padding.
+
+    ``by_rows``: what to say so of, see ``Arrangement``.
+    """
+    every = [
+        Grained(position, parameter.numel, grain)
+        for position, (parameter, grain) in enumerate(zip(unit.parameters, grains, strict=True))
+    ]
+    total = sum(each.numel for each in every)
+    one = _in_one(unit, every)
+    best = [one]
+    if one.shard_numel * unit.shards > total * (1 + WORTH_DIVIDING):
+        for members in (_cuttable_apart(every), _by_grain(every)):
+            found = [_in_one(unit, each) for each in members]
+            # Each buffer more must be worth itself.
+            if (_size(best) - _size(found)) * unit.shards > total * WORTH_DIVIDING * (len(found) - len(best)):
+                best = found
+    return tuple(
+        Arrangement(each.order, each.offsets, each.shard_numel, by_rows.intersection(each.order)) for each in best
+    )
+
+
+def _size(arrangements: Sequence[Arrangement]) -> int:
+    return sum(each.shard_numel for each in arrangements)
+
+
+def _cuttable_apart(every: Sequence[Grained]) -> list[list[Grained]]:
+    kinds = ([each for each in every if each.grain > 1], [each for each in every if each.grain == 1])
+    return [kind for kind in kinds if kind]
+
+
+def _by_grain(every: Sequence[Grained]) -> list[list[Grained]]:
+    found: dict[int, list[Grained]] = {}
+    for each in every:
+        found.setdefault(each.grain, []).append(each)
+    return list(found.values())
+
+
+def _in_one(unit: UnitGeometry, members: Sequence[Grained]) -> Arrangement:
+    total = sum(each.numel for each in members)
+    by_size = sorted(members, key=lambda each: -each.numel)
+    orders = (list(members), by_size, sorted(by_size, key=lambda each: -each.grain))
+    size = max(1, -(-total // unit.shards))
+    while True:
+        multiple = math.lcm(*(each.grain for each in members if each.numel > 2 * size))
+        size = _aligned(unit, size, multiple)
+        for order in orders:
+            offsets = _placed(unit, order, size)
+            if offsets is not None:
+                return Arrangement(tuple(each.position for each in order), tuple(offsets), size)
+        # Without a grain to go by, in steps of a thousandth.
+        size += multiple if multiple > 1 else 1 + size // 1000
+
+
+def _aligned(unit: UnitGeometry, size: int, multiple: int) -> int:
+    """The smallest size of a slice that is at least ``size`` and a multiple of ``multiple``."""
+    found = -(-size // multiple) * multiple
+    both = math.lcm(multiple, unit.slice_alignment(found))
+    return -(-found // both) * both
+
+
+def _placed(unit: UnitGeometry, order: Sequence[Grained], size: int) -> list[int] | None:
+    """Offsets of parameters one after the other in slices of ``size``; None where they do not fit."""
+    offsets: list[int] = []
+    cursor = 0
+    for each in order:
+        offset = -(-cursor // unit.alignment) * unit.alignment
+        end = (offset // size + 1) * size
+        if each.grain > 1 and offset + each.numel > end:
+            offset = _before(unit, offset, end, each.grain)
+            if offset < 0 or (offset + each.numel > end + size and size % each.grain):
+                return None
+        offsets.append(offset)
+        cursor = offset + each.numel
+        if cursor > size * unit.shards:
+            return None
+    return offsets
+
+
+def _before(unit: UnitGeometry, offset: int, end: int, grain: int) -> int:
+    """The first aligned place from ``offset`` on that is whole grains before ``end``, or ``end`` itself.
+
+    Negative where ``end`` is not aligned, so that nothing may begin there, and no place before it is.
+    """
+    first = end - (end - offset) // grain * grain
+    # Whole grains apart, places repeat their alignment after so many.
+    for place in range(first, min(end, first + grain * unit.alignment) + 1, grain):
+        if place % unit.alignment == 0:
+            return place
+    return -1
