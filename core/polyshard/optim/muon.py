@@ -1,0 +1,153 @@
+"""Muon over sharded parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..engine.surface.placement import placement_of
+from ..errors import ConfigError
+from .newton_schulz import COEFFICIENTS, newton_schulz, newton_schulz_flops
+from .whole_tensors import Parameters, WholeTensorOptimizer
+
+_ADJUSTMENTS = (None, "original", "match_rms_adamw")
+
+
+class Muon(WholeTensorOptimizer):
+    """Muon (Jordan et al. 2024), exact for every layout and strategy: what ``torch.optim.Muon`` does on whole matrices.
+
+    The momentum of each matrix is brought to one rank, orthogonalised there once, and what that gives goes back. Ranks
+    share the work of all matrices, those of hybrid replicas included. The momentum itself stays sharded.
+
+    Args:
+        params: matrices; what else the model has goes to another optimizer (``for_matrices``).
+        lr: learning rate; a number, or a 0-dim tensor.
+        weight_decay: decoupled.
+        momentum: of the running mean of gradients.
+        nesterov: whether the gradient is mixed with the mean before it is orthogonalised.
+        ns_coefficients: of the Newton-Schulz iteration.
+        eps: smallest norm that a matrix is divided by.
+        ns_steps: Newton-Schulz iterations.
+        adjust_lr_fn: how the learning rate follows from the shape: ``"original"`` (None) multiplies it by
+            ``sqrt(max(1, rows / columns))``, ``"match_rms_adamw"`` by ``0.2 sqrt(max(rows, columns))``.
+        dtype: in which momentum travels and is orthogonalised; torch.optim.Muon orthogonalises in bf16.
+
+    Raises:
+        ConfigError: a parameter that is no matrix, or a setting that is none.
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+            raise ConfigError(f"Tensor lr must be 1-element, but has shape {tuple(lr.shape)}. Give a 0-dim tensor.")
+        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
+            # A tensor on a device is not waited for.
+            if not isinstance(value, torch.Tensor) and not value >= 0.0:
+                raise ConfigError(f"{name} of Muon should be >= 0 but is {value!r}.")
+        if adjust_lr_fn not in _ADJUSTMENTS:
+            raise ConfigError(
+                f"Adjust learning rate function {adjust_lr_fn!r} is not supported. There are: "
+                f"{', '.join(map(repr, _ADJUSTMENTS))}."
+            )
+        if not 0 <= ns_steps < 100 or len(ns_coefficients) != 3:
+            raise ConfigError(
+                f"Muon takes fewer than 100 ns_steps and three ns_coefficients, not {ns_steps!r} and "
+                f"{ns_coefficients!r}."
+            )
+        if not dtype.is_floating_point:
+            raise ConfigError(f"dtype of Muon must be a floating-point one, not {dtype}.")
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        super().__init__(params, defaults, dtype)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As for every optimizer of torch.
+
+        Raises:
+            ConfigError: a parameter that is no matrix.
+        """
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            shape = placement_of(parameter).shape
+            if len(shape) != 2 or parameter.is_complex():
+                self.param_groups.pop()
+                raise ConfigError(
+                    f"Muon only supports 2D parameters whereas we found a parameter with size: {shape} of "
+                    f"{parameter.dtype}. Give it matrices alone (polyshard.optim.for_matrices), and the rest to "
+                    "another optimizer."
+                )
+
+    def contribute(
+        self, group: Mapping[str, Any], parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """The momentum, mixed with the gradient where that is asked for."""
+        means = []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            state = self.state[parameter]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
+            means.append(state["momentum_buffer"])
+        torch._foreach_lerp_(means, list(gradients), 1 - group["momentum"])
+        if not group["nesterov"]:
+            return means
+        mixed: Sequence[torch.Tensor] = torch._foreach_lerp(list(gradients), means, group["momentum"])
+        return mixed
+
+    def transform(
+        self, group: Mapping[str, Any], wholes: torch.Tensor, states: Sequence[dict[str, Any]]
+    ) -> torch.Tensor:
+        """Their orthogonal factors."""
+        return newton_schulz(wholes, group["ns_steps"], group["ns_coefficients"], group["eps"])
+
+    def update(
+        self,
+        group: Mapping[str, Any],
+        shape: tuple[int, ...],
+        parameters: Sequence[nn.Parameter],
+        results: Sequence[torch.Tensor],
+    ) -> None:
+        """Decay, and go along them."""
+        lr, ratio = group["lr"], _ratio(group["adjust_lr_fn"], *shape)
+        masters = list(parameters)
+        updates = [result.to(each.dtype) for result, each in zip(results, parameters, strict=True)]
+        torch._foreach_mul_(masters, 1 - lr * group["weight_decay"])
+        if isinstance(lr, torch.Tensor):
+            torch._foreach_mul_(updates, -lr * ratio)
+            torch._foreach_add_(masters, updates)
+        else:
+            torch._foreach_add_(masters, updates, alpha=-lr * ratio)
+
+    def work(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> float:
+        """Floating-point operations of its orthogonalisation."""
+        return newton_schulz_flops(*shape, group["ns_steps"])
+
+
+def _ratio(adjustment: str | None, rows: int, columns: int) -> float:
+    """What the learning rate of a matrix is multiplied by, as torch.optim.Muon documents it."""
+    if adjustment == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))

@@ -1,0 +1,176 @@
+"""What an optimizer that needs whole tensors exchanges with whom: found at its first step, and kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..engine.planning.layout import FlatLayout, Piece
+from ..engine.surface.live_roots import Found, live_roots
+from ..errors import ConfigError, RankMismatchError, UnsupportedError
+from ..interfaces import Collectives
+from .beside import Beside, OnHost, OnStream
+from .exchange import Cut, Peers, Round
+from .owners import owners_of, rounds_of
+
+#: Elements of one owner's tensors in a round at most, and at least: fewer leave products that do not fill a device.
+_MOST_NUMEL = 1 << 26
+_LEAST_NUMEL = 1 << 22
+#: Rounds that are wanted: of one, no exchange would run beside what is computed.
+_ROUNDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A tensor of which this rank holds a piece, or all of it."""
+
+    parameter: nn.Parameter
+    name: str
+    """Its fully-qualified name; empty for a parameter of no sharded model."""
+    group: int
+    """Index of its parameter group."""
+    shape: tuple[int, ...]
+    """Of the whole."""
+    stride: tuple[int, ...]
+    """Of the whole: in which order its elements lie."""
+
+    @property
+    def kind(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """Those of one kind are computed with together."""
+        return self.group, self.shape, self.stride
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The tensors that the same ranks hold, and the rounds in which they are brought together."""
+
+    wholes: tuple[Whole, ...]
+    rounds: tuple[Round, ...]
+    beside: Beside
+
+
+def plan_for(
+    optimizer: torch.optim.Optimizer, work: Callable[[int, tuple[int, ...]], float], dtype: torch.dtype | None
+) -> list[Plan]:
+    """Plans for all parameters of ``optimizer``.
+
+    Args:
+        optimizer: its parameters may be of several models, sharded or not.
+        work: how long a tensor of the group and shape takes, in any unit.
+        dtype: in which tensors travel and are computed with; None for that of their gradients.
+
+    Raises:
+        ConfigError: it has a flat parameter, which stands for several tensors.
+        UnsupportedError: collectives that cannot exchange pieces.
+        RankMismatchError: ranks gave it other parameters, or in another order.
+    """
+    wholes: dict[tuple[object, ...], list[Whole]] = {}
+    founds: dict[tuple[object, ...], list[Found | None]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter, found in zip(group["params"], live_roots.find(group["params"]), strict=True):
+            whole, key = _whole(optimizer, parameter, number, found, dtype)
+            wholes.setdefault(key, []).append(whole)
+            founds.setdefault(key, []).append(found)
+    _compare(optimizer, wholes, founds)
+    return [_plan(tuple(wholes[key]), founds[key], work, dtype) for key in wholes]
+
+
+def _whole(
+    optimizer: torch.optim.Optimizer,
+    parameter: nn.Parameter,
+    group: int,
+    found: Found | None,
+    dtype: torch.dtype | None,
+) -> tuple[Whole, tuple[object, ...]]:
+    travels = dtype or parameter.dtype
+    if found is None:
+        whole = Whole(parameter, "", group, tuple(parameter.shape), tuple(parameter.stride()))
+        return whole, (None, None, None, travels, parameter.device)
+    unit = found.unit
+    if found.slot is None:
+        raise ConfigError(
+            f"{type(optimizer).__name__} needs whole tensors, but was given the flat parameter of unit '{unit.name}' "
+            f"(rank {found.root.rank}). Give it the model's own parameters."
+        )
+    shard = unit.grid.shard
+    if shard is not None and not shard.capabilities.exchanges:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} brings whole tensors together by all_to_all, which "
+            f"{type(shard).__module__}:{type(shard).__name__} does not have (rank {found.root.rank}). Choose "
+            "collectives that have it, or strategy='no_shard'."
+        )
+    slot = unit.layout.slots[found.slot]
+    whole = Whole(parameter, unit.parameters[found.slot].names[0], group, slot.shape, slot.stride)
+    return whole, (found.root, shard, unit.grid.replicate, dtype or unit.dtypes.grad, unit.spec.device)
+
+
+def _plan(
+    wholes: tuple[Whole, ...],
+    founds: Sequence[Found | None],
+    work: Callable[[int, tuple[int, ...]], float],
+    dtype: torch.dtype | None,
+) -> Plan:
+    first = founds[0]
+    if first is None:
+        peers, device = Peers(None, None), wholes[0].parameter.device
+    else:
+        peers, device = Peers(first.unit.grid.shard, first.unit.grid.replicate), first.unit.spec.device
+    travels = dtype or (wholes[0].parameter.dtype if first is None else first.unit.dtypes.grad)
+    cuts = _cuts(wholes, founds, peers.shards)
+    owners = peers.shards * peers.replicas
+    works = [work(each.group, each.shape) for each in wholes]
+    numels = [cut.numel for cut in cuts]
+    most = min(_MOST_NUMEL, max(_LEAST_NUMEL, sum(numels) // owners // _ROUNDS))
+    batches = rounds_of(owners_of(works, owners), owners, works, [each.kind for each in wholes], numels, most)
+    rounds = tuple(Round(cuts, batch, peers, travels, device) for batch in batches)
+    group = peers.shard or peers.replicate
+    ordered = group is not None and group.capabilities.stream_ordered and device.type == "cuda"
+    return Plan(wholes, rounds, OnStream(device) if ordered else OnHost())
+
+
+def _cuts(wholes: Sequence[Whole], founds: Sequence[Found | None], shards: int) -> list[Cut]:
+    pieces: dict[FlatLayout, list[dict[int, Piece]]] = {}
+    cuts = []
+    for whole, found in zip(wholes, founds, strict=True):
+        numel = 1
+        for size in whole.shape:
+            numel *= size
+        if found is None or found.slot is None or found.unit.grid.shard is None:
+            cuts.append(Cut(numel, ((0, numel),)))
+            continue
+        layout = found.unit.layout
+        if layout not in pieces:
+            pieces[layout] = [{each.slot: each for each in layout.pieces(rank)} for rank in range(shards)]
+        held = [each.get(found.slot) for each in pieces[layout]]
+        cuts.append(Cut(numel, tuple((0, 0) if each is None else (each.start, each.stop) for each in held)))
+    return cuts
+
+
+def _compare(
+    optimizer: torch.optim.Optimizer,
+    wholes: dict[tuple[object, ...], list[Whole]],
+    founds: dict[tuple[object, ...], list[Found | None]],
+) -> None:
+    """Raise on every rank where ranks do not bring the same tensors in the same order."""
+    told: dict[Collectives, list[object]] = {}
+    for key, members in wholes.items():
+        found = founds[key][0]
+        if found is not None:
+            told.setdefault(found.root.collectives, []).extend([each.name, each.group, each.shape] for each in members)
+    for collectives, mine in told.items():
+        if not collectives.capabilities.can_communicate:
+            continue
+        text = json.dumps(mine)
+        everyone = collectives.all_gather_object(text)
+        other = next((rank for rank, theirs in enumerate(everyone) if theirs != text), None)
+        if any(theirs != everyone[0] for theirs in everyone):
+            rank = collectives.rank
+            where = f"rank {other} differs from rank {rank}" if other is not None else "ranks differ"
+            raise RankMismatchError(
+                f"{type(optimizer).__name__} was given other parameters, or in another order, on some ranks ({where}). "
+                "Give every rank the same parameters in the same groups."
+            )

@@ -1,0 +1,185 @@
+"""Optimizers that need whole tensors, over parameters of which each rank holds a piece."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .exchange import Held, Round
+from .plan import Plan, Whole, plan_for
+
+Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]] | Iterable[tuple[str, nn.Parameter]]
+
+
+class WholeTensorOptimizer(torch.optim.Optimizer):
+    """Brings whole tensors together, each at one rank, and what that rank makes of them back to everybody's pieces.
+
+    A subclass says three things: what of a piece is brought together (``contribute``), what is made of the whole
+    (``transform``), and how a piece takes it up (``update``). The same code serves unsharded models, every strategy
+    and every layout. Tensors of one group and shape come to ``transform`` together, and the exchange of the next ones
+    runs beside it. Tensors are spread over ranks by ``work``.
+
+    Every rank calls ``step``, whether or not it has a gradient, with the same parameters in the same order. A parameter
+    for which no rank has a gradient brings zeros, and is not updated.
+
+    Args:
+        params: as for every optimizer of torch. Not flat parameters.
+        defaults: as for every optimizer of torch.
+        dtype: in which tensors travel, and come to ``transform``; None for the dtype of gradients.
+    """
+
+    def __init__(self, params: Parameters, defaults: dict[str, Any], dtype: torch.dtype | None = None) -> None:
+        self._plans: list[Plan] | None = None
+        self._dtype = dtype
+        #: What ``transform`` keeps, on the rank that owns the tensor.
+        self._kept: dict[nn.Parameter, dict[str, Any]] = {}
+        super().__init__(params, defaults)
+
+    def contribute(
+        self, group: Mapping[str, Any], parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """What is brought together: a tensor of the gradient's shape for each. Element by element; the gradients."""
+        return gradients
+
+    @abstractmethod
+    def transform(
+        self, group: Mapping[str, Any], wholes: torch.Tensor, states: Sequence[dict[str, Any]]
+    ) -> torch.Tensor:
+        """What becomes of ``wholes``, ``[count, *shape]``, which may be overwritten: a tensor of the same shape.
+
+        ``states``: a dict for each, empty at first, which stays with its tensor on this rank.
+        """
+
+    @abstractmethod
+    def update(
+        self,
+        group: Mapping[str, Any],
+        shape: tuple[int, ...],
+        parameters: Sequence[nn.Parameter],
+        results: Sequence[torch.Tensor],
+    ) -> None:
+        """Update pieces of tensors of ``shape`` in place. ``results``: each of its piece's shape, in ``dtype``."""
+
+    def work(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> float:
+        """How long ``transform`` takes for a tensor of ``shape``, in any unit; its number of elements."""
+        numel = 1.0
+        for size in shape:
+            numel *= size
+        return numel
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As for every optimizer of torch."""
+        super().add_param_group(param_group)
+        self._plans = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step. ``closure``: as for every optimizer of torch.
+
+        Raises:
+            ConfigError: it was given a flat parameter.
+            UnsupportedError: the model's collectives cannot exchange pieces.
+            RankMismatchError: in the first step, where ranks gave it different parameters.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._plans is None:
+            self._plans = plan_for(self, lambda group, shape: self.work(self.param_groups[group], shape), self._dtype)
+        for plan in self._plans:
+            self._run(plan)
+        return loss
+
+    def _run(self, plan: Plan) -> None:
+        """All rounds of ``plan``, one apart from the next: one travels while another is computed with."""
+        coming: _Passage | None = None
+        going: _Passage | None = None
+        for each in (*plan.rounds, None, None):
+            passage = None if each is None else _Passage(self, plan, each)
+            if coming is not None:
+                coming.transform()
+            if going is not None:
+                going.update()
+            coming, going = passage, coming
+
+    def _contributions(self, plan: Plan, held: Sequence[Held]) -> list[tuple[Held, torch.Tensor | None]]:
+        """What this rank brings of each piece; None where that has no gradient."""
+        found: dict[int, torch.Tensor] = {}
+        groups: dict[int, list[Held]] = {}
+        for each in held:
+            groups.setdefault(plan.wholes[each.index].group, []).append(each)
+        for number, members in groups.items():
+            pairs = [(each.index, plan.wholes[each.index].parameter) for each in members]
+            given = [(index, parameter, parameter.grad) for index, parameter in pairs if parameter.grad is not None]
+            if given:
+                indices, parameters, gradients = (list(each) for each in zip(*given, strict=True))
+                brought = self.contribute(self.param_groups[number], parameters, gradients)
+                found.update(zip(indices, brought, strict=True))
+        return [(each, found.get(each.index)) for each in held]
+
+    def _transformed(self, wholes: Sequence[Whole], flat: torch.Tensor) -> torch.Tensor:
+        first = wholes[0]
+        shaped = flat.as_strided((len(wholes), *first.shape), (flat.stride(0), *first.stride))
+        states = [self._kept.setdefault(each.parameter, {}) for each in wholes]
+        result = self.transform(self.param_groups[first.group], shaped, states)
+        if result.data_ptr() != shaped.data_ptr() or result.stride() != shaped.stride():
+            shaped.copy_(result)
+        return flat
+
+    def _take_up(self, plan: Plan, results: Mapping[int, torch.Tensor]) -> None:
+        kinds: dict[object, list[tuple[Whole, torch.Tensor]]] = {}
+        for index, flat in results.items():
+            whole = plan.wholes[index]
+            if whole.parameter.grad is not None:
+                kinds.setdefault(whole.kind, []).append((whole, flat))
+        for members in kinds.values():
+            parameters = [whole.parameter for whole, _ in members]
+            shaped = [
+                flat.as_strided(each.shape, each.stride(), flat.storage_offset())
+                for each, (_, flat) in zip(parameters, members, strict=True)
+            ]
+            first = members[0][0]
+            self.update(self.param_groups[first.group], first.shape, parameters, shaped)
+
+
+class _Passage:
+    """One round on its way. What it holds is let go of once it has updated the parameters."""
+
+    def __init__(self, optimizer: WholeTensorOptimizer, plan: Plan, round_: Round) -> None:
+        self._optimizer, self._plan, self._round = optimizer, plan, round_
+        self._outgoing = round_.outgoing()
+        brought = optimizer._contributions(plan, round_.sends)
+        places, sources = [], []
+        for held, tensor in brought:
+            place = self._outgoing.narrow(0, held.offset, held.numel)
+            parameter = plan.wholes[held.index].parameter
+            if tensor is None:
+                place.zero_()
+            else:
+                places.append(place.as_strided(parameter.shape, parameter.stride(), place.storage_offset()))
+                sources.append(tensor)
+        if places:
+            torch._foreach_copy_(places, sources)
+        self._incoming = round_.incoming(self._outgoing)
+        self._arrive = plan.beside.issue(lambda: round_.bring(self._outgoing, self._incoming))
+
+    def transform(self) -> None:
+        """Compute with the tensors that this rank owns, and send the results back."""
+        self._arrive()
+        round_ = self._round
+        if round_.own:
+            flat = round_.wholes(self._incoming)
+            results = self._optimizer._transformed([self._plan.wholes[index] for index in round_.own], flat)
+            round_.pack(self._incoming, results)
+        self._everyone = everyone = round_.everyone(self._outgoing)
+        self._arrive = self._plan.beside.issue(lambda: round_.bring_back(self._outgoing, self._incoming, everyone))
+
+    def update(self) -> None:
+        """Update this rank's pieces."""
+        self._arrive()
+        self._optimizer._take_up(self._plan, self._round.results(self._everyone))
