@@ -73,14 +73,47 @@ def test_calls_are_recorded_in_order_and_bounded() -> None:
     fake.reduce_scatter(torch.zeros(2), out, op=ReduceOp.MEAN)
     fake.all_reduce(torch.zeros(5), op=ReduceOp.SUM)
     assert list(fake.calls) == [
-        ("all_gather", 8, torch.bfloat16),
-        ("reduce_scatter", 8, torch.bfloat16),
-        ("all_reduce", 5, torch.float32),
+        ("all_gather", 8, torch.bfloat16, 6),
+        ("reduce_scatter", 8, torch.bfloat16, 6),
+        ("all_reduce", 5, torch.float32, 7),
     ]
     for _ in range(CALLS_KEPT):
         fake.broadcast(out, 0)
     assert len(fake.calls) == CALLS_KEPT
-    assert fake.calls[0] == ("broadcast", 8, torch.bfloat16)
+    assert fake.calls[0] == ("broadcast", 8, torch.bfloat16, 0)
+
+
+def test_bytes_that_would_be_sent_leave_out_what_stays() -> None:
+    fake = FakeCollectives(CPU, rank=1, world_size=3)
+    fake.all_to_all(torch.zeros(4, dtype=torch.float64), [1, 2, 1], torch.zeros(10, dtype=torch.float64), [3, 2, 5])
+    fake.broadcast(torch.zeros(6, dtype=torch.int16), 1)
+    part = fake.partition([[0], [2, 1]])
+    part.all_to_all(torch.zeros(6), [0, 6], torch.zeros(10), [4, 6])
+    assert list(fake.calls) == [("all_to_all", 10, torch.float64, 8), ("broadcast", 6, torch.int16, 12)]
+    assert [call.sent_nbytes for call in fake.calls] == [64, 24]
+    assert [call.sent_nbytes for call in part.calls] == [16]
+
+
+@pytest.mark.parametrize(
+    ("out_splits", "expected"),
+    [([2, 2, 2], [4.0, 5.0, 4.0, 5.0, 4.0, 5.0]), ([3, 2, 0], [0.0, 0.0, 0.0, 4.0, 5.0])],
+    ids=["alike", "uneven"],
+)
+def test_an_exchange_brings_the_own_block_and_nothing_that_nobody_sent(
+    out_splits: list[int], expected: list[float]
+) -> None:
+    fake = FakeCollectives(CPU, rank=1, world_size=3)
+    out = torch.full((sum(out_splits),), 9.0)
+    fake.all_to_all(out, out_splits, torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), [3, 2, 1]).wait()
+    assert out.tolist() == expected
+
+
+def test_exchange_on_the_meta_device() -> None:
+    fake = FakeCollectives(PluginContext("fake", torch.device("meta")), rank=0, world_size=2)
+    for splits in ([4, 4], [4, 1]):
+        size = sum(splits)
+        fake.all_to_all(torch.empty(size, device="meta"), splits, torch.empty(size, device="meta"), splits).wait()
+    assert [call.sent for call in fake.calls] == [4, 1]
 
 
 def test_rank_and_size_come_from_the_users_object_unless_given() -> None:

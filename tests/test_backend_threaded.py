@@ -152,6 +152,15 @@ def test_objects_are_copied_between_ranks() -> None:
             r"rank 0 wants broadcast\(from 0\) of 2 torch.float32 elements; rank 1 wants .* torch.float64",
         ),
         (
+            lambda c: c.all_to_all(
+                torch.zeros(2, dtype=(torch.float32, torch.int32)[c.rank]),
+                [1, 1],
+                torch.zeros(2, dtype=(torch.float32, torch.int32)[c.rank]),
+                [1, 1],
+            ).wait(),
+            "rank 0 wants all_to_all of torch.float32 elements; rank 1 wants all_to_all of torch.int32 elements",
+        ),
+        (
             lambda c: c.barrier() if c.rank else c.all_gather_object(1),
             "rank 0 wants all_gather_object; rank 1 wants barrier",
         ),
@@ -160,7 +169,7 @@ def test_objects_are_copied_between_ranks() -> None:
             r"rank 0 wants partition into \[\[0\], \[1\]\]; rank 1 wants partition into \[\[0, 1\]\]",
         ),
     ],
-    ids=["sizes", "dtypes", "operations", "partitions"],
+    ids=["sizes", "dtypes", "dtypes of an exchange", "operations", "partitions"],
 )
 def test_ranks_that_differ_all_raise(issue: Callable[[Collectives], object], wanted: str) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> None:
@@ -168,6 +177,19 @@ def test_ranks_that_differ_all_raise(issue: Callable[[Collectives], object], wan
             issue(join(world, rank))
 
     ThreadedWorld(2, timeout=5.0).run(on_rank)
+
+
+def test_blocks_of_other_sizes_than_expected_fail_on_every_rank() -> None:
+    out_splits = {0: [1, 2], 1: [4, 1]}
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[float]:
+        out = torch.zeros(sum(out_splits[rank]))
+        with pytest.raises(CollectiveAbortedError, match="rank 0 of the group sends 3 elements to rank 1, which"):
+            join(world, rank).all_to_all(out, out_splits[rank], torch.ones(4 - rank), [[1, 3], [2, 1]][rank]).wait()
+        return out.tolist()
+
+    # Nothing arrived, of what would have fitted either.
+    assert ThreadedWorld(2, timeout=5.0).run(on_rank) == [[0.0] * 3, [0.0] * 5]
 
 
 def test_a_rank_that_stays_away_is_named_on_all_others_with_stacks() -> None:

@@ -61,6 +61,9 @@ class Channel(Protocol):
     def all_to_all(self, out: torch.Tensor, full: torch.Tensor) -> None:
         """Both ``[world_size * n]``, same dtype."""
 
+    def exchange(self, out: torch.Tensor, out_splits: list[int], source: torch.Tensor, in_splits: list[int]) -> None:
+        """``all_to_all`` of blocks of these sizes, one for each rank; both flat, of one dtype."""
+
     def all_to_all_many(self, outs: list[torch.Tensor], fulls: list[torch.Tensor]) -> None:
         """``all_to_all`` of each pair, in one launch where there is a way. Sizes must fit: they may go unchecked."""
 
@@ -118,6 +121,11 @@ class _TransportChannel:
         if work is not None:
             work.wait()
 
+    def exchange(self, out: torch.Tensor, out_splits: list[int], source: torch.Tensor, in_splits: list[int]) -> None:
+        work = self._exchange(out, source, out_splits, in_splits, self._exchange_options)
+        if work is not None:
+            work.wait()
+
     def all_to_all_many(self, outs: list[torch.Tensor], fulls: list[torch.Tensor]) -> None:
         if self._begin_launch is None:
             for out, full in zip(outs, fulls, strict=True):
@@ -161,6 +169,9 @@ class _PublicChannel:
 
     def all_to_all(self, out: torch.Tensor, full: torch.Tensor) -> None:
         dist.all_to_all_single(out, full, group=self._group)
+
+    def exchange(self, out: torch.Tensor, out_splits: list[int], source: torch.Tensor, in_splits: list[int]) -> None:
+        dist.all_to_all_single(out, source, out_splits, in_splits, group=self._group)
 
     def all_to_all_many(self, outs: list[torch.Tensor], fulls: list[torch.Tensor]) -> None:
         for out, full in zip(outs, fulls, strict=True):

@@ -18,7 +18,7 @@ from polyshard.interfaces import (
     Work,
 )
 
-from .groups import REDUCIBLE_DTYPES, check_source, own_group
+from .groups import REDUCIBLE_DTYPES, check_blocks, check_source, own_group
 
 #: How many of the latest calls are kept: enough for a few steps of a large model, bounded for long runs.
 CALLS_KEPT = 16384
@@ -30,9 +30,18 @@ class FakeCall(NamedTuple):
     operation: str
     """Name of the method."""
     numel: int
-    """Elements of the whole buffer: ``world_size`` slices for ``all_gather`` and ``reduce_scatter``."""
+    """Elements of the whole buffer: ``world_size`` slices for ``all_gather`` and ``reduce_scatter``, the input for
+    ``all_to_all``."""
     dtype: torch.dtype
     """Dtype that would travel."""
+    sent: int
+    """Elements that this rank would send to others, each of them straight to where it belongs: without its own slice or
+    block. ``all_reduce`` is counted as a reduction and a gather of slices, rounded down."""
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes of ``sent``."""
+        return self.sent * self.dtype.itemsize
 
 
 class _StreamWork:
@@ -51,7 +60,8 @@ class FakeCollectives(Collectives):
     """Answers as if every rank had sent what this one sends.
 
     ``all_gather`` fills every slice, ``reduce_scatter`` and ``all_reduce`` apply the operation to ``world_size`` equal
-    contributions, ``broadcast`` leaves the tensor as it is. Nothing travels.
+    contributions, ``broadcast`` leaves the tensor as it is. ``all_to_all`` fills every block with this rank's own;
+    where they differ in size, so that ranks cannot all have sent the same, those of others are zeros. Nothing travels.
 
     Args:
         context: its ``process_group``, where that has ``rank()`` and ``size()``, supplies what the options leave out.
@@ -92,6 +102,7 @@ class FakeCollectives(Collectives):
             capturable=self._stream_ordered,
             fixed_addresses=False,
             can_communicate=False,
+            exchanges=True,
         )
         self.calls: deque[FakeCall] = deque(maxlen=CALLS_KEPT)
         """The latest operations, oldest first."""
@@ -127,7 +138,7 @@ class FakeCollectives(Collectives):
         # The expanded source makes this one kernel for any world size. Where the shard is out's own slice, that slice
         # is written with the values it holds.
         out.view(world_size, n).copy_(shard.expand(world_size, n))
-        self.calls.append(FakeCall("all_gather", world_size * n, dtype))
+        self.calls.append(FakeCall("all_gather", world_size * n, dtype, (world_size - 1) * n))
         return _StreamWork() if self._stream_ordered else COMPLETED
 
     def all_gather_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
@@ -145,7 +156,7 @@ class FakeCollectives(Collectives):
         rank = self._rank
         out.copy_(full.view(self._world_size, out.numel())[rank])
         self._scale(out, op)
-        self.calls.append(FakeCall("reduce_scatter", full.numel(), full.dtype))
+        self.calls.append(FakeCall("reduce_scatter", full.numel(), full.dtype, full.numel() - out.numel()))
         return _StreamWork() if self._stream_ordered else COMPLETED
 
     def reduce_scatter_many(
@@ -156,7 +167,8 @@ class FakeCollectives(Collectives):
 
     def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
         self._scale(tensor, op)
-        self.calls.append(FakeCall("all_reduce", tensor.numel(), tensor.dtype))
+        numel, world_size = tensor.numel(), self._world_size
+        self.calls.append(FakeCall("all_reduce", numel, tensor.dtype, 2 * (world_size - 1) * numel // world_size))
         return _StreamWork() if self._stream_ordered else COMPLETED
 
     def _scale(self, tensor: torch.Tensor, op: ReduceOp) -> None:
@@ -165,8 +177,24 @@ class FakeCollectives(Collectives):
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         check_source(src, self._rank, self._world_size)
-        self.calls.append(FakeCall("broadcast", tensor.numel(), tensor.dtype))
+        receivers = self._world_size - 1 if src == self._rank else 0
+        self.calls.append(FakeCall("broadcast", tensor.numel(), tensor.dtype, receivers * tensor.numel()))
         return COMPLETED
+
+    def all_to_all(
+        self, out: torch.Tensor, out_splits: Sequence[int], input: torch.Tensor, in_splits: Sequence[int]
+    ) -> Work:
+        rank, world_size = self._rank, self._world_size
+        check_blocks(out, out_splits, input, in_splits, rank, world_size)
+        n = in_splits[rank]
+        own = input.narrow(0, sum(in_splits[:rank]), n)
+        if all(numel == n for numel in out_splits):
+            out.view(world_size, n).copy_(own.expand(world_size, n))
+        else:
+            out.zero_()
+            out.narrow(0, sum(out_splits[:rank]), n).copy_(own)
+        self.calls.append(FakeCall("all_to_all", input.numel(), input.dtype, input.numel() - n))
+        return _StreamWork() if self._stream_ordered else COMPLETED
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         return [obj] * self._world_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,11 +12,12 @@ import torch.distributed as dist
 from polyshard.errors import CollectiveError, RankMismatchError
 from polyshard.interfaces import CollectivesCapabilities, ReduceOp, Work
 
-from .groups import check_same_dtype, check_slices
+from .groups import check_blocks, check_same_dtype, check_slices
 from .process_group import (
     GROUP_DTYPES,
     ProcessGroupCollectives,
     as_bytes,
+    carried_blocks,
     receive_buffer,
     reduce_rows,
     torch_op,
@@ -33,6 +34,7 @@ _CAPABILITIES = CollectivesCapabilities(
     fixed_addresses=False,
     can_communicate=True,
     announces=True,
+    exchanges=True,
 )
 
 
@@ -66,9 +68,9 @@ class _GlooWork:
 class GlooCollectives(ProcessGroupCollectives):
     """Ranks that are processes, with tensors in host memory.
 
-    One group serves gathers and reductions: gloo tells operations apart by number and works on two at a time, so that
-    they overlap without a second set of connections. ``reduce_scatter`` sends each rank its slice in the wire dtype and
-    sums on arrival, in ``out``'s dtype, which gives the same bits from run to run.
+    One group serves gathers, reductions and exchanges: gloo tells operations apart by number and works on two at a
+    time, so that they overlap without a second set of connections. ``reduce_scatter`` sends each rank its slice in the
+    wire dtype and sums on arrival, in ``out``'s dtype, which gives the same bits from run to run.
 
     Args:
         context: its ``process_group``, or the default group, says which processes take part. Where that group uses
@@ -145,6 +147,21 @@ class GlooCollectives(ProcessGroupCollectives):
         source = self._root_of(src)
         self._check_contiguous("broadcast", tensor)
         return self._issue("broadcast", dist.broadcast, as_bytes(tensor), src=source)
+
+    def all_to_all(
+        self, out: torch.Tensor, out_splits: Sequence[int], input: torch.Tensor, in_splits: Sequence[int]
+    ) -> Work:
+        check_blocks(out, out_splits, input, in_splits, self._rank, self._world_size)
+        received, received_splits = carried_blocks(out, out_splits)
+        sent, sent_splits = carried_blocks(input, in_splits)
+        return self._issue(
+            "all_to_all",
+            dist.all_to_all_single,
+            received,
+            sent,
+            output_split_sizes=received_splits,
+            input_split_sizes=sent_splits,
+        )
 
     def barrier(self) -> None:
         self._issue("barrier", dist.barrier).wait()

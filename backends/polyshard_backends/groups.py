@@ -65,6 +65,42 @@ def check_same_dtype(operation: str, whole: torch.Tensor, part: torch.Tensor, ra
         )
 
 
+def check_blocks(
+    out: torch.Tensor,
+    out_splits: Sequence[int],
+    source: torch.Tensor,
+    in_splits: Sequence[int],
+    rank: int,
+    world_size: int,
+) -> None:
+    """Check that ``out`` and ``source`` are flat and hold the blocks of an ``all_to_all``.
+
+    Raises:
+        CollectiveError: splits are not one for each rank, do not add up, or differ for the own block; the dtypes
+            differ; or a tensor is not flat.
+    """
+    for name, tensor, splits in (("out", out, out_splits), ("input", source, in_splits)):
+        if len(splits) != world_size or min(splits) < 0 or sum(splits) != tensor.numel():
+            raise CollectiveError(
+                f"all_to_all on rank {rank}: {name} has {tensor.numel()} elements and the splits {list(splits)}; give "
+                f"{world_size} splits of 0 or more that add up to its elements"
+            )
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            raise CollectiveError(
+                f"all_to_all on rank {rank}: {name} has the shape {tuple(tensor.shape)} and the strides "
+                f"{tensor.stride()}; pass flat buffers"
+            )
+    if out_splits[rank] != in_splits[rank]:
+        raise CollectiveError(
+            f"all_to_all on rank {rank}: its own block has {in_splits[rank]} elements in input and {out_splits[rank]} "
+            f"in out; both splits must say the same of rank {rank}"
+        )
+    if out.dtype is not source.dtype:
+        raise CollectiveError(
+            f"all_to_all on rank {rank}: out is {out.dtype} and input {source.dtype}; cast before the call"
+        )
+
+
 def check_source(src: int, rank: int, world_size: int) -> None:
     """Check that ``src`` is a rank of the group.
 

@@ -13,8 +13,8 @@ from polyshard.errors import ConfigError
 from polyshard.interfaces import BufferRole, CollectivesCapabilities, PluginContext, ReduceOp, Work
 
 from . import _torch_private
-from .groups import check_same_dtype, check_slices
-from .process_group import GROUP_DTYPES, ProcessGroupCollectives, receive_buffer, reduce_rows
+from .groups import check_blocks, check_same_dtype, check_slices
+from .process_group import GROUP_DTYPES, ProcessGroupCollectives, carried_blocks, receive_buffer, reduce_rows
 from .shared_groups import SharedGroups
 from .shared_scope import SharedScope
 from .thresholds import LONG_ROW, SMALLEST_REGISTERED_MIB
@@ -35,6 +35,7 @@ _CAPABILITIES = CollectivesCapabilities(
     capturable=True,
     fixed_addresses=False,
     can_communicate=True,
+    exchanges=True,
 )
 
 
@@ -91,6 +92,10 @@ class NcclCollectives(ProcessGroupCollectives):
     reductions a second communicator: on one, they would wait for each other even on two streams. Where the group is a
     part of a job whose communicator is bound to a device, no second one can be made by its ranks alone, and both share
     the given one, with a warning; ``partition`` of the whole job does not have that limit.
+
+    Exchanges use the reductions' communicator. They carry what reductions left, so that waiting for those loses
+    nothing, while gathers of the next forward overlap with them; and reductions that widen have made its connections
+    from every rank to every other already, which a third communicator would hold once more.
 
     A rank that never arrives is found by NCCL's own watchdog, after the process group's timeout.
 
@@ -306,6 +311,20 @@ class NcclCollectives(ProcessGroupCollectives):
             dist.broadcast(carried, src=source, group=self.gather_group())
         except _FAILURES as error:
             raise self._translated(error, "broadcast") from error
+        return StreamWork(self._device_index)
+
+    def all_to_all(
+        self, out: torch.Tensor, out_splits: Sequence[int], input: torch.Tensor, in_splits: Sequence[int]
+    ) -> Work:
+        # Not left to the transport: it does not know what this rank expects of itself.
+        check_blocks(out, out_splits, input, in_splits, self._rank, self._world_size)
+        channel = self._reduction_channel or self._open_reductions()
+        received, received_splits = carried_blocks(out, out_splits, GROUP_DTYPES)
+        sent, sent_splits = carried_blocks(input, in_splits, GROUP_DTYPES)
+        try:
+            channel.exchange(received, received_splits, sent, sent_splits)
+        except _FAILURES as error:
+            raise self._translated(error, "all_to_all") from error
         return StreamWork(self._device_index)
 
     def barrier(self) -> None:

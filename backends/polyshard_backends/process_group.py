@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import pickle
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -57,6 +57,16 @@ def flat_collective(new_name: str, old_name: str) -> _FlatCollective:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` itself, or, in a dtype that a transport may not know, its bytes."""
     return tensor if tensor.dtype in _KNOWN_DTYPES else tensor.view(torch.uint8)
+
+
+def carried_blocks(
+    tensor: torch.Tensor, splits: Sequence[int], known: Collection[torch.dtype] = _KNOWN_DTYPES
+) -> tuple[torch.Tensor, list[int]]:
+    """A flat ``tensor`` and its ``splits``, or, in a dtype that is not ``known``, its bytes and how many of them."""
+    if tensor.dtype in known:
+        return tensor, list(splits)
+    nbytes = tensor.element_size()
+    return tensor.view(torch.uint8), [nbytes * numel for numel in splits]
 
 
 def reduce_rows(out: torch.Tensor, rows: torch.Tensor, op: ReduceOp) -> None:

@@ -29,8 +29,8 @@ class SymmetricCollectives(NcclCollectives):
     copy engines, and waits until all have read: no multiprocessor moves bytes, so concurrent computation keeps all of
     them. A reduction that widens copies in the same way what NCCL's all-to-all would send; the sum is a kernel as
     there. Small operations, where two barriers cost more than that saves, reductions that do not widen, and all that is
-    in other memory are NCCL's, in memory as ``nccl`` has it by default. A captured step copies where the steps before
-    it did.
+    in other memory are NCCL's, in memory as ``nccl`` has it by default. So are exchanges: where a rank's block lies in
+    another's memory follows from splits that only the other has. A captured step copies where the steps before it did.
 
     Where ranks are on several hosts, devices cannot access each other, torch has no symmetric memory (before 2.10) or
     would set up multicast, every gather is NCCL's, on all ranks alike, with a warning from the first one.

@@ -10,7 +10,7 @@ import torch
 from polyshard.errors import CollectiveError, ConfigError, DeviceError, WorldSizeError
 from polyshard.interfaces import Collectives, CollectivesCapabilities, PluginContext, ReduceOp, Work
 
-from .groups import REDUCIBLE_DTYPES, check_same_dtype, check_slices, check_source, own_group
+from .groups import REDUCIBLE_DTYPES, check_blocks, check_same_dtype, check_slices, check_source, own_group
 from .threaded_world import Meeting, ThreadedWorld
 
 __all__ = ["ThreadedCollectives", "ThreadedWorld"]
@@ -25,6 +25,7 @@ _CAPABILITIES = CollectivesCapabilities(
     fixed_addresses=False,
     can_communicate=True,
     announces=True,
+    exchanges=True,
 )
 
 
@@ -64,6 +65,28 @@ def _all_reduce(requests: Sequence[_Request], op: ReduceOp) -> None:
         _accumulate(total, [request.source for request in requests], op)
         for request in requests:
             request.out.copy_(total)
+
+
+class _Exchange(NamedTuple):
+    received: Sequence[torch.Tensor]
+    sent: Sequence[torch.Tensor]
+
+
+def _all_to_all(requests: Sequence[_Exchange]) -> None:
+    blocks = [
+        (source, sender.sent[target], target, receiver.received[source])
+        for target, receiver in enumerate(requests)
+        for source, sender in enumerate(requests)
+    ]
+    for source, sent, target, received in blocks:
+        if sent.numel() != received.numel():
+            raise CollectiveError(
+                f"rank {source} of the group sends {sent.numel()} elements to rank {target}, which expects "
+                f"{received.numel()}; out_splits of the one must be what in_splits of the other say"
+            )
+    with torch.no_grad():
+        for _, sent, _, received in blocks:
+            received.copy_(sent)
 
 
 def _accumulate(out: torch.Tensor, pieces: Sequence[torch.Tensor], op: ReduceOp) -> None:
@@ -180,6 +203,15 @@ class ThreadedCollectives(Collectives):
         self._check_contiguous("broadcast", tensor)
         request = _Request(_unversioned(tensor), tensor)
         return self._issue(f"broadcast(from {src})", request, tensor, lambda all_: _broadcast(all_, src))
+
+    def all_to_all(
+        self, out: torch.Tensor, out_splits: Sequence[int], input: torch.Tensor, in_splits: Sequence[int]
+    ) -> Work:
+        check_blocks(out, out_splits, input, in_splits, self._rank, self.world_size)
+        request = _Exchange(_unversioned(out).split_with_sizes(out_splits), input.data.split_with_sizes(in_splits))
+        # Without sizes: they differ between ranks.
+        meeting = self._meet(f"all_to_all of {input.dtype} elements", request, _all_to_all)
+        return _MeetingWork(self._world, meeting, self._group[self._rank], self._timeout)
 
     def announce(self, what: str) -> None:
         self._world.announce(self._group[self._rank], what)

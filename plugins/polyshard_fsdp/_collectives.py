@@ -15,9 +15,9 @@ import torch.distributed as dist
 from polyshard.errors import CollectiveError, StateError, UnsupportedError, WorldSizeError
 from polyshard.interfaces import Collectives, CollectivesCapabilities, ReduceOp, Work
 from polyshard.interfaces.collectives import COMPLETED
-from polyshard_backends.groups import check_source
+from polyshard_backends.groups import check_blocks, check_source
 from polyshard_backends.nccl import StreamWork
-from polyshard_backends.process_group import GROUP_DTYPES, group_backend, torch_op
+from polyshard_backends.process_group import GROUP_DTYPES, carried_blocks, group_backend, torch_op
 from torch.distributed import distributed_c10d
 
 __all__ = ["GroupCollectives", "GroupLike", "SilentCollectives", "collectives_of", "predivide_factor"]
@@ -198,6 +198,7 @@ class GroupCollectives(_FixedGroup):
                 capturable=on_streams,
                 fixed_addresses=False,
                 can_communicate=transport != "fake",
+                exchanges=True,
             )
         return self._capabilities
 
@@ -249,6 +250,20 @@ class GroupCollectives(_FixedGroup):
         if tensor.numel() == 0:
             return COMPLETED
         return self._issue("broadcast", _as_bytes(tensor), src=dist.get_global_rank(self._group, src))
+
+    def all_to_all(
+        self, out: torch.Tensor, out_splits: Sequence[int], input: torch.Tensor, in_splits: Sequence[int]
+    ) -> Work:
+        check_blocks(out, out_splits, input, in_splits, self._rank, self._world_size)
+        received, received_splits = carried_blocks(out, out_splits, GROUP_DTYPES)
+        sent, sent_splits = carried_blocks(input, in_splits, GROUP_DTYPES)
+        return self._issue(
+            "all_to_all_single",
+            received,
+            sent,
+            output_split_sizes=received_splits,
+            input_split_sizes=sent_splits,
+        )
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         answers: list[Any] = [None] * self._world_size
@@ -315,6 +330,7 @@ class SilentCollectives(_FixedGroup):
             capturable=False,
             fixed_addresses=False,
             can_communicate=False,
+            exchanges=True,
         )
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
@@ -335,6 +351,11 @@ class SilentCollectives(_FixedGroup):
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         self._refuse("broadcast")
+
+    def all_to_all(
+        self, out: torch.Tensor, out_splits: Sequence[int], input: torch.Tensor, in_splits: Sequence[int]
+    ) -> Work:
+        self._refuse("all_to_all")
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         self._refuse("all_gather_object")

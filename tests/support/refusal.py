@@ -29,7 +29,7 @@ class Silent(FakeCollectives):
     def _speak(self, *_: Any, **__: Any) -> NoReturn:
         raise AssertionError("a collective was issued")
 
-    all_gather = reduce_scatter = all_reduce = broadcast = all_gather_object = barrier = partition = _speak
+    all_gather = reduce_scatter = all_reduce = broadcast = all_to_all = all_gather_object = barrier = partition = _speak
 
 
 class Tower(nn.Module):

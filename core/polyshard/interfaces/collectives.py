@@ -93,6 +93,8 @@ class CollectivesCapabilities:
     """Smallest number of ranks that it serves."""
     max_world_size: int | None = None
     """Largest number of ranks that it serves; None for no limit."""
+    exchanges: bool = False
+    """``all_to_all`` is there. What needs it refuses a backend without it by name; plain sharding does not."""
 
 
 class Collectives(ABC):
@@ -104,7 +106,9 @@ class Collectives(ABC):
     use: a model of forty units constructs one instance for each ``fully_shard`` call and then uses only the root's.
 
     **Order.** The engine issues operations in the same order on every rank. Gathers and reductions are issued from
-    different streams and must be able to overlap, so a backend makes as many communicators as that takes.
+    different streams and must be able to overlap, so a backend makes as many communicators as that takes. Exchanges
+    may come from a third stream: gathers must be able to overlap with them, too; reductions, which leave what they
+    carry, need not.
 
     **Lifetime.** Buffers given to an operation stay allocated until its ``Work.wait`` has been called and, on a
     stream-ordered backend, until work enqueued before that wait has run.
@@ -220,6 +224,25 @@ class Collectives(ABC):
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         """Overwrite ``tensor`` with that of group rank ``src``."""
+
+    def all_to_all(
+        self, out: torch.Tensor, out_splits: Sequence[int], input: torch.Tensor, in_splits: Sequence[int]
+    ) -> Work:
+        """Send block ``j`` of ``input`` to rank ``j``, and receive rank ``j``'s block for this rank as block ``j``.
+
+        ``out``: shape ``[sum(out_splits)]``, contiguous; ``input``: shape ``[sum(in_splits)]``, contiguous, same dtype,
+        which may be any. They do not overlap, and ``input`` is left as it is. Blocks lie one behind the other in rank
+        order, this rank's own among them. Splits count elements, one for each rank, and may be 0, all of them, too.
+        ``out_splits[j]`` of rank ``i`` is ``in_splits[i]`` of rank ``j``: both know it beforehand, and it is never
+        communicated. Every rank makes the call, also one that neither sends nor receives.
+
+        Called only where ``capabilities.exchanges``.
+
+        Raises:
+            CollectiveError: splits that are not one for each rank, do not add up, or differ for this rank's own block;
+                tensors of two dtypes, or not flat. Before anything is sent.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not exchange blocks between ranks")
 
     def announce(self, what: str) -> None:
         """What the engine issues next, in this group or a part of it: the same text on every rank that does the same.
