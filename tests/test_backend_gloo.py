@@ -14,6 +14,7 @@ import torch.distributed as dist
 from polyshard.errors import CollectiveError, CollectiveTimeoutError, DeviceError, StateError, WorldSizeError
 from polyshard.interfaces import Collectives, PluginContext, ReduceOp
 from polyshard.testing import CollectivesSuite
+from polyshard_backends import _torch_private
 from polyshard_backends.auto import auto
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.gloo import GlooCollectives
@@ -84,6 +85,8 @@ def in_given_groups(rank: int) -> dict[str, Any]:
     seen["auto"] = (type(chosen).__name__, gather_ranks(chosen))
     with pytest.raises(CollectiveError, match="the whole must have 6"):
         chosen.all_gather(torch.zeros(5), torch.zeros(2))
+    with pytest.raises(CollectiveError, match=r"out has 3 elements and the splits \[1, 1, 2\]; give 3 splits"):
+        chosen.all_to_all(torch.zeros(3), [1, 1, 2], torch.zeros(3), [1, 1, 1])
     chosen.close()
     seen["group after close"] = gather_ranks(GlooCollectives(context()))
     return seen
@@ -98,6 +101,25 @@ def test_groups_and_meshes_say_who_takes_part() -> None:
         assert seen[rank]["mesh"] == [0.0, 1.0, 2.0]
         assert seen[rank]["auto"] == ("GlooCollectives", [0.0, 1.0, 2.0])
         assert seen[rank]["group after close"] == [0.0, 1.0, 2.0]
+
+
+def exchange_by_channels(rank: int) -> list[list[float]]:
+    """Both ways in which ``nccl`` asks a process group for an exchange, here of a group that needs no GPU."""
+    group, received = dist.group.WORLD, []
+    for channel in (_torch_private._TransportChannel(group, torch.device("cpu")), _torch_private._PublicChannel(group)):
+        # Rank i sends i elements to rank 0, none to rank 1, and two to rank 2.
+        in_splits, out_splits = [rank, 0, 2], [[0, 1, 2], [0, 0, 0], [2, 2, 2]][rank]
+        out = torch.full((sum(out_splits),), -1.0)
+        channel.exchange(out, out_splits, torch.arange(rank + 2.0) + 10 * rank, in_splits)
+        received.append(out.tolist())
+    return received
+
+
+def test_both_ways_to_a_transport_exchange_uneven_blocks() -> None:
+    received = run_processes(3, exchange_by_channels, timeout=30.0)
+    assert received[0] == [[10.0, 20.0, 21.0]] * 2
+    assert received[1] == [[], []]
+    assert received[2] == [[0.0, 1.0, 11.0, 12.0, 22.0, 23.0]] * 2
 
 
 def only_rank_0_reduces(rank: int) -> None:

@@ -8,8 +8,11 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from polyshard.errors import CollectiveError
 from polyshard.interfaces import (
+    COMPLETED,
     Collectives,
+    CollectivesCapabilities,
     InputCast,
     OffloadCapabilities,
     OffloadManager,
@@ -76,6 +79,93 @@ class Unheard(ThreadedCollectives):
         return None
 
 
+class Backwards(ThreadedCollectives):
+    """Puts blocks in the order of arrival, that of the last rank first."""
+
+    def all_to_all(
+        self, out: torch.Tensor, out_splits: Sequence[int], input: torch.Tensor, in_splits: Sequence[int]
+    ) -> Work:
+        received = torch.empty_like(out)
+        super().all_to_all(received, out_splits, input, in_splits).wait()
+        torch.cat(received.split(list(out_splits))[::-1], out=out)
+        return COMPLETED
+
+
+class EqualBlocks(ThreadedCollectives):
+    """Takes every rank's input in equal pieces, whatever the splits say."""
+
+    def all_to_all(
+        self, out: torch.Tensor, out_splits: Sequence[int], input: torch.Tensor, in_splits: Sequence[int]
+    ) -> Work:
+        inputs = super().all_gather_object(input)
+        received = torch.cat([whole.tensor_split(self.world_size)[self.rank] for whole in inputs])
+        n = min(received.numel(), out.numel())
+        out[:n].copy_(received[:n])
+        return COMPLETED
+
+
+class CountsBytes(ThreadedCollectives):
+    """Sends bytes, as many as there are elements."""
+
+    def all_to_all(
+        self, out: torch.Tensor, out_splits: Sequence[int], input: torch.Tensor, in_splits: Sequence[int]
+    ) -> Work:
+        received, sent = out.view(torch.uint8)[: out.numel()], input.view(torch.uint8)[: input.numel()]
+        return super().all_to_all(received, out_splits, sent, in_splits)
+
+
+class SendsFloats(ThreadedCollectives):
+    """Sends fp32, whatever it is given."""
+
+    def all_to_all(
+        self, out: torch.Tensor, out_splits: Sequence[int], input: torch.Tensor, in_splits: Sequence[int]
+    ) -> Work:
+        received = torch.empty(out.shape)
+        super().all_to_all(received, out_splits, input.float(), in_splits).wait()
+        out.copy_(received)
+        return COMPLETED
+
+
+class OneStage(ThreadedCollectives):
+    """Receives into memory of its own, the same each time, and copies when somebody waits."""
+
+    def all_to_all(
+        self, out: torch.Tensor, out_splits: Sequence[int], input: torch.Tensor, in_splits: Sequence[int]
+    ) -> Work:
+        stage: torch.Tensor = self.__dict__.setdefault("stage", torch.empty(1 << 16, dtype=torch.uint8))
+        received = stage[: out.nbytes].view(out.dtype)
+        arrival = super().all_to_all(received, out_splits, input, in_splits)
+
+        class CopyingWork:
+            def wait(self) -> None:
+                arrival.wait()
+                out.copy_(received)
+
+        return CopyingWork()
+
+
+class TakesAnything(ThreadedCollectives):
+    """Does nothing where blocks do not fit, and does not say so."""
+
+    def all_to_all(
+        self, out: torch.Tensor, out_splits: Sequence[int], input: torch.Tensor, in_splits: Sequence[int]
+    ) -> Work:
+        try:
+            return super().all_to_all(out, out_splits, input, in_splits)
+        except CollectiveError:
+            return COMPLETED
+
+
+class Older(ThreadedCollectives):
+    """Written before there were exchanges."""
+
+    all_to_all = Collectives.all_to_all
+
+    @property
+    def capabilities(self) -> CollectivesCapabilities:
+        return replace(super().capabilities, exchanges=False)
+
+
 class SuiteOf(CollectivesSuite):
     def __init__(self, backend: type[ThreadedCollectives]) -> None:
         self.backend = backend
@@ -97,12 +187,47 @@ class SuiteOf(CollectivesSuite):
         (AlwaysSums, lambda suite: suite.test_all_reduce_follows_the_formula(2, ReduceOp.MAX)),
         (Unheard, lambda suite: suite.test_announcements_that_differ_reach_every_rank(2)),
         (SortedParts, lambda suite: suite.test_partition_numbers_ranks_by_their_list(3)),
+        (Backwards, lambda suite: suite.test_all_to_all_carries_every_dtype(2)),
+        (EqualBlocks, lambda suite: suite.test_all_to_all_carries_every_dtype(2)),
+        (CountsBytes, lambda suite: suite.test_all_to_all_carries_every_dtype(2)),
+        (SendsFloats, lambda suite: suite.test_all_to_all_carries_every_dtype(1)),
+        (OneStage, lambda suite: suite.test_exchanges_overlap_with_gathers_and_reductions(2, (3, 2, 1, 0))),
+        (TakesAnything, lambda suite: suite.test_all_to_all_refuses_blocks_that_do_not_fit(2)),
     ],
-    ids=["gather", "overlap", "widening", "many", "operation", "announcements", "numbering"],
+    ids=[
+        "gather",
+        "overlap",
+        "widening",
+        "many",
+        "operation",
+        "announcements",
+        "numbering",
+        "order of blocks",
+        "sizes of blocks",
+        "bytes of blocks",
+        "dtype of blocks",
+        "exchanges in flight",
+        "blocks that do not fit",
+    ],
 )
 def test_faulty_collectives_fail(backend: type[ThreadedCollectives], test: Callable[[SuiteOf], None]) -> None:
     with pytest.raises(AssertionError):
         test(SuiteOf(backend))
+
+
+def test_a_backend_without_exchanges_is_not_asked_for_them() -> None:
+    suite = SuiteOf(Older)
+    suite.test_all_to_all_carries_every_dtype(2)
+    suite.test_exchanges_overlap_with_gathers_and_reductions(2, (0, 1, 2, 3))
+    suite.test_parts_exchange_by_their_own_numbers(2)
+    suite.test_all_to_all_refuses_blocks_that_do_not_fit(2)
+
+    def ask(collectives: Collectives) -> str:
+        with pytest.raises(NotImplementedError) as raised:
+            collectives.all_to_all(torch.zeros(2), [1, 1], torch.zeros(2), [1, 1])
+        return str(raised.value)
+
+    assert suite.run_ranks(2, ask) == ["Older does not exchange blocks between ranks"] * 2
 
 
 class Int8(PrecisionCaster):

@@ -41,6 +41,10 @@ class TestConformance(CollectivesSuite):
         with pytest.raises(UnsupportedError, match="pair of process groups"):
             super().test_partition_numbers_ranks_by_their_list(world_size)
 
+    def test_parts_exchange_by_their_own_numbers(self, world_size: int) -> None:
+        with pytest.raises(UnsupportedError, match="pair of process groups"):
+            super().test_parts_exchange_by_their_own_numbers(world_size)
+
     def test_closing_a_part_leaves_the_others(self, world_size: int) -> None:
         with pytest.raises(UnsupportedError, match="pair of process groups"):
             super().test_closing_a_part_leaves_the_others(world_size)
@@ -81,6 +85,7 @@ def test_a_dummy_group_has_rank_and_size_and_no_more() -> None:
         lambda: collectives.reduce_scatter(tensor[:1], tensor, op=ReduceOp.SUM),
         lambda: collectives.all_reduce(tensor, op=ReduceOp.SUM),
         lambda: collectives.broadcast(tensor, 0),
+        lambda: collectives.all_to_all(tensor, [1] * 5, tensor, [1] * 5),
         lambda: collectives.all_gather_object("it"),
         collectives.barrier,
     ]

@@ -12,6 +12,7 @@ import torch
 from polyshard.interfaces import Collectives, CollectivesCapabilities, ReduceOp
 
 from . import collectives_checks as checks
+from . import collectives_exchange_checks as exchange_checks
 
 T = TypeVar("T")
 
@@ -106,6 +107,31 @@ class CollectivesSuite:
     def test_broadcast_reaches_every_rank(self, world_size: int) -> None:
         for dtype in checks.GATHER_DTYPES:
             self.run_ranks(world_size, partial(checks.check_broadcast, dtype=dtype))
+
+    def test_all_to_all_carries_every_dtype(self, world_size: int) -> None:
+        if not self._capabilities(world_size).exchanges:
+            return
+        for dtype in checks.GATHER_DTYPES:
+            self.run_ranks(world_size, partial(exchange_checks.check_all_to_all, dtype=dtype))
+
+    @pytest.mark.parametrize("wait_order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)], ids=str)
+    def test_exchanges_overlap_with_gathers_and_reductions(self, world_size: int, wait_order: tuple[int, ...]) -> None:
+        if self._capabilities(world_size).exchanges:
+            self.run_ranks(world_size, partial(exchange_checks.check_exchanges_overlap, wait_order=wait_order))
+
+    def test_parts_exchange_by_their_own_numbers(self, world_size: int) -> None:
+        if not self._capabilities(world_size).exchanges:
+            return
+        lists = [list(range(start, world_size, 2)) for start in range(min(2, world_size))]
+        self.run_ranks(world_size, partial(exchange_checks.check_exchange_in_part, rank_lists=lists))
+
+    def test_waiting_for_an_exchange_orders_streams(self, world_size: int) -> None:
+        if self._capabilities(world_size).exchanges:
+            self.run_ranks(world_size, exchange_checks.check_exchange_streams)
+
+    def test_all_to_all_refuses_blocks_that_do_not_fit(self, world_size: int) -> None:
+        if self._capabilities(world_size).exchanges:
+            self.run_ranks(world_size, exchange_checks.check_bad_blocks)
 
     def test_objects_arrive_in_rank_order(self, world_size: int) -> None:
         self.run_ranks(world_size, checks.check_objects)
