@@ -14,6 +14,7 @@ from polyshard.errors import CollectiveError, WorldSizeError
 from polyshard.interfaces import BufferRole, Collectives, PluginContext, ReduceOp
 from polyshard.testing import CollectivesSuite
 from polyshard.testing.collectives_checks import check_close, check_overlap
+from polyshard.testing.collectives_exchange_checks import check_exchanges_overlap
 from polyshard_backends.auto import auto
 from polyshard_backends.nccl import NcclCollectives
 from processes import KeptRanks
@@ -143,6 +144,55 @@ def test_operations_can_be_captured(registered: bool) -> None:
     assert run(captured_step, registered=registered) == [(gathered, [mean])] * WORLD_SIZE
 
 
+def captured_exchange(collectives: Collectives) -> tuple[list[float], list[float]]:
+    """Uneven blocks and a gather on side streams, captured once and replayed on changed inputs."""
+    world_size, rank, device = collectives.world_size, collectives.rank, collectives.device
+    in_splits = [100 * rank + 10 * target for target in range(world_size)]
+    out_splits = [100 * source + 10 * rank for source in range(world_size)]
+    # A dtype that travels as its bytes.
+    sent = torch.zeros(sum(in_splits), dtype=torch.int16, device=device)
+    received = torch.zeros(sum(out_splits), dtype=torch.int16, device=device)
+    shard = torch.zeros(1000, device=device)
+    gathered = torch.zeros(world_size * 1000, device=device)
+    exchanges, gathers = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def step() -> None:
+        compute = torch.cuda.current_stream()
+        for stream in (exchanges, gathers):
+            stream.wait_stream(compute)
+        with torch.cuda.stream(exchanges):
+            exchange = collectives.all_to_all(received, out_splits, sent, in_splits)
+        with torch.cuda.stream(gathers):
+            gather = collectives.all_gather(gathered, shard)
+        exchange.wait()
+        gather.wait()
+        received.mul_(2)
+
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
+        step()
+    torch.cuda.current_stream().wait_stream(warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    for target, part in enumerate(sent.split(in_splits)):
+        part.fill_(100 * rank + target)
+    shard.fill_(float(rank + 1))
+    graph.replay()
+    torch.cuda.synchronize()
+    return received.tolist(), gathered.view(world_size, 1000).unique(dim=1).flatten().tolist()
+
+
+def test_exchanges_can_be_captured() -> None:
+    for rank, (received, gathered) in enumerate(run(captured_exchange)):
+        expected = []
+        for source in range(WORLD_SIZE):
+            expected += [2 * (100 * source + rank)] * (100 * source + 10 * rank)
+        assert received == expected
+        assert gathered == [other + 1.0 for other in range(WORLD_SIZE)]
+
+
 def reduce_large(collectives: Collectives, numels: Sequence[int], wire: torch.dtype) -> float:
     """Largest error of reductions into fp32, one after the other, against fp64, as a share of the largest value."""
     world_size, rank, device = collectives.world_size, collectives.rank, collectives.device
@@ -200,6 +250,7 @@ def with_one_communicator(collectives: Collectives, wait_order: tuple[int, ...])
     before = len(dist.distributed_c10d._world.pg_map)
     one = NcclCollectives(context(collectives.device.index), communicators=1)
     check_overlap(one, wait_order)
+    check_exchanges_overlap(one, wait_order)
     made = len(dist.distributed_c10d._world.pg_map) - before
     one.close()
     return made
