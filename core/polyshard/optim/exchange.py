@@ -140,7 +140,8 @@ class Round:
         """Memory for what became of this rank's pieces, a row for each replica: ``outgoing`` where there is one."""
         if self._peers.replicate is None:
             return outgoing.unsqueeze(0)
-        return self._empty(len(self._sizes) * max(self._sizes)).view(len(self._sizes), -1)
+        longest = max(self._sizes)
+        return self._empty(len(self._sizes) * longest).view(len(self._sizes), longest)
 
     def _empty(self, numel: int) -> torch.Tensor:
         return torch.empty(numel, dtype=self._dtype, device=self._device)
@@ -154,7 +155,7 @@ class Round:
         """Issue what brings parts of results to the ranks whose pieces they belong to."""
         shard, replicate = self._peers.shard, self._peers.replicate
         work = COMPLETED if shard is None else shard.all_to_all(outgoing, self._outgoing, incoming, self._incoming)
-        if replicate is None:
+        if replicate is None or not everyone.numel():
             return work
         work.wait()
         own = everyone[self._peers.replica]

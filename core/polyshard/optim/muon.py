@@ -131,9 +131,9 @@ class Muon(WholeTensorOptimizer):
         results: Sequence[torch.Tensor],
     ) -> None:
         """Decay, and go along them."""
-        lr, ratio = group["lr"], _ratio(group["adjust_lr_fn"], *shape)
-        masters = list(parameters)
-        updates = [result.to(each.dtype) for result, each in zip(results, parameters, strict=True)]
+        lr, ratio = group["lr"], _ratio(group["adjust_lr_fn"], shape)
+        masters: list[torch.Tensor] = list(parameters)
+        updates = [result.to(each.dtype) for result, each in zip(results, masters, strict=True)]
         torch._foreach_mul_(masters, 1 - lr * group["weight_decay"])
         if isinstance(lr, torch.Tensor):
             torch._foreach_mul_(updates, -lr * ratio)
@@ -143,11 +143,13 @@ class Muon(WholeTensorOptimizer):
 
     def work(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> float:
         """Floating-point operations of its orthogonalisation."""
-        return newton_schulz_flops(*shape, group["ns_steps"])
+        rows, columns = shape
+        return newton_schulz_flops(rows, columns, group["ns_steps"])
 
 
-def _ratio(adjustment: str | None, rows: int, columns: int) -> float:
+def _ratio(adjustment: str | None, shape: tuple[int, ...]) -> float:
     """What the learning rate of a matrix is multiplied by, as torch.optim.Muon documents it."""
+    rows, columns = shape
     if adjustment == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1, rows / columns))

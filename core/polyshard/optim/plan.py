@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,9 @@ from .owners import owners_of, rounds_of
 #: Elements of one owner's tensors in a round at most, and at least: fewer leave products that do not fill a device.
 _MOST_NUMEL = 1 << 26
 _LEAST_NUMEL = 1 << 22
+#: The same for tensors that are exchanged together: of one model, held by the same ranks, of one dtype, on one device.
+_Key = tuple[object, ...]
+
 #: Rounds that are wanted: of one, no exchange would run beside what is computed.
 _ROUNDS = 8
 
@@ -68,8 +71,8 @@ def plan_for(
         UnsupportedError: collectives that cannot exchange pieces.
         RankMismatchError: ranks gave it other parameters, or in another order.
     """
-    wholes: dict[tuple[object, ...], list[Whole]] = {}
-    founds: dict[tuple[object, ...], list[Found | None]] = {}
+    wholes: dict[_Key, list[Whole]] = {}
+    founds: dict[_Key, list[Found | None]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter, found in zip(group["params"], live_roots.find(group["params"]), strict=True):
             whole, key = _whole(optimizer, parameter, number, found, dtype)
@@ -85,7 +88,7 @@ def _whole(
     group: int,
     found: Found | None,
     dtype: torch.dtype | None,
-) -> tuple[Whole, tuple[object, ...]]:
+) -> tuple[Whole, _Key]:
     travels = dtype or parameter.dtype
     if found is None:
         whole = Whole(parameter, "", group, tuple(parameter.shape), tuple(parameter.stride()))
@@ -152,8 +155,8 @@ def _cuts(wholes: Sequence[Whole], founds: Sequence[Found | None], shards: int) 
 
 def _compare(
     optimizer: torch.optim.Optimizer,
-    wholes: dict[tuple[object, ...], list[Whole]],
-    founds: dict[tuple[object, ...], list[Found | None]],
+    wholes: Mapping[_Key, list[Whole]],
+    founds: Mapping[_Key, list[Found | None]],
 ) -> None:
     """Raise on every rank where ranks do not bring the same tensors in the same order."""
     told: dict[Collectives, list[object]] = {}
