@@ -305,7 +305,8 @@ def _add(report: dict[str, Any], ranks: Ranks, out: Path | None, row: dict[str, 
     report["rows"].append(row)
     if ranks.rank == 0:
         told = row.get("losses") or (
-            f"{row['ms']['median']:9.2f} ms, optimizer {row['optimizer_ms']['median']:8.2f} ms, loss {row['loss']:.4f}, "
+            f"{row['ms']['median']:9.2f} ms, optimizer {row['optimizer_ms']['median']:8.2f} ms, "
+            f"loss {row['loss']:.4f}, "
             f"peak {row['peak_gib'] or 0:.2f} GiB"
         )
         print(f"{row['workload']:5} {row['peer']:22} {row.get('microbatches', '')} {told}", flush=True)

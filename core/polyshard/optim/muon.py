@@ -11,6 +11,7 @@ from torch import nn
 
 from ..engine.surface.placement import placement_of
 from ..errors import ConfigError
+from .momentum import go_along, mix
 from .newton_schulz import COEFFICIENTS, newton_schulz, newton_schulz_flops
 from .whole_tensors import Parameters, WholeTensorOptimizer
 
@@ -102,8 +103,12 @@ class Muon(WholeTensorOptimizer):
                 )
 
     def contribute(
-        self, group: Mapping[str, Any], parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor]:
+        self,
+        group: Mapping[str, Any],
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[torch.Tensor],
+        places: Sequence[torch.Tensor],
+    ) -> None:
         """The momentum, mixed with the gradient where that is asked for."""
         means = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -111,11 +116,7 @@ class Muon(WholeTensorOptimizer):
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
             means.append(state["momentum_buffer"])
-        torch._foreach_lerp_(means, list(gradients), 1 - group["momentum"])
-        if not group["nesterov"]:
-            return means
-        mixed: Sequence[torch.Tensor] = torch._foreach_lerp(list(gradients), means, group["momentum"])
-        return mixed
+        mix(means, gradients, places, group["momentum"], group["nesterov"])
 
     def transform(
         self, group: Mapping[str, Any], wholes: torch.Tensor, states: Sequence[dict[str, Any]]
@@ -131,15 +132,8 @@ class Muon(WholeTensorOptimizer):
         results: Sequence[torch.Tensor],
     ) -> None:
         """Decay, and go along them."""
-        lr, ratio = group["lr"], _ratio(group["adjust_lr_fn"], shape)
-        masters: list[torch.Tensor] = list(parameters)
-        updates = [result.to(each.dtype) for result, each in zip(results, masters, strict=True)]
-        torch._foreach_mul_(masters, 1 - lr * group["weight_decay"])
-        if isinstance(lr, torch.Tensor):
-            torch._foreach_mul_(updates, -lr * ratio)
-            torch._foreach_add_(masters, updates)
-        else:
-            torch._foreach_add_(masters, updates, alpha=-lr * ratio)
+        ratio = _ratio(group["adjust_lr_fn"], shape)
+        go_along(parameters, results, group["lr"], ratio, group["weight_decay"])
 
     def work(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> float:
         """Floating-point operations of its orthogonalisation."""

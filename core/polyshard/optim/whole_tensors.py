@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import _torch_private
 from .exchange import Held, Round
 from .plan import Plan, Whole, plan_for
 
@@ -40,10 +41,17 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def contribute(
-        self, group: Mapping[str, Any], parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor]:
-        """What is brought together: a tensor of the gradient's shape for each. Element by element; the gradients."""
-        return gradients
+        self,
+        group: Mapping[str, Any],
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[torch.Tensor],
+        places: Sequence[torch.Tensor],
+    ) -> None:
+        """Write what is brought together into ``places``, one a piece, of its shape, in ``dtype``: the gradients.
+
+        Pieces know nothing of each other: what is written to an element may follow from that element alone.
+        """
+        _torch_private.foreach_copy_(places, gradients)
 
     @abstractmethod
     def transform(
@@ -107,28 +115,30 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
                 going.update()
             coming, going = passage, coming
 
-    def _contributions(self, plan: Plan, held: Sequence[Held]) -> list[tuple[Held, torch.Tensor | None]]:
-        """What this rank brings of each piece; None where that has no gradient."""
-        found: dict[int, torch.Tensor] = {}
-        groups: dict[int, list[Held]] = {}
+    def _contribute(self, plan: Plan, held: Sequence[Held], outgoing: torch.Tensor) -> None:
+        """Write what this rank brings of each piece to where it is sent from."""
+        groups: dict[int, list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]] = {}
         for each in held:
-            groups.setdefault(plan.wholes[each.index].group, []).append(each)
+            whole = plan.wholes[each.index]
+            parameter, place = whole.parameter, outgoing.narrow(0, each.offset, each.numel)
+            if parameter.grad is None:
+                place.zero_()
+            else:
+                shaped = place.as_strided(parameter.shape, parameter.stride(), place.storage_offset())
+                groups.setdefault(whole.group, []).append((parameter, parameter.grad, shaped))
         for number, members in groups.items():
-            pairs = [(each.index, plan.wholes[each.index].parameter) for each in members]
-            given = [(index, parameter, parameter.grad) for index, parameter in pairs if parameter.grad is not None]
-            if given:
-                indices, parameters, gradients = (list(each) for each in zip(*given, strict=True))
-                brought = self.contribute(self.param_groups[number], parameters, gradients)
-                found.update(zip(indices, brought, strict=True))
-        return [(each, found.get(each.index)) for each in held]
+            parameters, gradients, places = (list(each) for each in zip(*members, strict=True))
+            self.contribute(self.param_groups[number], parameters, gradients, places)
 
     def _transformed(self, wholes: Sequence[Whole], flat: torch.Tensor) -> torch.Tensor:
+        """What becomes of the tensors in ``flat``, ``[count, numel]`` in storage order, in the same form."""
         first = wholes[0]
         shaped = flat.as_strided((len(wholes), *first.shape), (flat.stride(0), *first.stride))
         states = [self._kept.setdefault(each.parameter, {}) for each in wholes]
         result = self.transform(self.param_groups[first.group], shaped, states)
-        if result.data_ptr() != shaped.data_ptr() or result.stride() != shaped.stride():
-            shaped.copy_(result)
+        if result.stride() == shaped.stride() and result.dtype == shaped.dtype:
+            return result.as_strided(flat.shape, flat.stride())
+        shaped.copy_(result)
         return flat
 
     def _take_up(self, plan: Plan, results: Mapping[int, torch.Tensor]) -> None:
@@ -153,18 +163,7 @@ class _Passage:
     def __init__(self, optimizer: WholeTensorOptimizer, plan: Plan, round_: Round) -> None:
         self._optimizer, self._plan, self._round = optimizer, plan, round_
         self._outgoing = round_.outgoing()
-        brought = optimizer._contributions(plan, round_.sends)
-        places, sources = [], []
-        for held, tensor in brought:
-            place = self._outgoing.narrow(0, held.offset, held.numel)
-            parameter = plan.wholes[held.index].parameter
-            if tensor is None:
-                place.zero_()
-            else:
-                places.append(place.as_strided(parameter.shape, parameter.stride(), place.storage_offset()))
-                sources.append(tensor)
-        if places:
-            torch._foreach_copy_(places, sources)
+        optimizer._contribute(plan, round_.sends, self._outgoing)
         self._incoming = round_.incoming(self._outgoing)
         self._arrive = plan.beside.issue(lambda: round_.bring(self._outgoing, self._incoming))
 
