@@ -96,23 +96,6 @@ def _no_turning_unit() -> AbstractContextManager[None]:
     return _replaced((schedule, "_turning", none))
 
 
-def _full_batches() -> AbstractContextManager[None]:
-    from polyshard.engine import thresholds
-    from polyshard.engine.step import schedule
-
-    def batch_ends(sizes: Sequence[int], limit: int) -> list[int]:
-        ends: list[int] = []
-        start = total = 0
-        for index, nbytes in enumerate(sizes):
-            if index > start and (total + nbytes > limit or index - start == thresholds.LARGEST_BATCH):
-                ends += [index] * (index - start)
-                start, total = index, 0
-            total += nbytes
-        return ends + [len(sizes)] * (len(sizes) - start)
-
-    return _replaced((schedule, "batch_ends", batch_ends))
-
-
 def _single_gathers() -> AbstractContextManager[None]:
     from polyshard.engine.step import schedule
 
@@ -217,7 +200,6 @@ MECHANISMS = (
     Mechanism("direct weight gradients", "one more copy of each", _LARGE, _LARGE, switch=_no_direct_gradients),
     Mechanism("embedding not gathered", "gathered for its backward", _LARGE, _LARGE, switch=_embeddings_gathered),
     Mechanism("kept at the turn", "released and gathered again", _LARGE, ("1b",), switch=_no_turning_unit),
-    Mechanism("growing batches", "as large as allowed from the first", _SMALL, _SMALL, switch=_full_batches),
     Mechanism("batched gathers", "a launch for each unit", _SMALL, _SMALL, switch=_single_gathers),
     Mechanism(
         "merged reductions",
