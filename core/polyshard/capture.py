@@ -26,8 +26,8 @@ from .engine.capture.replay import (
     step_obstacle,
 )
 from .engine.capture.static_inputs import StaticInputs, to_device
-from .engine.step.phase import Phase
 from .engine.step.root import Root
+from .engine.step.step import Phase
 from .engine.tensors import map_tensors
 from .errors import CaptureError, ConfigError, ConfigTypeError, PolyshardError, StateError
 

@@ -11,8 +11,8 @@ from torch import nn
 from ..engine import _torch_private
 from ..engine.cutting.broken import refuse_broken
 from ..engine.planning.plan import STAGE_ATTRIBUTE
-from ..engine.step.phase import Phase
 from ..engine.step.root import Root
+from ..engine.step.step import Phase
 from ..engine.surface.state_dicts import state_dicts_of_pieces
 from ..errors import ConfigError, StateError
 from .places import Holding, holdings, places

@@ -19,14 +19,14 @@ from ...errors import StateError
 from .itinerary import Itinerary
 from .recomputations import Recomputation
 from .root import root_of
-from .stage import Stage
+from .stage import Holds, Stage
 
 
 def output_hook(stage: Stage) -> Callable[..., None]:
     """What a gradient calls that reaches an output of the forward of ``stage`` that runs."""
     if root_of(stage).unsharded:
         return partial(_refuse, stage)
-    if stage.gave_back:
+    if stage.holds is Holds.GIVEN_BACK:
         assert stage.host is not None
         return output_hook(stage.host)
     if not stage.full_precision_in_eval:

@@ -8,8 +8,7 @@ the *host*, the stage that it was taken from, owns its units.
 from __future__ import annotations
 
 from ...errors import UnshardedUseError
-from .gathers import show_whole
-from .stage import Stage
+from .stage import Stage, show_whole
 from .unit import Unit
 
 

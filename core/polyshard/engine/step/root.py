@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -12,15 +12,14 @@ from ...events import Events
 from ...interfaces import Collectives, OffloadManager, PrecisionCaster
 from .. import _torch_private
 from ..transport.lanes import Lanes
+from .boundary import refuse_escape
 from .budget import Budget
 from .itinerary import Act, Itinerary, Mark, Walk
-from .outputs import refuse_escape
-from .phase import Phase
 from .presence import Presence
 from .resting import Resting
 from .schedule import Schedule
 from .stage import Stage
-from .step import Step
+from .step import Phase, Step
 from .unit import UnitState
 
 
@@ -77,10 +76,6 @@ class Root(Step):
             {id(u.caster): u.caster for u in self.units if u.caster.capabilities.encodes}.values()
         )
 
-    def modules(self) -> Iterator[nn.Module]:
-        """The modules of all stages."""
-        return (stage.module for stage in self.stages)
-
     def begin_forward(self, outermost: object, module: nn.Module) -> None:
         """The outermost forward starts."""
         if self.phase is not Phase.IDLE:
@@ -133,7 +128,7 @@ class Root(Step):
         Raises:
             UnshardedUseError: naming the parameter.
         """
-        refuse_escape(self.units, output, "", self.rank)
+        refuse_escape(self.units, output, "")
 
     def enter_backward(self) -> None:
         """A gradient reached one of the outputs."""

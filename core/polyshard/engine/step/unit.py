@@ -34,8 +34,7 @@ from ..planning.managed_parameter import ManagedParameter
 from ..planning.ranks import RankGrid
 from ..transport.buffer import FlatBuffer
 from ..transport.wire import EncodedGather
-from .phase import Phase
-from .step import Step
+from .step import Phase, Step
 
 _gradient_of = attrgetter("grad")
 

@@ -12,8 +12,8 @@ from ...errors import ParameterChangedError, StateError
 from .. import _torch_private
 from ..parameters.originals import become
 from ..planning.managed_parameter import ManagedParameter
-from ..step.phase import Phase
 from ..step.root import Root
+from ..step.step import Phase
 from ..step.unit import Unit
 from ..transport.buffer import view_of
 
