@@ -54,8 +54,7 @@ def _replaced(*changes: tuple[object, str, object]) -> Iterator[None]:
 
 def _no_lending() -> AbstractContextManager[None]:
     from polyshard.engine.cutting import build
-    from polyshard.engine.parameters.bindings import Bindings
-    from polyshard.engine.parameters.guard import ShardedParameter
+    from polyshard.engine.parameters.bindings import Bindings, ShardedParameter
 
     def refusing(self: Bindings, index: int, parameter: Any) -> torch.Tensor:
         return ShardedParameter.of(parameter.original, parameter.names[0])

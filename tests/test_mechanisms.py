@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from polyshard.engine import thresholds
-from polyshard.engine.parameters.guard import ShardedParameter
+from polyshard.engine.parameters.bindings import ShardedParameter
 from polyshard.engine.parameters.lent import LentParameter
 from torch import nn
 

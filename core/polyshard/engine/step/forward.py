@@ -96,7 +96,7 @@ class Forward:
         if stage.holds is Holds.GIVEN_BACK:
             return []
         if records:
-            step.itinerary.add(stage.entry)
+            step.itinerary.marks.append(stage.entry)
         return stage.schedule.enter(stage)
 
     def _leave(self, output: Any) -> Any:
@@ -155,7 +155,7 @@ class Forward:
         stage = self.stage
         if stage.holds in (Holds.GIVEN_BACK, Holds.RESIDENT) or not torch.is_grad_enabled():
             return
-        step.itinerary.add(stage.exit)
+        step.itinerary.marks.append(stage.exit)
         if stage.reads_in_backward:
             stage.schedule.leave(stage)
 

@@ -116,7 +116,7 @@ class Root(Step):
             self.rest.enter()
         self.schedule.end_forward()
         if self.audit is not None:
-            self.audit.forward_ended()
+            self.audit.done = True
         for stage in self.stages:
             stage.left_forward()
         if self.events.active and not any(stage.awaits_backward for stage in self.stages):
@@ -202,7 +202,7 @@ class Root(Step):
                 stage.pass_by()
 
     def _keep_apart(self, itinerary: Itinerary[Stage]) -> None:
-        if itinerary:
+        if itinerary.marks:
             if self._followed:
                 self._apart.clear()
                 self._followed = False
@@ -286,6 +286,11 @@ class Root(Step):
                 unit.reduced = False
                 unit.discard_gradients()
 
+    def leave_failed_backward(self) -> None:
+        """Abandon a backward that raised, behind which nothing of ours ran; one that runs goes on."""
+        if self.phase is Phase.BACKWARD and not _torch_private.in_backward():
+            self.abandon()
+
     def refuse_closed(self, call: str) -> None:
         """Raise if the model was closed; ``call`` begins the message.
 
@@ -306,8 +311,7 @@ class Root(Step):
         """
         if self.phase is Phase.CLOSED:
             return
-        if self.backward_failed and not _torch_private.in_backward():
-            self.abandon()
+        self.leave_failed_backward()
         if self.phase is not Phase.IDLE or self.unsharded:
             where = "polyshard.unsharded()" if self.unsharded else f"a {self.phase.value} of the model"
             raise StateError(f"close() was called inside {where} (rank {self.rank}). Call it between steps.")

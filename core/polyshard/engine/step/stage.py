@@ -6,6 +6,7 @@ import enum
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 from torch import nn
 
@@ -14,7 +15,6 @@ from ...interfaces import InputCast, OutputCast
 from ..planning.managed_parameter import ManagedParameter, names_behind
 from ..planning.ranks import RankGrid
 from .itinerary import Act, Itinerary, Mark
-from .recomputations import Recomputations
 from .schedule import Schedule
 from .step import Step
 from .unit import Unit, UnitState, unshard_together
@@ -103,8 +103,9 @@ class Stage:
         #: That of the forward that it was entered in last, and whether that was the first time in it.
         self.itinerary: Itinerary[Stage] | None = None
         self.enters_first = True
-        #: Its forwards inside a backward.
-        self.recomputations = Recomputations()
+        #: Its forwards inside a backward whose own is still to come (``backward.py``). Weak: a graph that was dropped
+        #: takes its own along.
+        self.recomputations: WeakSet[object] = WeakSet()
         #: Whether an output may bring a backward; until its gradients were taken.
         self.awaits_backward = False
         self.reached = Reached.NOT_YET
@@ -229,7 +230,7 @@ class Stage:
         """Take the gradients, release the parameters, start the reductions."""
         step = self.step
         assert step is not None
-        self.recomputations.forget()
+        self.recomputations.clear()
         if self.reached is Reached.INSIDE:
             self.reached = Reached.FINISHED
         self.awaits_backward = False
@@ -279,7 +280,7 @@ class Stage:
     def reset(self) -> None:
         """Back to the state between steps, whatever went wrong."""
         self.entered = 0
-        self.recomputations.forget()
+        self.recomputations.clear()
         self.reached = Reached.NOT_YET
         self.awaits_backward = False
         self.owes = False

@@ -74,8 +74,3 @@ class Step:
     def end_audit(self) -> None:
         """Compare no more: what follows repeats what was compared."""
         self.audit = self.reducer.audit = None
-
-    @property
-    def backward_failed(self) -> bool:
-        """Whether a backward started and never ended. To be asked outside of backward."""
-        return self.phase is Phase.BACKWARD

@@ -28,8 +28,7 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
     Raises:
         StateError: inside a forward or backward, or when entered twice.
     """
-    if root.backward_failed and not _torch_private.in_backward():
-        root.abandon()
+    root.leave_failed_backward()
     if root.phase is not Phase.IDLE:
         raise StateError(
             f"Cannot manually unshard parameters during forward/backward (rank {root.rank}, phase {root.phase.value}). "
