@@ -54,8 +54,7 @@ def _replaced(*changes: tuple[object, str, object]) -> Iterator[None]:
 
 def _no_lending() -> AbstractContextManager[None]:
     from polyshard.engine.cutting import build
-    from polyshard.engine.parameters.bindings import Bindings
-    from polyshard.engine.parameters.guard import ShardedParameter
+    from polyshard.engine.parameters.bindings import Bindings, ShardedParameter
 
     def refusing(self: Bindings, index: int, parameter: Any) -> torch.Tensor:
         return ShardedParameter.of(parameter.original, parameter.names[0])
@@ -94,23 +93,6 @@ def _no_turning_unit() -> AbstractContextManager[None]:
         return None
 
     return _replaced((schedule, "_turning", none))
-
-
-def _full_batches() -> AbstractContextManager[None]:
-    from polyshard.engine import thresholds
-    from polyshard.engine.step import schedule
-
-    def batch_ends(sizes: Sequence[int], limit: int) -> list[int]:
-        ends: list[int] = []
-        start = total = 0
-        for index, nbytes in enumerate(sizes):
-            if index > start and (total + nbytes > limit or index - start == thresholds.LARGEST_BATCH):
-                ends += [index] * (index - start)
-                start, total = index, 0
-            total += nbytes
-        return ends + [len(sizes)] * (len(sizes) - start)
-
-    return _replaced((schedule, "batch_ends", batch_ends))
 
 
 def _single_gathers() -> AbstractContextManager[None]:
@@ -217,7 +199,6 @@ MECHANISMS = (
     Mechanism("direct weight gradients", "one more copy of each", _LARGE, _LARGE, switch=_no_direct_gradients),
     Mechanism("embedding not gathered", "gathered for its backward", _LARGE, _LARGE, switch=_embeddings_gathered),
     Mechanism("kept at the turn", "released and gathered again", _LARGE, ("1b",), switch=_no_turning_unit),
-    Mechanism("growing batches", "as large as allowed from the first", _SMALL, _SMALL, switch=_full_batches),
     Mechanism("batched gathers", "a launch for each unit", _SMALL, _SMALL, switch=_single_gathers),
     Mechanism(
         "merged reductions",

@@ -45,20 +45,20 @@ def pairs(blocks: int = 2) -> int:
 def test_batches_are_the_longest_runs_that_fit(sizes: list[int], limit: int) -> None:
     ends = batch_ends(sizes, limit)
     assert len(ends) == len(sizes)
-    start, most = 0, 1
+    start = 0
     while start < len(sizes):
         end = ends[start]
         assert ends[start:end] == [end] * (end - start)
         assert end == start + 1 or sum(sizes[start:end]) <= limit
-        assert end - start <= most
+        assert end - start <= 16
         if end < len(sizes):
-            assert end - start == most or sum(sizes[start : end + 1]) > limit
-        start, most = end, min(2 * most, 16)
+            assert end - start == 16 or sum(sizes[start : end + 1]) > limit
+        start = end
 
 
-def test_batches_grow_to_sixteen_units() -> None:
-    ends = batch_ends([1] * 64, 1000)
-    assert list(dict.fromkeys(ends)) == [1, 3, 7, 15, 31, 47, 63, 64]
+def test_batches_have_sixteen_units_at_most() -> None:
+    ends = batch_ends([1] * 40, 1000)
+    assert list(dict.fromkeys(ends)) == [16, 32, 40]
 
 
 def fake() -> FakeCollectives:
@@ -80,17 +80,17 @@ def batches_of_a_step(blocks: int, **settings: Any) -> tuple[list[int], list[int
     return forward, list(collectives.batches), gathers
 
 
-def test_twenty_four_small_blocks_are_gathered_by_eight_communications() -> None:
-    # 24 blocks in forward and in backward, the root once. The root's own gather is not prefetched. The first block and
-    # the one that is left over travel by themselves, which is no batch.
-    assert batches_of_a_step(24, batch_nbytes=pairs(4)) == ([2, *[4] * 5], [2, *[4] * 5], 49)
+def test_twenty_four_small_blocks_are_gathered_by_six_communications() -> None:
+    # 24 blocks in forward and in backward, the root once. The root's own gather is not prefetched.
+    assert batches_of_a_step(24, batch_nbytes=pairs(4)) == ([4] * 6, [4] * 6, 49)
 
 
 @pytest.mark.parametrize(
     ("batch_nbytes", "batches"),
-    [(0, []), (BLOCK_NBYTES, []), (pairs(2), [2, 2, 2]), (pairs(3), [2, 3]), (pairs(4), [2, 4]), ("16 MiB", [2, 4])],
+    [(0, []), (BLOCK_NBYTES, []), (pairs(2), [2, 2, 2]), (pairs(3), [3, 3]), (pairs(4), [4, 3]), ("16 MiB", [7])],
 )
 def test_a_batch_holds_as_many_units_as_fit(batch_nbytes: int | str, batches: list[int]) -> None:
+    # What is left over, one block of seven, travels by itself, which is no batch.
     assert batches_of_a_step(7, batch_nbytes=batch_nbytes) == (batches, batches, 15)
 
 
@@ -119,8 +119,7 @@ def test_by_default_small_units_travel_together_and_large_ones_do_not() -> None:
         model(torch.ones(2))
         assert not collectives.batches
         model(torch.ones(2))
-    # The first and the one before the large one by themselves.
-    assert list(collectives.batches) == [2, 3]
+    assert list(collectives.batches) == [4, 3]
 
 
 class Log:
@@ -182,16 +181,16 @@ def watched(rank: int, world: ThreadedWorld, blocks: int, **settings: Any) -> tu
 
 
 FORWARD = """
-    unshard root, unsharded root, forward root, unshard 0,
-    unsharded 0, forward 0, unshard 1, unshard 2, reshard 0,
-    unsharded 1, unsharded 2, forward 1, unshard 3, unshard 4, reshard 1, forward 2, reshard 2,
-    unsharded 3, unsharded 4, forward 3, reshard 3, forward 4, reshard 4
+    unshard root, unsharded root, forward root, unshard 0, unshard 1,
+    unsharded 0, unsharded 1, forward 0, unshard 2, unshard 3, reshard 0, forward 1, reshard 1,
+    unsharded 2, unsharded 3, forward 2, unshard 4, reshard 2, forward 3, reshard 3,
+    unsharded 4, forward 4, reshard 4
 """
 BACKWARD = """
-    backward root, unshard 4,
-    unsharded 4, backward 4, unshard 3, unshard 2, reshard 4,
-    unsharded 3, unsharded 2, backward 3, unshard 1, unshard 0, reshard 3, reduce 4, reduce 3, backward 2, reshard 2,
-    unsharded 1, unsharded 0, backward 1, reshard 1, reduce 2, reduce 1, backward 0, reshard 0,
+    backward root, unshard 4, unshard 3,
+    unsharded 4, unsharded 3, backward 4, unshard 2, unshard 1, reshard 4, backward 3, reshard 3, reduce 4, reduce 3,
+    unsharded 2, unsharded 1, backward 2, unshard 0, reshard 2, backward 1, reshard 1, reduce 2, reduce 1,
+    unsharded 0, backward 0, reshard 0,
     reshard root, reduce 0, reduce root
 """
 
@@ -433,7 +432,7 @@ class Arrival:
 
 
 @pytest.mark.parametrize("together", [1, 2, 5, 16])
-def test_compute_waits_for_no_batch_that_takes_half_as_long_as_its_units_compute(together: int) -> None:
+def test_compute_waits_for_the_first_batch_of_a_pass_and_for_none_behind_it(together: int) -> None:
     link = SlowLink(PluginContext("fake", torch.device("cpu")), 0, 4)
 
     def compute(*_: Any) -> None:
@@ -449,7 +448,7 @@ def test_compute_waits_for_no_batch_that_takes_half_as_long_as_its_units_compute
         loss = model(draw(4, 3)).square().mean()
         between = link.now
         loss.backward()
-        # The root's gather and the first block's are waited for. In backward, only a block's: the root is there.
+        # In forward, the root's gather is waited for as well. The others take half as long as their blocks compute.
         if turn:
-            assert between - begin == 24 + 2 * link.each
-            assert link.now - between == 24 + link.each
+            assert between - begin == 24 + link.each + together * link.each
+            assert link.now - between == 24 + together * link.each

@@ -40,7 +40,7 @@ def test_a_stage_is_gathered_for_its_last_call_and_finished_after_its_first(call
 def test_whichever_marks_a_backward_comes_to_all_are_done_once_and_in_order(call: Call, arrivals: list[int]) -> None:
     itinerary: Itinerary[str] = Itinerary(None)
     for mark in marks_of(call, {}):
-        itinerary.add(mark)
+        itinerary.marks.append(mark)
     order = backward_order(itinerary.marks)
     walk: Walk[str] = Walk()
     assert not walk.follows(itinerary)
@@ -64,7 +64,7 @@ def test_an_itinerary_that_was_left_behind_has_nothing_more_to_do() -> None:
     first, second = (Itinerary[str](None) for _ in range(2))
     mark = Mark("a", Act.FINISH)
     for itinerary in (first, second):
-        itinerary.add(mark)
+        itinerary.marks.append(mark)
     walk: Walk[str] = Walk()
     walk.begin(second)
     assert list(walk.rest()) == [mark]

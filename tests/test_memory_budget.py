@@ -27,7 +27,7 @@ from parity import (
     train_reference,
     units_of,
 )
-from polyshard.engine.step.budget import PATIENCE, Budget, fitting
+from polyshard.engine.step.budget import PATIENCE, Budget, MemoryMeter, fitting
 from polyshard.errors import ConfigError, RankMismatchError
 from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
@@ -39,7 +39,7 @@ HUGE = 1 << 50
 EVERYTHING = ("(root)", "blocks.0", "blocks.1", "blocks.2")
 
 
-class Measured:
+class Measured(MemoryMeter):
     """A device whose peak is known beforehand."""
 
     def __init__(self, peak: int) -> None:
@@ -47,12 +47,6 @@ class Measured:
 
     def peak_allocated(self) -> int:
         return self.peak
-
-    def default_budget(self) -> int:
-        return self.peak
-
-    def footprint(self, nbytes: int) -> int:
-        return nbytes
 
 
 def with_room(nbytes: Callable[[nn.Module], int]) -> Callable[[nn.Module, polyshard.ShardConfig], nn.Module]:

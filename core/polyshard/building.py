@@ -18,7 +18,7 @@ from .engine.planning.plan import STAGE_ATTRIBUTE, PlannedStage, names_in
 from .engine.planning.ranks import RankGrid
 from .engine.step.budget import Budget, CudaMemory, PlannedMemory
 from .engine.step.forward import Forward
-from .engine.step.part import Part
+from .engine.step.part import lend
 from .engine.step.resting import Resting
 from .engine.step.root import Root
 from .engine.step.schedule import Schedule
@@ -121,7 +121,7 @@ def build(blueprint: Blueprint, grid: RankGrid, masters: Masters) -> Root:
                 host=None if plan.host is None else made[plan.host],
             )
             if plan.host is not None:
-                Part(made[plan.module], made[plan.host])
+                lend(made[plan.module], made[plan.host])
         root = _join(blueprint, grid, made)
         if blueprint.events.active:
             blueprint.events.after_shard(blueprint.module)

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from .composable import outermost_root
-from .engine import _torch_private
 from .engine.capture.optimizer_watch import OptimizerWatch, optimizer_obstacle
 from .engine.capture.replay import (
     EngineWatch,
@@ -26,8 +25,8 @@ from .engine.capture.replay import (
     step_obstacle,
 )
 from .engine.capture.static_inputs import StaticInputs, to_device
-from .engine.step.phase import Phase
 from .engine.step.root import Root
+from .engine.step.step import Phase
 from .engine.tensors import map_tensors
 from .errors import CaptureError, ConfigError, ConfigTypeError, PolyshardError, StateError
 
@@ -238,8 +237,7 @@ class CapturedStep(Generic[P, T]):
 
     def _refuse_inside_a_step(self) -> None:
         root = self._root
-        if root.backward_failed and not _torch_private.in_backward():
-            root.abandon()
+        root.leave_failed_backward()
         root.refuse_closed("A CapturedStep")
         if root.phase is not Phase.IDLE or root.unsharded:
             where = "polyshard.unsharded()" if root.unsharded else f"a {root.phase.value} of the model"

@@ -72,7 +72,7 @@ class FSDPForward(Forward):
         if watched:
             instance = self.stage.instance
             output = _runtime_utils._register_pre_backward_hooks(instance, self.stage.module, output, instance._handle)
-        return output, self._side().watch(output_hook(self.stage)) or watched
+        return output, self.side_outputs.watch(output_hook(self.stage)) or watched
 
     def _assign_anew(self) -> None:
         for module, attribute in self._observed:

@@ -8,11 +8,10 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from polyshard.engine.gradients.copies import Copies
 from polyshard.engine.gradients.gradients import Gradients
 from polyshard.engine.gradients.reducer import CommHook as HookedReduction
 from polyshard.engine.gradients.reducer import Reducer
-from polyshard.engine.gradients.reduction_input import ReductionInput
+from polyshard.engine.gradients.reduction_input import Copies, ReductionInput
 from polyshard.engine.parameters.originals import MasterViews
 from polyshard.engine.planning.layout import FlatLayout
 from polyshard.engine.planning.ranks import RankGrid

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from polyshard.engine.parameters.bindings import Bindings, Shown, Swap
-from polyshard.engine.parameters.guard import ShardedParameter
+from polyshard.engine.parameters.bindings import Bindings, ShardedParameter, Shown, Swap
 from polyshard.engine.parameters.originals import MasterViews, Recipient
 from polyshard.engine.planning.layout import FlatLayout
 from polyshard.engine.planning.managed_parameter import ManagedParameter

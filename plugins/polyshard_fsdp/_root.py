@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from polyshard.engine.step.outputs import refuse_escape
+from polyshard.engine.step.boundary import refuse_escape
 from polyshard.engine.step.root import Root
 from torch import nn
 
@@ -36,7 +36,7 @@ class FSDPRoot(Root):
     def refuse_escape(self, output: object) -> None:
         """As the engine's, but for what stays whole until backward ends, as FSDP's root does."""
         units = tuple(unit for stage in self.stages if not stage.awaits_backward for unit in stage.units)
-        refuse_escape(units, output, "", self.rank)
+        refuse_escape(units, output, "")
 
     def end_backward(self) -> None:
         super().end_backward()

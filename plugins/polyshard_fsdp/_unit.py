@@ -10,7 +10,7 @@ import torch
 from polyshard.engine.parameters.bindings import Bindings, Shown
 from polyshard.engine.parameters.originals import MasterViews, Originals, become
 from polyshard.engine.planning.ranks import RankGrid
-from polyshard.engine.step.phase import Phase
+from polyshard.engine.step.step import Phase
 from polyshard.engine.step.unit import Reshard, Unit, UnitState
 from polyshard.engine.transport.buffer import FlatBuffer, view_of
 from polyshard.errors import DeviceError, ParameterChangedError, ParameterMovedError, StateError

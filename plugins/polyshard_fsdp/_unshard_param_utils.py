@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from polyshard.engine import _torch_private
 from polyshard.engine.step.unit import UnitState
 from polyshard.engine.surface.gathered import gather_whole, own_part, write_back
 from polyshard.engine.transport.buffer import view_of
@@ -214,8 +213,8 @@ def _refuse_unreduced(unit: FlatUnit) -> None:
 
 def _refuse_busy(instance: FSDPInstance) -> None:
     root = instance._root
-    if root is not None and root.backward_failed and not _torch_private.in_backward():
-        root.abandon()
+    if root is not None:
+        root.leave_failed_backward()
     where = f"(rank {instance.rank}, '{instance._stage.name or '(root)'}')"
     if instance._stage.busy:
         raise StepAssertionError(f"Cannot manually unshard parameters during forward/backward {where}. Leave it first.")

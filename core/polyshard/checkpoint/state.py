@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine import _torch_private
 from ..engine.cutting.broken import refuse_broken
 from ..engine.planning.plan import STAGE_ATTRIBUTE
-from ..engine.step.phase import Phase
 from ..engine.step.root import Root
+from ..engine.step.step import Phase
 from ..engine.surface.state_dicts import state_dicts_of_pieces
 from ..errors import ConfigError, StateError
 from .places import Holding, holdings, places
@@ -98,8 +97,7 @@ def resting_root(model: nn.Module, call: str) -> Root:
             f"{type(root.stages[0].module).__name__} (rank {root.rank}). Pass that."
         )
     root.refuse_closed(call)
-    if root.backward_failed and not _torch_private.in_backward():
-        root.abandon()
+    root.leave_failed_backward()
     if root.phase is not Phase.IDLE:
         raise StateError(
             f"{call} was called inside a {root.phase.value} of the model (rank {root.rank}). Call it between steps."

@@ -66,24 +66,15 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def foreach_copy_(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source into its destination by one fused launch, casting on the way."""
-    torch._foreach_copy_(destinations, sources)
-
-
-def foreach_add_(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Add each source to its destination by one fused launch."""
-    torch._foreach_add_(destinations, sources)
-
-
-def foreach_zero_(tensors: list[torch.Tensor]) -> None:
-    """Zero all tensors by one fused launch."""
-    torch._foreach_zero_(tensors)
-
-
-def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply all tensors by a scalar tensor by one fused launch, without reading it on the host."""
-    torch._foreach_mul_(tensors, factor)
+#: Copies each tensor of the second list into that of the first, casting on the way, by one fused launch; these and the
+#: following have no public name.
+foreach_copy_: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = torch._foreach_copy_
+#: Adds each tensor of the second list to that of the first.
+foreach_add_: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = torch._foreach_add_
+#: Zeroes all tensors.
+foreach_zero_: Callable[[list[torch.Tensor]], object] = torch._foreach_zero_
+#: Multiplies all tensors by a scalar tensor, without reading it on the host.
+foreach_mul_: Callable[[list[torch.Tensor], torch.Tensor], object] = torch._foreach_mul_
 
 
 def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -149,11 +140,8 @@ def may_compile() -> bool:
     return "torch._dynamo" in sys.modules
 
 
-def without_torch_function() -> AbstractContextManager[Any]:
-    """Treat tensor subclasses as plain tensors inside."""
-    return torch._C.DisableTorchFunctionSubclass()
-
-
+#: Makes a context inside which tensor subclasses are treated as plain tensors.
+without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 #: ``__torch_function__`` of a tensor subclass whose operations are caught by ``__torch_dispatch__`` alone, as torch's
 #: notes on extending it have it.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
@@ -221,16 +209,6 @@ def default_store() -> Any | None:
     return distributed_c10d._get_default_store()
 
 
-def exchange_total_norm(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Let ``torch.nn.utils.get_total_norm`` call ``function``; returns what it called before."""
-    return _exchange_behind(torch.nn.utils.get_total_norm, function)
-
-
-def exchange_clip_grad_norm(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Let ``torch.nn.utils.clip_grad_norm_`` call ``function``; returns what it called before."""
-    return _exchange_behind(torch.nn.utils.clip_grad_norm_, function)
-
-
 def exchange_unscale(
     function: Callable[..., dict[torch.device, torch.Tensor]],
 ) -> Callable[..., dict[torch.device, torch.Tensor]]:
@@ -248,8 +226,8 @@ def exchange_unscale(
     return before
 
 
-def _exchange_behind(public: Callable[..., _T], function: Callable[..., _T]) -> Callable[..., _T]:
-    """Exchange what ``public`` calls without gradients: it is a closure over a function of its own.
+def exchange_behind(public: Callable[..., _T], function: Callable[..., _T]) -> Callable[..., _T]:
+    """Let ``public``, a closure that calls a function of its own without gradients, call ``function``; returns its own.
 
     Programs have imported the name ``public`` before, where replacing it in torch's module would not reach them.
     """

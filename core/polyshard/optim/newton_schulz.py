@@ -19,8 +19,8 @@ def newton_schulz(
     """``U S' V^T`` of each matrix ``U S V^T``, with all of ``S'`` near 1 (between about 0.7 and 1.2 after five steps).
 
     With ``Y`` the matrix over its Frobenius norm, the longer side first, each step is ``Y <- Y (a I + b A + c A A)``
-    where ``A = Y^T Y``. That is torch.optim.Muon's iteration, transposed. Torch's function for it is private and takes one matrix
-    in bf16; this one takes many of one shape at once, in any dtype.
+    where ``A = Y^T Y``. That is torch.optim.Muon's iteration, transposed. Torch's function for it is private and takes
+    one matrix in bf16; this one takes many of one shape at once, in any dtype.
 
     Args:
         matrices: ``[count, rows, columns]``, computed with in their own dtype; left as they are.

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from .held_tensors import differ
+
 
 def optimizer_obstacle(optimizer: torch.optim.Optimizer, device: torch.device) -> str | None:
     """Why steps of ``optimizer`` cannot be recorded, or None. To be asked once it has stepped."""
@@ -39,7 +41,7 @@ class OptimizerWatch:
         self._state = optimizer.state
         self._entries = {parameter: dict(values) for parameter, values in optimizer.state.items()}
         self._holders = list(optimizer.state.values())
-        self._values = list(map(dict.copy, self._holders))
+        self._values = list(self._entries.values())
         self._members = [list(group["params"]) for group in optimizer.param_groups]
         self._settings = [
             {key: _frozen(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
@@ -77,7 +79,7 @@ class OptimizerWatch:
         if self._state_replaced():
             return f"The state of {kind} was replaced since the step was captured. Call reset() to capture again."
         groups = optimizer.param_groups
-        if _differ([group["params"] for group in groups], self._members):
+        if differ([group["params"] for group in groups], self._members):
             return f"The parameters of {kind} changed since the step was captured. Call reset() to capture again."
         for index, (group, settings) in enumerate(zip(groups, self._settings, strict=True)):
             for key, recorded in settings.items():
@@ -92,17 +94,8 @@ class OptimizerWatch:
             state is not self._state
             or len(state) != len(self._holders)
             or not all(map(is_, state.values(), self._holders))
-            or _differ(self._holders, self._values)
+            or differ(self._holders, self._values)
         )
-
-
-def _differ(these: list[Any], those: list[Any]) -> bool:
-    """Whether two lists of lists or dicts hold other tensors, compared at C speed: what is identical is equal."""
-    try:
-        return these != those
-    except RuntimeError:
-        # Two tensors were compared, so they are not the same.
-        return True
 
 
 def _frozen(value: Any) -> Any:

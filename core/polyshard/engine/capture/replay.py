@@ -20,6 +20,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -56,13 +57,13 @@ class Recording(ABC, Generic[T]):
 class Recorder(ABC):
     """Runs steps so that they can be recorded, and records one."""
 
-    @abstractmethod
     def obstacle(self) -> str | None:
         """Why nothing can be recorded on this device; None where it can."""
+        return None
 
-    @abstractmethod
     def warm_up(self, step: Callable[[], T]) -> T:
         """Run ``step``."""
+        return step()
 
     @abstractmethod
     def record(self, step: Callable[[], T]) -> Recording[T]:
@@ -85,9 +86,6 @@ class NoRecorder(Recorder):
             f"The model computes on {self._device.type}, and only CUDA devices record graphs. Move it to a CUDA device."
         )
 
-    def warm_up(self, step: Callable[[], T]) -> T:
-        return step()
-
     def record(self, step: Callable[[], T]) -> Recording[T]:
         raise CaptureError(str(self.obstacle()))
 
@@ -104,9 +102,6 @@ class GraphRecorder(Recorder):
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         # PyTorch's allocators may hold on to the graph of a capture that failed.
         self._failed: list[torch.cuda.CUDAGraph] = []
-
-    def obstacle(self) -> str | None:
-        return None
 
     def warm_up(self, step: Callable[[], T]) -> T:
         stream = self._warm_up_stream
@@ -163,19 +158,19 @@ class GraphRecorder(Recorder):
             raise
 
 
+@dataclass(eq=False)
 class _GraphRecording(Recording[T]):
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: T, device: torch.device) -> None:
-        self._graph = graph
-        self._outputs = outputs
-        self._device = device
+    graph: torch.cuda.CUDAGraph
+    outputs: T
+    device: torch.device
 
     def replay(self) -> T:
-        self._graph.replay()
-        return self._outputs
+        self.graph.replay()
+        return self.outputs
 
     def close(self) -> None:
-        torch.cuda.synchronize(self._device)
-        self._graph.reset()
+        torch.cuda.synchronize(self.device)
+        self.graph.reset()
 
 
 def recorder_for(root: Root) -> Recorder:

@@ -40,14 +40,15 @@ class _Container(NamedTuple):
     kind: type
     keys: tuple[object, ...]
 
+    def __str__(self) -> str:
+        keys = self.keys
+        size = f"{keys[0]} items" if len(keys) == 1 and isinstance(keys[0], int) else f"keys {list(keys)}"
+        return f"a {self.kind.__name__} of {size}"
+
 
 def to_device(args: Args, kwargs: Kwargs, device: torch.device) -> tuple[Args, dict[str, Any]]:
     """The arguments with every tensor on ``device``; the copy of a pinned tensor does not hold up the host."""
-
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
-
-    return map_tensors(moved, (args, dict(kwargs)))
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, dict(kwargs)))
 
 
 class StaticInputs:
@@ -162,15 +163,9 @@ def _refuse(path: str, value: object) -> None:
         )
 
 
-def _described(container: _Container) -> str:
-    keys = container.keys
-    size = f"{keys[0]} items" if len(keys) == 1 and isinstance(keys[0], int) else f"keys {list(keys)}"
-    return f"a {container.kind.__name__} of {size}"
-
-
 def _shortened(value: object) -> str:
     if isinstance(value, _Container):
-        return _described(value)
+        return str(value)
     if not isinstance(value, _CONSTANTS):
         return f"a {type(value).__name__}"
     text = repr(value)

@@ -8,8 +8,7 @@ import torch
 
 from .. import _torch_private, thresholds
 from ..planning.layout import round_up
-from .copies import Copies, together
-from .reduction_input import ReductionInput
+from .reduction_input import Copies, ReductionInput, together
 
 
 class Merged:

@@ -28,10 +28,9 @@ from .. import thresholds
 from ..planning.ranks import RankGrid
 from ..transport.audit import Audit
 from ..transport.buffer import FlatBuffer
-from ..transport.lanes import REDUCTIONS_ALIVE, Lanes
-from .copies import Copies, together
+from ..transport.lanes import REDUCTIONS_ALIVE, Lanes, Reduction
 from .merged import Merged
-from .reduction_input import ReductionInput
+from .reduction_input import Copies, ReductionInput, together
 
 #: Called on the stream that reduces, in the place of the mean over ranks: takes ``[padded_numel]``, which it may
 #: overwrite, and returns the reduced ``[shard_numel]``.
@@ -144,7 +143,8 @@ class Reducer:
             merges = self._way is Way.MERGED and len(members) > 1
             launch = self._merge(members) if merges else self._group(members)
             # Inputs were given memory here, or where the first gradient in them was computed.
-            self.lanes.reduce(launch.start, partial(self._finish, launch, self._era), launch.retire, places)
+            deliver = partial(self._finish, launch, self._era)
+            self.lanes.reduce(Reduction(launch.start, deliver, launch.retire), places)
 
     def open(self, contribution: Contribution) -> None:
         """Give its input memory; to be called before ``reduce`` where gradients are computed in place."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -17,9 +18,6 @@ from ..planning.managed_parameter import ManagedParameter
 
 #: Attribute of a module under which ``_Direct`` stands.
 _DIRECT = "_polyshard_direct"
-
-#: Answers with the memory that a weight's gradient belongs in, or None where it needs memory of its own.
-Claim = Callable[[], torch.Tensor | None]
 
 
 class DirectLinear(torch.autograd.Function):
@@ -67,7 +65,8 @@ def write_directly(
 ) -> None:
     """Let the large linear layers that hold one of ``parameters`` write its gradient into the reduction's input.
 
-    ``claim``: a ``Claim`` for each index of ``parameters``, which lie as ``layout`` says.
+    ``claim``: answers for an index of ``parameters``, which lie as ``layout`` says, with the memory that the gradient
+    belongs in, or None where it needs memory of its own.
 
     Layers whose forward is somebody else's (a subclass, a replaced method) stay as they are.
     """
@@ -81,20 +80,18 @@ def write_directly(
             module.__dict__["forward"] = MethodType(_forward, module)
 
 
+@dataclass(slots=True)
 class _Direct:
     """What the direct forward of one linear layer needs to know."""
 
-    __slots__ = ("claim", "ends_recomputation", "output")
-
-    def __init__(self, claim: Claim) -> None:
-        self.claim = claim
-        # A checkpoint ends its recomputation at the last tensor that was saved, by an exception. torch's own product
-        # saves its inputs before it computes, ours after: what ends here would be computed in vain.
-        self.ends_recomputation = False
-        # That exception is raised as autograd saves, and lets go of the output on its way. While the CUDA allocator
-        # records its history with Python stacks, memory that is freed under an exception loses it (pytorch#179536, seen
-        # in torch 2.11): so the output is held until the exception has been caught.
-        self.output: torch.Tensor | None = None
+    claim: Callable[[], torch.Tensor | None]
+    # A checkpoint ends its recomputation at the last tensor that was saved, by an exception. torch's own product saves
+    # its inputs before it computes, ours after: what ends here would be computed in vain.
+    ends_recomputation: bool = False
+    # That exception is raised as autograd saves, and lets go of the output on its way. While the CUDA allocator records
+    # its history with Python stacks, memory that is freed under an exception loses it (pytorch#179536, seen in torch
+    # 2.11): so the output is held until the exception has been caught.
+    output: torch.Tensor | None = None
 
 
 def _forward(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,7 @@ def dtypes_of(caster: PrecisionCaster, unit: UnitSpec, rank: int) -> UnitDtypes:
             a reduction narrower than what travels.
     """
     answer = caster.dtypes(unit)
-    where = f"dtypes of {_plugin(caster)} answered {answer!r} for unit '{unit.label}' (rank {rank})"
+    where = _answered(caster, "dtypes", answer, f"unit '{unit.label}'", rank)
     if not isinstance(answer, UnitDtypes):
         raise PluginContractError(f"{where}, which is no UnitDtypes. Return one.")
     for field in dataclasses.fields(answer):
@@ -80,7 +80,7 @@ def wire_of(caster: PrecisionCaster, unit: UnitSpec, rank: int) -> WireSpec | No
     answer = caster.wire(unit)
     if answer is None:
         return None
-    where = f"wire of {_plugin(caster)} answered {answer!r} for unit '{unit.label}' (rank {rank})"
+    where = _answered(caster, "wire", answer, f"unit '{unit.label}'", rank)
     if not isinstance(answer, WireSpec):
         raise PluginContractError(f"{where}, which is no WireSpec. Return one, or None.")
     if not caster.capabilities.encodes:
@@ -99,12 +99,7 @@ def leaves_alone(caster: PrecisionCaster, module: torch.nn.Module, name: str, ra
     Raises:
         PluginContractError: neither True nor False.
     """
-    answer: Any = caster.leaves_alone(module)
-    if not isinstance(answer, bool):
-        raise PluginContractError(
-            f"leaves_alone of {_plugin(caster)} answered {answer!r} for '{name}' (rank {rank}). Return True or False."
-        )
-    return answer
+    return _yes_or_no(caster, "leaves_alone", caster.leaves_alone(module), f"'{name}'", rank)
 
 
 def callable_or_none(caster: PrecisionCaster, question: str, unit: UnitSpec, rank: int) -> Any:
@@ -115,10 +110,8 @@ def callable_or_none(caster: PrecisionCaster, question: str, unit: UnitSpec, ran
     """
     answer = getattr(caster, question)(unit)
     if answer is not None and not callable(answer):
-        raise PluginContractError(
-            f"{question} of {_plugin(caster)} answered {answer!r} for unit '{unit.label}' (rank {rank}), which cannot "
-            "be called. Return what casts, or None."
-        )
+        where = _answered(caster, question, answer, f"unit '{unit.label}'", rank)
+        raise PluginContractError(f"{where}, which cannot be called. Return what casts, or None.")
     return answer
 
 
@@ -128,13 +121,8 @@ def full_precision_in_eval_of(caster: PrecisionCaster, unit: UnitSpec, rank: int
     Raises:
         PluginContractError: neither True nor False.
     """
-    answer: Any = caster.full_precision_in_eval(unit)
-    if not isinstance(answer, bool):
-        raise PluginContractError(
-            f"full_precision_in_eval of {_plugin(caster)} answered {answer!r} for unit '{unit.label}' (rank {rank}). "
-            "Return True or False."
-        )
-    return answer
+    answer = caster.full_precision_in_eval(unit)
+    return _yes_or_no(caster, "full_precision_in_eval", answer, f"unit '{unit.label}'", rank)
 
 
 def place(offload: OffloadManager, unit: UnitSpec, shard: torch.Tensor, rank: int) -> torch.Tensor:
@@ -209,6 +197,16 @@ def _fault(tensor: Any, shape: torch.Size, dtype: torch.dtype) -> str:
     if tensor.is_inference():
         return "a tensor made in inference mode, which cannot be trained,"
     return ""
+
+
+def _yes_or_no(caster: PrecisionCaster, question: str, answer: Any, about: str, rank: int) -> bool:
+    if not isinstance(answer, bool):
+        raise PluginContractError(f"{_answered(caster, question, answer, about, rank)}. Return True or False.")
+    return answer
+
+
+def _answered(caster: PrecisionCaster, question: str, answer: object, about: str, rank: int) -> str:
+    return f"{question} of {_plugin(caster)} answered {answer!r} for {about} (rank {rank})"
 
 
 def _plugin(plugin: object) -> str:

@@ -41,11 +41,6 @@ class RankGrid:
         return self.shard.rank if self.shard else 0
 
     @property
-    def replicate_size(self) -> int:
-        """Number of ranks that hold the same shard."""
-        return self.replicate.world_size if self.replicate else 1
-
-    @property
     def alone(self) -> bool:
         """Whether there is no other rank."""
         return self.shard is None and self.replicate is None
@@ -78,18 +73,18 @@ class RankGrid:
         return torch.empty(nbytes, dtype=torch.uint8, device=wire.device) if nbytes else None
 
 
+@dataclass(slots=True)
 class _ThenAllReduce:
     """Reductions over shards, then over the replicas of each shard."""
 
-    def __init__(self, first: Work, replicate: Collectives, results: Sequence[torch.Tensor]) -> None:
-        self._first = first
-        self._replicate = replicate
-        self._results = results
-        self._done = False
+    first: Work
+    replicate: Collectives
+    results: Sequence[torch.Tensor]
+    done: bool = False
 
     def wait(self) -> None:
-        if not self._done:
-            self._first.wait()
-            for work in [self._replicate.all_reduce(result, op=ReduceOp.MEAN) for result in self._results]:
+        if not self.done:
+            self.first.wait()
+            for work in [self.replicate.all_reduce(result, op=ReduceOp.MEAN) for result in self.results]:
                 work.wait()
-            self._done = True
+            self.done = True

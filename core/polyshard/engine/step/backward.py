@@ -5,6 +5,9 @@
 forward's itinerary says comes before, and the stage gather. ``inputs_done`` is called once everything on the way to the
 stage's inputs has its gradient: the root does what is left behind it, and the stage finishes. A stage without an input
 that needs a gradient is finished by the root, when the backward comes to the stage before it, or ends.
+
+Forwards inside a backward, which activation checkpointing runs again, are on no itinerary: no forward that other ranks
+know of called them. What tells that all of their gradients have come is that the inputs of each have theirs.
 """
 
 from __future__ import annotations
@@ -17,16 +20,19 @@ import torch
 
 from ...errors import StateError
 from .itinerary import Itinerary
-from .recomputations import Recomputation
 from .root import root_of
-from .stage import Stage
+from .stage import Holds, Stage
+
+
+class Recomputation:
+    """A forward inside a backward; alive as long as its graph, which holds what is called behind it."""
 
 
 def output_hook(stage: Stage) -> Callable[..., None]:
     """What a gradient calls that reaches an output of the forward of ``stage`` that runs."""
     if root_of(stage).unsharded:
         return partial(_refuse, stage)
-    if stage.gave_back:
+    if stage.holds is Holds.GIVEN_BACK:
         assert stage.host is not None
         return output_hook(stage.host)
     if not stage.full_precision_in_eval:
@@ -38,7 +44,9 @@ def input_hook(stage: Stage) -> Callable[[], None]:
     """What is called when the inputs of the forward of ``stage`` that begins have their gradients."""
     if stage.itinerary is not None:
         return partial(inputs_done, stage, stage.itinerary)
-    return partial(_recomputation_done, stage, stage.recomputations.begin())
+    call = Recomputation()
+    stage.recomputations.add(call)
+    return partial(_recomputation_done, stage, call)
 
 
 def come_back(stage: Stage, itinerary: Itinerary[Stage] | None, *_: Any) -> None:
@@ -69,7 +77,8 @@ def inputs_done(stage: Stage, itinerary: Itinerary[Stage]) -> None:
 def _recomputation_done(stage: Stage, call: Recomputation) -> None:
     if not stage.in_backward:
         stage.refuse_back_door()
-    if stage.recomputations.end(call):
+    stage.recomputations.discard(call)
+    if not stage.recomputations:
         stage.finish()
 
 

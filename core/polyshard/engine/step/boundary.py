@@ -1,15 +1,23 @@
-"""Identity functions at a unit's entry and exit, whose backwards tell the unit where a backward stands."""
+"""Where tensors enter and leave a stage's forward: how a backward is noticed there, and what must not leave."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from operator import methodcaller
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
-from ..tensors import map_tensors
+from ...errors import UnshardedUseError
+from .. import _torch_private
+from ..tensors import distinct_tensors, iter_hidden_tensors, iter_tensors, map_tensors
+from .unit import Unit, UnitState
 
 T = TypeVar("T")
+Hook = Callable[..., None]
+
+_detached = methodcaller("detach")
 
 
 class Boundary(torch.autograd.Function):
@@ -25,7 +33,7 @@ class Boundary(torch.autograd.Function):
         """``tensors`` as new tensors over the same memory: an in-place first operation on an input itself raises."""
         ctx.callback = callback
         ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
+        return tuple(map(_detached, tensors))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -44,3 +52,91 @@ def pass_through_in(callback: Callable[[], None], value: T, tensors: list[torch.
     """``value`` with ``tensors``, which are distinct, passed through: each is one tensor still wherever it occurs."""
     passed = dict(zip(map(id, tensors), pass_through(callback, tensors), strict=True))
     return map_tensors(lambda tensor: passed.get(id(tensor), tensor), value)
+
+
+def watch_output(output: Any, hook: Hook) -> tuple[Any, bool]:
+    """``output``, with ``hook`` called before a backward goes through any tensor in it; and whether it can.
+
+    Tensors are found in containers, and in the attributes of objects that are none. Through a leaf no backward goes on,
+    and a hook on it would outlive the step.
+    """
+    if isinstance(output, torch.Tensor):
+        if not _has_graph(output):
+            return output, False
+        if not output._is_view():
+            _torch_private.on_gradient(output, hook)
+            return output, True
+    hidden = [tensor for tensor in iter_hidden_tensors(output) if _has_graph(tensor)]
+    found = distinct_tensors(output, _has_graph)
+    for tensor in hidden:
+        _torch_private.on_gradient(tensor, hook)
+    if not any(tensor._is_view() for tensor in found):
+        for tensor in found:
+            _torch_private.on_gradient(tensor, hook)
+        return output, bool(found or hidden)
+    # An in-place change of a view rewrites its history and would drop a hook on it, and backward would then read
+    # released memory. The boundary's output is no view.
+    return pass_through_in(hook, output, found), True
+
+
+class SideOutputs:
+    """Tensors that a forward leaves in attributes of its modules: the losses of a mixture's routers, say.
+
+    A backward may enter the unit through them as through its output. Which attributes of ``modules()`` they are is
+    found after the first forward, once; later forwards look at those alone.
+    """
+
+    def __init__(self, modules: Callable[[], Iterable[nn.Module]]) -> None:
+        self._modules = modules
+        self._places: list[tuple[dict[str, Any], str]] | None = None
+
+    def watch(self, hook: Hook) -> bool:
+        """Call ``hook`` before a backward goes through any of them; whether there is one."""
+        if self._places is None:
+            self._places = [
+                (module.__dict__, key)
+                for module in self._modules()
+                for key, value in module.__dict__.items()
+                if not key.startswith("_") and any(_has_graph(tensor) for tensor in iter_tensors(value))
+            ]
+        watched = False
+        for attributes, key in self._places:
+            for tensor in iter_tensors(attributes.get(key)):
+                if _has_graph(tensor):
+                    _torch_private.on_gradient(tensor, hook)
+                    watched = True
+        return watched
+
+
+def refuse_escape(units: Sequence[Unit], output: Any, stage: str) -> None:
+    """Raise if ``output`` lies in memory of ``units`` that is about to be released: reading it then is a crash.
+
+    Raises:
+        UnshardedUseError: naming the parameter.
+    """
+    held = [unit for unit in units if not unit.permanent and unit.state is UnitState.UNSHARDED]
+    if not held:
+        return
+    tensors: Iterable[torch.Tensor] = (
+        (output,) if isinstance(output, torch.Tensor) else (*iter_tensors(output), *iter_hidden_tensors(output))
+    )
+    for tensor in tensors:
+        for unit in held:
+            if tensor.device == unit.buffer.flat.device and tensor.numel() and unit.buffer.holds(tensor):
+                raise UnshardedUseError(
+                    f"The forward of '{stage or '(root)'}' returned memory of the parameter '{_owner(unit, tensor)}' "
+                    f"on rank {unit.grid.world.rank}, which is released when the forward ends. Return a clone, or "
+                    "compute with it inside the forward."
+                )
+
+
+def _owner(unit: Unit, tensor: torch.Tensor) -> str:
+    offset = (tensor.data_ptr() - unit.buffer.address) // unit.buffer.flat.element_size()
+    for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
+        if slot.offset <= offset < slot.end:
+            return parameter.names[0]
+    return unit.name
+
+
+def _has_graph(tensor: torch.Tensor) -> bool:
+    return tensor.grad_fn is not None

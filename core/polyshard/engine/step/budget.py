@@ -20,8 +20,8 @@ grow later are not noticed: what an explicit budget says should leave room for t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
@@ -36,27 +36,29 @@ _BLOCK = 512
 _UNSPLIT = 1 << 20
 
 
-class MemoryMeter(Protocol):
+class MemoryMeter(ABC):
     """What a device tells about its memory. Bytes everywhere."""
 
+    @abstractmethod
     def peak_allocated(self) -> int:
         """The most that was allocated at once so far."""
 
     def default_budget(self) -> int:
-        """What may be allocated at once where the user gave no budget."""
+        """What may be allocated at once where the user gave no budget: no more than that is known to be there."""
+        return self.peak_allocated()
 
     def footprint(self, nbytes: int) -> int:
         """What allocating ``nbytes`` takes at most."""
+        return nbytes
 
 
-class CudaMemory:
+class CudaMemory(MemoryMeter):
     """As PyTorch's allocator counts it on a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def peak_allocated(self) -> int:
-        """``torch.cuda.max_memory_allocated``."""
         return torch.cuda.max_memory_allocated(self._device)
 
     def default_budget(self) -> int:
@@ -72,23 +74,14 @@ class CudaMemory:
         return -(-nbytes // _BLOCK) * _BLOCK + (_UNSPLIT if nbytes >= _UNSPLIT else 0)
 
 
-class PlannedMemory:
+class PlannedMemory(MemoryMeter):
     """For devices without statistics: what the layout says, activations not counted. Needs an explicit budget."""
 
     def __init__(self, planned: Callable[[], int]) -> None:
         self._planned = planned
 
     def peak_allocated(self) -> int:
-        """The planned bytes."""
         return self._planned()
-
-    def default_budget(self) -> int:
-        """The planned bytes: no more is known to be there."""
-        return self._planned()
-
-    def footprint(self, nbytes: int) -> int:
-        """``nbytes``."""
-        return nbytes
 
 
 def fitting(footprints: Sequence[int], room: int) -> int:

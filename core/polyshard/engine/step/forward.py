@@ -23,11 +23,10 @@ from ...errors import UnshardedUseError
 from .. import _torch_private
 from ..tensors import distinct_tensors
 from .backward import input_hook, output_hook
-from .boundary import pass_through, pass_through_in
-from .gathers import show_whole, unshard_ahead
-from .outputs import SideOutputs, refuse_escape, watch_output
-from .root import Root, root_of
-from .stage import Holds, Stage
+from .boundary import SideOutputs, pass_through, pass_through_in, refuse_escape, watch_output
+from .root import root_of
+from .stage import Holds, Stage, show_whole, unshard_ahead
+from .step import Phase, Step
 
 
 class Forward:
@@ -37,7 +36,7 @@ class Forward:
         self.stage = stage
         # What was being handled when the forward began: another exception behind it is the forward's own.
         self._outer_error: BaseException | None = None
-        self._side_outputs: SideOutputs | None = None
+        self.side_outputs = SideOutputs(self._own_modules)
 
     def attach(self) -> None:
         """Put the hooks on the module."""
@@ -62,15 +61,18 @@ class Forward:
         return self._leave(output)
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        stage = self.stage
-        root = root_of(stage)
-        if root.unsharded:
+        stage, step = self.stage, self.stage.step
+        assert step is not None
+        if step.unsharded:
             return args, kwargs
         recomputes = _torch_private.in_backward()
-        ahead = [] if recomputes else self._begin(root)
         records = torch.is_grad_enabled()
-        if records:
-            self._begin_itinerary(root, recomputes)
+        if not recomputes:
+            ahead = self._begin(step, records)
+        else:
+            ahead = []
+            if records:
+                stage.itinerary, stage.enters_first = None, True
         show_whole(stage.units, stage.governing.training, recomputes=recomputes)
         unshard_ahead(ahead)
         if stage.input_cast is not None and not stage.in_full_precision:
@@ -79,35 +81,35 @@ class Forward:
             args, kwargs = self._watch_inputs(args, kwargs)
         return args, kwargs
 
-    def _begin(self, root: Root) -> list[list[Stage]]:
+    def _begin(self, step: Step, records: bool) -> list[list[Stage]]:
         """The stage is entered; what is to be gathered ahead, as batches."""
         stage = self.stage
-        if root.active is None or root.backward_failed:
-            root.begin_forward(stage, stage.module)
+        # In a backward that raised, too: none runs.
+        if step.phase is not Phase.FORWARD:
+            root_of(stage).begin_forward(stage, stage.module)
         self._outer_error = sys.exception()
         stage.entered += 1
         stage.reads_in_backward = stage.needs_parameters_in_backward()
-        return [] if stage.gave_back else stage.order.enter(stage)
-
-    def _begin_itinerary(self, root: Root, recomputes: bool) -> None:
-        stage = self.stage
-        itinerary = None if recomputes else root.itinerary
-        stage.enters_first = itinerary is None or itinerary is not stage.itinerary
-        stage.itinerary = itinerary
-        if itinerary is not None and not stage.gave_back:
-            itinerary.add(stage.entry)
+        if records:
+            stage.enters_first = step.itinerary is not stage.itinerary
+            stage.itinerary = step.itinerary
+        if stage.holds is Holds.GIVEN_BACK:
+            return []
+        if records:
+            step.itinerary.marks.append(stage.entry)
+        return stage.schedule.enter(stage)
 
     def _leave(self, output: Any) -> Any:
-        stage = self.stage
-        root = root_of(stage)
+        stage, step = self.stage, self.stage.step
+        assert step is not None
         records = torch.is_grad_enabled()
-        if root.unsharded:
+        if step.unsharded:
             return self._watch_output(output)[0] if records else output
         recomputes = _torch_private.in_backward()
         if output is None:
             error = sys.exception()
             if error is not None and error is not self._outer_error:
-                self._give_up(root, recomputes)
+                self._give_up(step, recomputes)
                 return None
         if stage.output_cast is not None and not stage.in_full_precision:
             output = stage.output_cast(output)
@@ -117,45 +119,47 @@ class Forward:
         if recomputes:
             self._computed(True)
         else:
-            self._end(root, output)
+            self._end(step, output)
         stage.awaits_backward |= watched
         if not recomputes:
-            self._end_itinerary(root)
-            if root.active is stage and not stage.entered:
-                root.end_forward(output)
+            self._end_itinerary(step)
+            if step.active is stage and not stage.entered:
+                root_of(stage).end_forward(output)
         return output
 
-    def _end(self, root: Root, output: Any) -> None:
+    def _end(self, step: Step, output: Any) -> None:
         """The stage is left, and keeps what its backward follows at once for."""
         stage = self.stage
         stage.entered -= 1
         if stage.entered:
             return
-        outermost = root.active is stage
-        turns = outermost or stage.order.turns_at(stage)
+        outermost = step.active is stage
+        turns = outermost or stage.schedule.turns_at(stage)
         for unit in stage.units:
             for observer in unit.observers:
                 observer.computed(unit.spec, False)
-            unit.hide()
-            if not unit.permanent and unit.releases(turns):
-                try:
-                    refuse_escape((unit,), output, stage.name, stage.rank)
-                except UnshardedUseError:
-                    if outermost:
-                        # No hook of an outer module will see this error and clean up.
-                        root.abandon()
-                    raise
-                unit.reshard()
+            if unit.permanent or not unit.releases(turns):
+                unit.hide()
+                continue
+            try:
+                refuse_escape((unit,), output, stage.name)
+            except UnshardedUseError:
+                unit.hide()
+                if outermost:
+                    # No hook of an outer module will see this error and clean up.
+                    root_of(stage).abandon()
+                raise
+            unit.reshard()
 
-    def _end_itinerary(self, root: Root) -> None:
+    def _end_itinerary(self, step: Step) -> None:
         stage = self.stage
-        if stage.gave_back or stage.holds is Holds.RESIDENT or not torch.is_grad_enabled():
+        if stage.holds in (Holds.GIVEN_BACK, Holds.RESIDENT) or not torch.is_grad_enabled():
             return
-        root.itinerary.add(stage.exit)
+        step.itinerary.marks.append(stage.exit)
         if stage.reads_in_backward:
-            stage.order.leave(stage)
+            stage.schedule.leave(stage)
 
-    def _give_up(self, root: Root, recomputes: bool) -> None:
+    def _give_up(self, step: Step, recomputes: bool) -> None:
         stage = self.stage
         if recomputes:
             # Usually no error: a checkpoint stops a recomputation as soon as it has what it needs.
@@ -164,15 +168,15 @@ class Forward:
         # Nothing was entered where the error came from beginning the forward.
         stage.entered = max(0, stage.entered - 1)
         # Other ranks may have come through. A module around this one may go on without it.
-        self._end_itinerary(root)
+        self._end_itinerary(step)
         if stage.entered:
             return
-        if root.active is stage:
-            root.abandon()
+        if step.active is stage:
+            root_of(stage).abandon()
         else:
             # Whoever catches this goes on with the other ranks, which keep what is kept for a backward.
             stage.awaits_backward |= stage.holds is Holds.SHARDED and torch.is_grad_enabled()
-            stage.reshard(stage.order.turns_at(stage))
+            stage.reshard(stage.schedule.turns_at(stage))
 
     def _computed(self, backward: bool) -> None:
         for unit in self.stage.units:
@@ -194,24 +198,18 @@ class Forward:
     def _watch_output(self, output: Any) -> tuple[Any, bool]:
         hook = output_hook(self.stage)
         output, watched = watch_output(output, hook)
-        return output, self._side().watch(hook) or watched
+        return output, self.side_outputs.watch(hook) or watched
 
-    def _side(self) -> SideOutputs:
-        if self._side_outputs is None:
-            root = root_of(self.stage)
-            self._side_outputs = SideOutputs(_own_modules(self.stage.module, set(root.modules())))
-        return self._side_outputs
-
-
-def _own_modules(outermost: nn.Module, staged: set[nn.Module]) -> list[nn.Module]:
-    """``outermost`` and the modules inside it that are inside of none of ``staged``."""
-    found: list[nn.Module] = []
-    waiting = [outermost]
-    while waiting:
-        module = waiting.pop()
-        found.append(module)
-        waiting += [child for child in module.children() if child not in staged]
-    return found
+    def _own_modules(self) -> list[nn.Module]:
+        """The stage's module and those inside it that are inside of no other stage's."""
+        staged = {stage.module for stage in root_of(self.stage).stages}
+        found: list[nn.Module] = []
+        waiting = [self.stage.module]
+        while waiting:
+            module = waiting.pop()
+            found.append(module)
+            waiting += [child for child in module.children() if child not in staged]
+        return found
 
 
 # torch.compile does not look inside these. Eager steps go around them, and so never import the compiler.

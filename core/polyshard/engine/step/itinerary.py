@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 S = TypeVar("S")
@@ -29,42 +30,24 @@ class Act(enum.Enum):
     """Where the forward first entered it: release its parameters, and reduce its gradients."""
 
 
+@dataclass(eq=False, slots=True)
 class Mark(Generic[S]):
     """One act at one stage. Each stage has two for good, so that records are compared by identity, at C speed."""
 
-    __slots__ = ("act", "stage")
-
-    def __init__(self, stage: S, act: Act) -> None:
-        self.stage = stage
-        self.act = act
+    stage: S
+    act: Act
 
 
+@dataclass(eq=False, slots=True)
 class Itinerary(Generic[S]):
-    """When one outermost forward entered and left its stages, gradients on.
+    """When one outermost forward entered and left its stages, gradients on."""
 
-    Args:
-        outermost: the stage whose forward it is.
-    """
-
-    __slots__ = ("_marks", "outermost", "walked")
-
-    def __init__(self, outermost: object) -> None:
-        self.outermost = outermost
-        #: Whether a backward that accumulates has followed it.
-        self.walked = False
-        self._marks: list[Mark[S]] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._marks)
-
-    def add(self, mark: Mark[S]) -> None:
-        """The forward passes ``mark``."""
-        self._marks.append(mark)
-
-    @property
-    def marks(self) -> Sequence[Mark[S]]:
-        """What it passed, in order."""
-        return self._marks
+    outermost: object
+    """The stage whose forward it is."""
+    marks: list[Mark[S]] = field(default_factory=list)
+    """What it passed, in order."""
+    walked: bool = False
+    """Whether a backward that accumulates has followed it."""
 
 
 class Walk(Generic[S]):

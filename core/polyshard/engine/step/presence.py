@@ -11,11 +11,13 @@ more small reduction behind the last.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
 
 import torch
 
-from ...interfaces import Collectives, ReduceOp, Work
-from ..transport.lanes import Lanes
+from ...interfaces import Collectives, ReduceOp
+from ..transport.lanes import Lanes, Reduction
 from .unit import Unit
 
 
@@ -26,12 +28,8 @@ class Presence:
         self._units = tuple(unit for unit in units if not unit.resident)
         self._collectives = collectives
         self._exchanges = collectives.world_size > 1 and collectives.capabilities.can_communicate
-        self._first = 0
-        self._places: list[int] = []
-        for unit in self._units:
-            self._places.append(self._first)
-            self._first += len(unit.parameters)
-        self._counts = torch.ones(self._first, dtype=torch.float32, device=collectives.device)
+        *self._places, numel = accumulate((len(unit.parameters) for unit in self._units), initial=0)
+        self._counts = torch.ones(numel, dtype=torch.float32, device=collectives.device)
         self._known = False
         self._missed: list[tuple[Unit, int, frozenset[int]]] = []
 
@@ -44,7 +42,7 @@ class Presence:
         ]
         counts = self._counts
         capturing = counts.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        self._known = not capturing and self._first > 0
+        self._known = not capturing and counts.numel() > 0
         if not self._known or not (self._exchanges or self._missed):
             return
         counts.fill_(1.0)
@@ -52,10 +50,8 @@ class Presence:
             absent = [place + index for _, place, missed in self._missed for index in missed]
             counts.index_fill_(0, torch.tensor(absent, device=counts.device), 0.0)
         if self._exchanges:
-            lanes.reduce(self._sum, _nothing, _nothing, ())
-
-    def _sum(self) -> Work:
-        return self._collectives.all_reduce(self._counts, op=ReduceOp.SUM)
+            total = partial(self._collectives.all_reduce, counts, op=ReduceOp.SUM)
+            lanes.reduce(Reduction(total, _nothing, _nothing), ())
 
     def settle(self) -> None:
         """Take away gradients that no rank had a part in; to be called behind ``Lanes.drain``.

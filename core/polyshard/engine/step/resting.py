@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -57,35 +59,34 @@ class Resting:
             hooks.pop(_KEY, None)
 
 
+@dataclass(eq=False, slots=True)
 class _Refusal:
     """The hook of one module."""
 
-    def __init__(self, step: Step, owner: nn.Module, name: str, key: str, original: nn.Parameter) -> None:
-        self._step = step
-        self._owner = owner
-        self._name = name
-        self._key = key
-        self._original = original
+    step: Step
+    owner: nn.Module
+    name: str
+    key: str
+    original: nn.Parameter
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        step = self._step
         # A checkpoint around the whole model computes with views inside of a backward.
-        if step.unsharded or module._parameters.get(self._key) is not self._original:
+        if self.step.unsharded or module._parameters.get(self.key) is not self.original:
             return
-        method = _method_of(self._owner)
-        called = f"by {type(self._owner).__name__}.{method} " if method else ""
+        method = _method_of(self.owner)
+        called = f"by {type(self.owner).__name__}.{method} " if method else ""
         raise UnshardedUseError(
-            f"'{self._name}' ({type(module).__name__}) was called {called}outside of the model's forward, while its "
-            f"{self._key} is sharded (rank {step.rank}). Let the method that calls it see whole parameters, once the "
-            f'model is sharded: polyshard.register_forward_method(model, "{method or "generate"}").'
+            f"'{self.name}' ({type(module).__name__}) was called {called}outside of the model's forward, while its "
+            f"{self.key} is sharded (rank {self.step.rank}). Let the method that calls it see whole parameters, once "
+            f'the model is sharded: polyshard.register_forward_method(model, "{method or "generate"}").'
         )
 
     # A module that is copied or pickled by itself holds pieces as before, and may not drag the model along.
     def __deepcopy__(self, memo: dict[int, Any]) -> _Refusal:
         return self
 
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _no_refusal, ()
+    def __reduce__(self) -> tuple[type[partial[None]], tuple[Callable[..., None]]]:
+        return partial, (_pass,)
 
 
 def _method_of(owner: nn.Module) -> str:
@@ -101,10 +102,6 @@ def _method_of(owner: nn.Module) -> str:
             found = code.co_name
         frame = frame.f_back  # type: ignore[assignment]
     return found
-
-
-def _no_refusal() -> Callable[..., None]:
-    return _pass
 
 
 def _pass(*_: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -12,15 +12,14 @@ from ...events import Events
 from ...interfaces import Collectives, OffloadManager, PrecisionCaster
 from .. import _torch_private
 from ..transport.lanes import Lanes
+from .boundary import refuse_escape
 from .budget import Budget
 from .itinerary import Act, Itinerary, Mark, Walk
-from .outputs import refuse_escape
-from .phase import Phase
 from .presence import Presence
 from .resting import Resting
 from .schedule import Schedule
 from .stage import Stage
-from .step import Step
+from .step import Phase, Step
 from .unit import UnitState
 
 
@@ -77,10 +76,6 @@ class Root(Step):
             {id(u.caster): u.caster for u in self.units if u.caster.capabilities.encodes}.values()
         )
 
-    def modules(self) -> Iterator[nn.Module]:
-        """The modules of all stages."""
-        return (stage.module for stage in self.stages)
-
     def begin_forward(self, outermost: object, module: nn.Module) -> None:
         """The outermost forward starts."""
         if self.phase is not Phase.IDLE:
@@ -121,7 +116,7 @@ class Root(Step):
             self.rest.enter()
         self.schedule.end_forward()
         if self.audit is not None:
-            self.audit.forward_ended()
+            self.audit.done = True
         for stage in self.stages:
             stage.left_forward()
         if self.events.active and not any(stage.awaits_backward for stage in self.stages):
@@ -133,7 +128,7 @@ class Root(Step):
         Raises:
             UnshardedUseError: naming the parameter.
         """
-        refuse_escape(self.units, output, "", self.rank)
+        refuse_escape(self.units, output, "")
 
     def enter_backward(self) -> None:
         """A gradient reached one of the outputs."""
@@ -207,7 +202,7 @@ class Root(Step):
                 stage.pass_by()
 
     def _keep_apart(self, itinerary: Itinerary[Stage]) -> None:
-        if itinerary:
+        if itinerary.marks:
             if self._followed:
                 self._apart.clear()
                 self._followed = False
@@ -291,6 +286,11 @@ class Root(Step):
                 unit.reduced = False
                 unit.discard_gradients()
 
+    def leave_failed_backward(self) -> None:
+        """Abandon a backward that raised, behind which nothing of ours ran; one that runs goes on."""
+        if self.phase is Phase.BACKWARD and not _torch_private.in_backward():
+            self.abandon()
+
     def refuse_closed(self, call: str) -> None:
         """Raise if the model was closed; ``call`` begins the message.
 
@@ -311,8 +311,7 @@ class Root(Step):
         """
         if self.phase is Phase.CLOSED:
             return
-        if self.backward_failed and not _torch_private.in_backward():
-            self.abandon()
+        self.leave_failed_backward()
         if self.phase is not Phase.IDLE or self.unsharded:
             where = "polyshard.unsharded()" if self.unsharded else f"a {self.phase.value} of the model"
             raise StateError(f"close() was called inside {where} (rank {self.rank}). Call it between steps.")

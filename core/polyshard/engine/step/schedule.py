@@ -10,9 +10,8 @@ gets the rest of its batch with it. So a batch is issued when the first of its s
 is asked for as soon as the batch before it is entered, not with that one's last stage: it then has as much compute to
 travel beside as it has bytes, where links are slow.
 
-Compute waits for the whole of a batch before it enters its first stage. At the start there is little compute beside
-which a large one could travel, so batches begin with one stage, and each may have twice as many as the one before, up
-to a number from which on the host gains little by fewer launches, while all of a batch takes memory at once.
+Compute waits for the whole of a batch before it enters its first stage, and all of a batch takes memory at once. So
+one has no more stages than a number from which on the host gains little by fewer launches.
 
 [Note: routes]
 Not every forward takes the same way: an encoder and a decoder that are called in turns, a mixture whose blocks change
@@ -50,17 +49,14 @@ MOST_ROUTES = 8
 def batch_ends(sizes: Sequence[int], limit: int) -> list[int]:
     """For each of ``sizes``, the index behind the last one of its batch.
 
-    Batches are neighbours whose sum is at most ``limit``, and single ones that are larger. The first has one, and each
-    as many as fit, up to twice as many as the batch before was allowed, and to ``LARGEST_BATCH``.
+    Batches are neighbours whose sum is at most ``limit``, ``LARGEST_BATCH`` at most, and single ones that are larger.
     """
     ends: list[int] = []
     start = total = 0
-    most = 1
     for index, nbytes in enumerate(sizes):
-        if index > start and (total + nbytes > limit or index - start == most):
+        if index > start and (total + nbytes > limit or index - start == thresholds.LARGEST_BATCH):
             ends += [index] * (index - start)
             start, total = index, 0
-            most = min(2 * most, thresholds.LARGEST_BATCH)
         total += nbytes
     return ends + [len(sizes)] * (len(sizes) - start)
 

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 from torch import nn
 
@@ -13,19 +14,19 @@ from ...errors import StateError
 from ...interfaces import InputCast, OutputCast
 from ..planning.managed_parameter import ManagedParameter, names_behind
 from ..planning.ranks import RankGrid
-from .gathers import unshard_ahead
 from .itinerary import Act, Itinerary, Mark
-from .recomputations import Recomputations
 from .schedule import Schedule
 from .step import Step
-from .unit import Unit, UnitState
+from .unit import Unit, UnitState, unshard_together
 
 
 class Holds(enum.Enum):
     """What the units of a stage ask of its hooks."""
 
     NOTHING = "nothing"
-    """It has no units: all of its parameters are other stages', or it gave its own back to its host."""
+    """It has no units: all of its parameters are other stages'."""
+    GIVEN_BACK = "given back"
+    """It was a part, and its units are its host's now."""
     RESIDENT = "resident"
     """A single rank without casts: autograd works on the originals, and backward needs no help."""
     SHARDED = "sharded"
@@ -79,12 +80,15 @@ class Stage:
         self.name = name
         self.module = module
         self.host = host
+        #: The module whose mode counts, and whose inputs and outputs are cast: a part's are its host's.
+        self.governing = module if host is None else host.module
         #: Whether methods of the module beside its forward compute with its parameters.
         self.has_methods = False
         #: Whether its backward needs whole parameters; asked anew as each forward begins.
         self.reads_in_backward = self.needs_parameters_in_backward()
         self.step: Step | None = None
-        self.schedule: Schedule[Stage] | None = None
+        #: In which order stages are entered, and gathered ahead; the root's.
+        self.schedule: Schedule[Stage]
         self.input_cast = input_cast
         self.output_cast = output_cast
         self.full_precision_in_eval = full_precision_in_eval
@@ -99,8 +103,9 @@ class Stage:
         #: That of the forward that it was entered in last, and whether that was the first time in it.
         self.itinerary: Itinerary[Stage] | None = None
         self.enters_first = True
-        #: Its forwards inside a backward.
-        self.recomputations = Recomputations()
+        #: Its forwards inside a backward whose own is still to come (``backward.py``). Weak: a graph that was dropped
+        #: takes its own along.
+        self.recomputations: WeakSet[object] = WeakSet()
         #: Whether an output may bring a backward; until its gradients were taken.
         self.awaits_backward = False
         self.reached = Reached.NOT_YET
@@ -113,7 +118,7 @@ class Stage:
         """Hold ``units`` from now on, and no others."""
         self.units = tuple(units)
         if not self.units:
-            self.holds = Holds.NOTHING
+            self.holds = Holds.NOTHING if self.host is None else Holds.GIVEN_BACK
         else:
             self.holds = Holds.RESIDENT if all(unit.resident for unit in self.units) else Holds.SHARDED
 
@@ -147,25 +152,9 @@ class Stage:
         return self.step.rank
 
     @property
-    def order(self) -> Schedule[Stage]:
-        """In which order stages are entered, and gathered ahead."""
-        assert self.schedule is not None
-        return self.schedule
-
-    @property
-    def governing(self) -> nn.Module:
-        """The module whose mode counts, and whose inputs and outputs are cast: a part's are its host's."""
-        return self.module if self.host is None else self.host.module
-
-    @property
     def is_part(self) -> bool:
         """Whether its units are a part of what belongs to the stage around it."""
-        return self.host is not None and self.holds is not Holds.NOTHING
-
-    @property
-    def gave_back(self) -> bool:
-        """Whether it was a part, and its units are the host's now."""
-        return self.host is not None and self.holds is Holds.NOTHING
+        return self.host is not None and self.holds is not Holds.GIVEN_BACK
 
     @property
     def in_backward(self) -> bool:
@@ -190,16 +179,18 @@ class Stage:
     def reshard(self, turns: bool) -> None:
         """Release what is not kept after a forward; ``turns``: its backward is expected to follow at once."""
         for unit in self.units:
-            unit.hide()
             if unit.releases(turns):
                 unit.reshard()
+            else:
+                unit.hide()
 
     def left_forward(self) -> None:
         """The outermost forward ended: release what no backward will come back to."""
         self.entered = 0
         for unit in self.units:
-            unit.hide()
-            if not (self.awaits_backward and self.reads_in_backward) or unit.state is UnitState.GATHERING:
+            if self.awaits_backward and self.reads_in_backward and unit.state is not UnitState.GATHERING:
+                unit.hide()
+            else:
                 unit.reshard()
 
     def pre_backward(self) -> None:
@@ -221,7 +212,7 @@ class Stage:
                 unit.show()
             for observer in unit.observers:
                 observer.compute(unit.spec, True)
-        self.prefetch(self.order.enter_backward(self))
+        self.prefetch(self.schedule.enter_backward(self))
 
     def pass_by(self) -> None:
         """Gather with the other ranks, whose backward may come by here where this one's went past."""
@@ -229,7 +220,7 @@ class Stage:
             return
         if self.reads_in_backward:
             self.unshard()
-        self.prefetch(self.order.enter_backward(self))
+        self.prefetch(self.schedule.enter_backward(self))
 
     def prefetch(self, batches: Sequence[Sequence[Stage]]) -> None:
         """Gather what comes next in the backward."""
@@ -239,7 +230,7 @@ class Stage:
         """Take the gradients, release the parameters, start the reductions."""
         step = self.step
         assert step is not None
-        self.recomputations.forget()
+        self.recomputations.clear()
         if self.reached is Reached.INSIDE:
             self.reached = Reached.FINISHED
         self.awaits_backward = False
@@ -283,14 +274,13 @@ class Stage:
         assert step is not None
         if self.reached is Reached.INSIDE:
             return True
-        if step.synchronises and step.accumulates and any(unit.gradients.unreduced for unit in self.units):
-            return True
-        return any(unit.trainable and unit.pending for unit in self.units)
+        reduces = step.synchronises and step.accumulates
+        return any((reduces and unit.gradients.unreduced) or (unit.trainable and unit.pending) for unit in self.units)
 
     def reset(self) -> None:
         """Back to the state between steps, whatever went wrong."""
         self.entered = 0
-        self.recomputations.forget()
+        self.recomputations.clear()
         self.reached = Reached.NOT_YET
         self.awaits_backward = False
         self.owes = False
@@ -340,3 +330,27 @@ class Stage:
         # Without a step only before the first use of a model that is composed.
         where = f", rank {self.step.rank}" if self.step is not None else ""
         return f"unit '{self.label}'{where}"
+
+
+def show_whole(units: Sequence[Unit], training: bool, *, recomputes: bool) -> None:
+    """Gather ``units``, order compute behind that, and let modules see whole parameters."""
+    for unit in units:
+        unit.choose_buffer(training)
+        unit.unshard()
+    for unit in units:
+        unit.wait()
+        unit.show()
+        for observer in unit.observers:
+            observer.compute(unit.spec, recomputes)
+
+
+def unshard_ahead(batches: Sequence[Sequence[Stage]]) -> None:
+    """Issue the gathers of ``batches``, each as one communication."""
+    for batch in batches:
+        first = batch[0]
+        if len(batch) == 1:
+            first.unshard()
+        elif any(unit.due for unit in first.units):
+            # A stage may come up twice in a batch.
+            units = dict.fromkeys(unit for stage in batch for unit in stage.units)
+            unshard_together([unit for unit in units if unit.due])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 from ...interfaces import Collectives
@@ -9,7 +10,31 @@ from ..gradients.reducer import Reducer
 from ..transport.audit import Audit
 from ..transport.lanes import Lanes
 from .itinerary import Itinerary
-from .phase import Phase
+
+
+class Phase(enum.Enum):
+    """Where the model stands in a step.
+
+    ========  ========  ==========================================================
+    from      to        by
+    ========  ========  ==========================================================
+    IDLE      FORWARD   the outermost forward starts
+    FORWARD   IDLE      it ends, or raises
+    IDLE      BACKWARD  a gradient reaches an output
+    BACKWARD  IDLE      the backward ends; after one that raised, the next forward
+    FORWARD   BACKWARD  a forward differentiates inside itself, and goes on after
+    IDLE      CLOSED    ``polyshard.close``; there is no way back
+    ========  ========  ==========================================================
+    """
+
+    IDLE = "idle"
+    """Between forwards and backwards: parameters may be read, changed and saved."""
+    FORWARD = "forward"
+    """Inside the outermost module's forward."""
+    BACKWARD = "backward"
+    """Inside a backward."""
+    CLOSED = "closed"
+    """Nothing can be gathered or reduced any more: the collectives were closed."""
 
 
 class Step:
@@ -49,8 +74,3 @@ class Step:
     def end_audit(self) -> None:
         """Compare no more: what follows repeats what was compared."""
         self.audit = self.reducer.audit = None
-
-    @property
-    def backward_failed(self) -> bool:
-        """Whether a backward started and never ended. To be asked outside of backward."""
-        return self.phase is Phase.BACKWARD

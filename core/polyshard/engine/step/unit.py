@@ -34,8 +34,7 @@ from ..planning.managed_parameter import ManagedParameter
 from ..planning.ranks import RankGrid
 from ..transport.buffer import FlatBuffer
 from ..transport.wire import EncodedGather
-from .phase import Phase
-from .step import Step
+from .step import Phase, Step
 
 _gradient_of = attrgetter("grad")
 
@@ -118,7 +117,7 @@ class Unit:
         self.flat: FlatMaster | None = None
         self.pieces = layout.pieces(grid.shard_rank)
         self._expired = False
-        self._encoded = EncodedGather(spec, wire, caster) if wire is not None else None
+        self._encoded = EncodedGather(spec, wire.nbytes_per_rank, caster) if wire is not None else None
         self.buffer: FlatBuffer
         self.leaves: list[torch.Tensor] = []
         self._no_gradients: list[None] = []

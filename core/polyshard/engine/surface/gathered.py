@@ -12,8 +12,8 @@ from ...errors import ParameterChangedError, StateError
 from .. import _torch_private
 from ..parameters.originals import become
 from ..planning.managed_parameter import ManagedParameter
-from ..step.phase import Phase
 from ..step.root import Root
+from ..step.step import Phase
 from ..step.unit import Unit
 from ..transport.buffer import view_of
 
@@ -28,8 +28,7 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
     Raises:
         StateError: inside a forward or backward, or when entered twice.
     """
-    if root.backward_failed and not _torch_private.in_backward():
-        root.abandon()
+    root.leave_failed_backward()
     if root.phase is not Phase.IDLE:
         raise StateError(
             f"Cannot manually unshard parameters during forward/backward (rank {root.rank}, phase {root.phase.value}). "

@@ -30,11 +30,9 @@ def clip_grad_norm(root: Root, module: nn.Module, max_norm: float, norm_type: fl
     managed: set[nn.Parameter] = set()
     for unit in root.units:
         managed.update(unit.originals.tensors)
-        for parameter in unit.receivers:
-            if parameter.grad is not None:
-                groups.setdefault(unit.grid.shard, []).append(parameter.grad)
         # A rank without a part of any parameter still takes part in the reduction.
-        groups.setdefault(unit.grid.shard, [])
+        group = groups.setdefault(unit.grid.shard, [])
+        group += [parameter.grad for parameter in unit.receivers if parameter.grad is not None]
     loose = [
         parameter.grad for parameter in module.parameters() if parameter not in managed and parameter.grad is not None
     ]
@@ -50,8 +48,8 @@ def clip_grad_norm(root: Root, module: nn.Module, max_norm: float, norm_type: fl
     by_place: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in gradients:
         by_place.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for (place, dtype), group in by_place.items():
-        _torch_private.foreach_mul_(group, factor.to(device=place, dtype=dtype))
+    for (place, dtype), tensors in by_place.items():
+        _torch_private.foreach_mul_(tensors, factor.to(device=place, dtype=dtype))
     return total
 
 

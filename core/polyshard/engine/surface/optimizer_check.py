@@ -51,30 +51,21 @@ class OptimizerCheck:
         self._passed.clear()
 
     def _look_at(self, optimizer: torch.optim.Optimizer) -> None:
-        groups: list[list[tuple[torch.Tensor, Found]]] = []
-        for group in optimizer.param_groups:
-            found = self._live.find(group["params"])
-            groups.append(
-                [
-                    (parameter, each)
-                    for parameter, each in zip(group["params"], found, strict=True)
-                    if each is not None and each.unit.grid.shard is not None
-                ]
-            )
+        groups = [
+            [each for each in self._live.find(group["params"]) if each is not None and each.unit.grid.shard is not None]
+            for group in optimizer.param_groups
+        ]
         if any(groups):
             _refuse_whole_matrices(optimizer, groups)
             _refuse_replaced(optimizer, groups)
             _refuse_split_of_pieces(optimizer, groups)
-            self._guard(optimizer)
+            if optimizer not in self._guarded:
+                self._guarded.add(optimizer)
+                # That module makes the first step itself to have a state at all.
+                guard = _StateGuard(fresh=_asked_for_states())
+                optimizer.register_state_dict_pre_hook(guard.refuse)
+                optimizer.register_load_state_dict_pre_hook(guard.refuse)
         self._passed[optimizer] = len(optimizer.param_groups)
-
-    def _guard(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer not in self._guarded:
-            self._guarded.add(optimizer)
-            # That module makes the first step itself to have a state at all.
-            guard = _StateGuard(fresh=_asked_for_states())
-            optimizer.register_state_dict_pre_hook(guard.before_state_dict)
-            optimizer.register_load_state_dict_pre_hook(guard.before_load)
 
 
 @_torch_private.hidden_from_compile
@@ -88,13 +79,12 @@ class _StateGuard:
     def __init__(self, fresh: bool) -> None:
         self._fresh = fresh
 
-    def before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
-        self._refuse(optimizer)
+    def refuse(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """To be called before ``state_dict`` and before ``load_state_dict``.
 
-    def before_load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        self._refuse(optimizer)
-
-    def _refuse(self, optimizer: torch.optim.Optimizer) -> None:
+        Raises:
+            StateError: that module calls it.
+        """
         if not _asked_for_states():
             self._fresh = False
             return
@@ -117,13 +107,11 @@ def _asked_for_states() -> bool:
     return False
 
 
-def _refuse_whole_matrices(
-    optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[tuple[torch.Tensor, Found]]]
-) -> None:
+def _refuse_whole_matrices(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Found]]) -> None:
     for name, does in _NOT_ELEMENTWISE.items():
         kind = getattr(torch.optim, name, None)
         if kind is not None and isinstance(optimizer, kind):
-            first = next(each for group in groups for _, each in group)
+            first = next(each for group in groups for each in group)
             raise UnsupportedError(
                 f"torch.optim.{name} {does}, and of '{_name(first)}' each rank holds a piece (rank {first.root.rank}). "
                 "Use an optimizer that treats elements alike, strategy='no_shard', or pass what it trains in "
@@ -131,9 +119,9 @@ def _refuse_whole_matrices(
             )
 
 
-def _refuse_replaced(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[tuple[torch.Tensor, Found]]]) -> None:
+def _refuse_replaced(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Found]]) -> None:
     for group in groups:
-        for _, each in group:
+        for each in group:
             if each.slot is not None and each.unit.flat is not None and each.unit.trainable:
                 raise ConfigError(
                     f"{type(optimizer).__name__} holds '{_name(each)}', whose gradient arrives in the flat parameter "
@@ -142,12 +130,10 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence
                 )
 
 
-def _refuse_split_of_pieces(
-    optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[tuple[torch.Tensor, Found]]]
-) -> None:
+def _refuse_split_of_pieces(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Found]]) -> None:
     """Refuse groups that ``p.ndim >= 2`` made after sharding, which no piece fulfils."""
     dims = [
-        [len(each.unit.layout.slots[each.slot].shape) for _, each in group if each.slot is not None] for group in groups
+        [len(each.unit.layout.slots[each.slot].shape) for each in group if each.slot is not None] for group in groups
     ]
     matrices = [index for index, group in enumerate(dims) if any(ndim >= 2 for ndim in group)]
     if not matrices:
@@ -163,7 +149,7 @@ def _refuse_split_of_pieces(
         there = (mixed or matrices)[0]
         first = next(
             each
-            for _, each in groups[there]
+            for each in groups[there]
             if each.slot is not None and len(each.unit.layout.slots[each.slot].shape) >= 2
         )
         assert first.slot is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,16 +45,16 @@ def guard_state_dicts(units: Iterable[Unit]) -> None:
             module.register_load_state_dict_pre_hook(guard.before_load)  # type: ignore[no-untyped-call]
 
 
+@dataclass(eq=False, slots=True)
 class _Guard:
     """Hooks of one module, for its parameters of one unit."""
 
-    def __init__(self, unit: Unit, slots: Mapping[str, int]) -> None:
-        self._unit = unit
-        self._slots = slots
+    unit: Unit
+    slots: Mapping[str, int]
 
     def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self._shows_pieces:
-            first = self._parameter(next(iter(self._slots.values())))
+            first = self._parameter(next(iter(self.slots.values())))
             raise StateError(
                 f"state_dict() found '{first}' sharded (rank {self._rank}): it would hold this rank's pieces under the "
                 "names of whole parameters. Save with polyshard.checkpoint.save, call it inside of 'with "
@@ -65,13 +66,13 @@ class _Guard:
         """Leave this rank's piece of each whole parameter in ``state_dict``, which is ``load_state_dict``'s own."""
         if not self._shows_pieces:
             return
-        pieces = {piece.slot: piece for piece in self._unit.pieces}
-        for key, index in self._slots.items():
+        pieces = {piece.slot: piece for piece in self.unit.pieces}
+        for key, index in self.slots.items():
             value = state_dict.get(prefix + key)
             # Whatever else there is will not fit, and torch says so.
             if type(value) is not torch.Tensor and type(value) is not nn.Parameter:
                 continue
-            slot, piece = self._unit.layout.slots[index], pieces.get(index)
+            slot, piece = self.unit.layout.slots[index], pieces.get(index)
             if tuple(value.shape) != slot.shape:
                 raise StateError(
                     f"load_state_dict() got '{self._parameter(index)}' in shape {tuple(value.shape)}, "
@@ -96,16 +97,16 @@ class _Guard:
 
     @property
     def _shows_pieces(self) -> bool:
-        root = self._unit.step
+        root = self.unit.step
         assert isinstance(root, Root)
-        return self._unit.grid.shard is not None and not root.unsharded and not _of_pieces.get()
+        return self.unit.grid.shard is not None and not root.unsharded and not _of_pieces.get()
 
     def _parameter(self, index: int) -> str:
-        return self._unit.parameters[index].names[0]
+        return self.unit.parameters[index].names[0]
 
     @property
     def _rank(self) -> int:
-        return self._unit.grid.world.rank
+        return self.unit.grid.world.rank
 
 
 class _NoGuard:
@@ -114,5 +115,4 @@ class _NoGuard:
     def before_state_dict(self, *_: Any) -> None:
         """Let every state dict through."""
 
-    def before_load(self, *_: Any) -> None:
-        """Let every state dict through."""
+    before_load = before_state_dict

@@ -1,16 +1,31 @@
-"""What torch's own functions must know of sharded models: put in place when the first model is sharded."""
+"""Torch's own functions, made right for parameters of which each rank holds a piece.
+
+[Note: torch's functions]
+``torch.nn.utils.clip_grad_norm_`` and ``torch.amp.GradScaler`` look at the tensors that they are given. Of a sharded
+model these are this rank's pieces, so that each rank would clip by a norm of its own, and step or skip by an overflow
+of its own. Trainers call them by name and have imported them long before a model is sharded. What stands behind those
+names is therefore exchanged, once, when the first model is sharded: it looks for parameters of sharded models among
+what it is given, and hands on to torch's own what has none. Tensors of another kind, which would answer for themselves,
+are no way: torch's foreach and fused optimizers take plain tensors alone.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Sequence
+from types import GeneratorType
 from weakref import WeakSet
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ...errors import ConfigError, StateError
+from ...interfaces import Collectives, ReduceOp
+from .. import _torch_private
 from ..step.root import Root
 from ..step.unit import Unit
-from .gradient_utilities import GradientUtilities
-from .live_roots import live_roots
+from .live_roots import Found, live_roots
+from .norms import accumulator, group_norms, refuse_order
 from .optimizer_check import OptimizerCheck
 from .state_dicts import guard_state_dicts
 
@@ -27,7 +42,7 @@ def follow(root: Root) -> None:
     """
     with _installing:
         if not _checks:
-            GradientUtilities(live_roots).install()
+            GradientUtilities().install()
             _checks.append(OptimizerCheck(live_roots))
             register_optimizer_step_pre_hook(_checks[0].before_step)
         _checks[0].forget()
@@ -36,3 +51,209 @@ def follow(root: Root) -> None:
         new = [unit for unit in root.units if unit not in _guarded]
         _guarded.update(new)
     guard_state_dicts(new)
+
+
+class GradientUtilities:
+    """What stands behind the names of torch's functions."""
+
+    def install(self) -> None:
+        """Take torch's functions over, for good."""
+        self._total_norm = _torch_private.exchange_behind(torch.nn.utils.get_total_norm, self.total_norm)
+        self._clip = _torch_private.exchange_behind(torch.nn.utils.clip_grad_norm_, self.clip_grad_norm)
+        self._unscale = _torch_private.exchange_unscale(self.unscale)
+
+    def clip_grad_norm(
+        self,
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """``torch.nn.utils.clip_grad_norm_``, by the norm over all ranks that hold pieces of ``parameters``.
+
+        Every rank gives the same parameters, in any order, whether or not it holds elements of them.
+
+        Raises:
+            ConfigError: ``norm_type`` is not positive.
+            StateError: some parameters of a unit are given whose gradients arrive in its flat parameter.
+        """
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not given and isinstance(parameters, GeneratorType):
+            # Torch warns of those.
+            return self._clip((tensor for tensor in given), max_norm, norm_type, error_if_nonfinite, foreach)
+        found = live_roots.find(given)
+        given, found = _as_flat(given, found)
+        if not any(map(_is_cut, found)):
+            return self._clip(given, max_norm, norm_type, error_if_nonfinite, foreach)
+        total = self._norm(
+            [tensor.grad for tensor in given], found, norm_type, error_if_nonfinite, foreach, "clip_grad_norm_"
+        )
+        torch.nn.utils.clip_grads_with_norm_(given, max_norm, total, foreach)
+        return total
+
+    def total_norm(
+        self,
+        tensors: torch.Tensor | Iterable[torch.Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """``torch.nn.utils.get_total_norm`` over all ranks, of gradients or of parameters.
+
+        Gradients of a sharded model must be all that it has: from some of them it does not follow which ranks hold
+        none of those that are meant, and these ranks could not take part.
+
+        Raises:
+            ConfigError: ``norm_type`` is not positive.
+            StateError: some gradients of a sharded model are given and others are not.
+        """
+        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        found = live_roots.find(given)
+        for index, each in enumerate(found):
+            if each is not None and each.root.unsharded:
+                # Whole on every rank, as long as this lasts.
+                found[index] = None
+        self._find_gradients(given, found)
+        if not any(map(_is_cut, found)):
+            return self._total_norm(given, norm_type, error_if_nonfinite, foreach)
+        return self._norm(given, found, norm_type, error_if_nonfinite, foreach, "get_total_norm")
+
+    def unscale(
+        self,
+        scaler: torch.amp.GradScaler,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        """``GradScaler._unscale_grads_``, whose finding is that of all ranks: they step alike, and scale alike.
+
+        Raises:
+            ConfigError: gradients are fp16, which torch does not unscale.
+        """
+        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        found = sorted((each for each in live_roots.find(given) if each is not None), key=lambda each: each.order)
+        units = list(dict.fromkeys(each.unit for each in found))
+        if not units:
+            return self._unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+        for unit in units:
+            # Known on ranks without a gradient too: they would wait for those that torch's own check stops.
+            if unit.dtypes.grad == torch.float16 and not allow_fp16:
+                raise ConfigError(
+                    f"torch.amp.GradScaler does not unscale fp16 gradients, which unit '{unit.name}' has (rank "
+                    f"{unit.grid.world.rank}). Keep the model in fp32 and shard it with precision='fp16'."
+                )
+        findings = self._unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+        device = found[0].root.collectives.device
+        worst = torch.zeros((), dtype=torch.float32, device=device)
+        for finding in findings.values():
+            worst = torch.maximum(worst, finding.to(device))
+        groups = dict.fromkeys(group for unit in units for group in (unit.grid.shard, unit.grid.replicate))
+        for group in groups:
+            if group is not None:
+                group.all_reduce(worst, op=ReduceOp.MAX).wait()
+        # A rank that holds no element of anything has found nothing, which torch would take for a mistake.
+        return {**findings, device: worst}
+
+    def _norm(
+        self,
+        tensors: Sequence[torch.Tensor | None],
+        found: Sequence[Found | None],
+        norm_type: float,
+        error_if_nonfinite: bool,
+        foreach: bool | None,
+        call: str,
+    ) -> torch.Tensor:
+        pairs = list(zip(found, tensors, strict=True))
+        cut = [(each, tensor) for each, tensor in pairs if each is not None and _is_cut(each)]
+        cut.sort(key=lambda pair: pair[0].order)
+        first = cut[0][0].root
+        order = float(norm_type)
+        refuse_order(order, call, first.rank)
+        groups: dict[Collectives | None, list[torch.Tensor]] = {}
+        for each, tensor in cut:
+            group = groups.setdefault(each.unit.grid.shard, [])
+            if tensor is not None:
+                group.append(tensor)
+        wide = accumulator(each.unit for each, _ in cut)
+        norms = group_norms(groups, order, wide, first.collectives.device)
+        others = [tensor for each, tensor in pairs if not _is_cut(each) and tensor is not None]
+        # The norm of norms is the norm. Torch's own counts what is whole, and raises where that is asked for.
+        return self._total_norm([*norms, *others], order, error_if_nonfinite, foreach)
+
+    def _find_gradients(self, tensors: Sequence[torch.Tensor], found: list[Found | None]) -> None:
+        """Find what among ``tensors`` is a gradient of a sharded model, by where it lies: views of one count as it."""
+        # Strangers' tensors may be of any kind, with no address to ask for.
+        wanted = {
+            (tensor.data_ptr(), tensor.numel()): index
+            for index, tensor in enumerate(tensors)
+            if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel()
+        }
+        for age, root in enumerate(live_roots.roots()):
+            seen, missing = [], None
+            for number, unit in enumerate(root.units):
+                for receiver in unit.receivers if unit.grid.shard is not None else ():
+                    gradient = receiver.grad
+                    if gradient is None:
+                        continue
+                    index = wanted.get((gradient.data_ptr(), gradient.numel()))
+                    if index is not None:
+                        found[index] = Found(root, unit, None, (age, number))
+                        seen.append(unit)
+                    elif gradient.numel():
+                        missing = unit
+            if seen and (missing is not None or not _reaches_every_rank(seen)):
+                raise StateError(
+                    "get_total_norm got some gradients of a sharded model, which does not tell the ranks without a "
+                    f"piece of those that they must take part (rank {root.rank}, unit '{(missing or seen[0]).name}'). "
+                    "Give all gradients of the model, or call torch.nn.utils.clip_grad_norm_(parameters, math.inf), "
+                    "which returns the norm and changes nothing, with the parameters."
+                )
+
+
+def _is_cut(found: Found | None) -> bool:
+    return found is not None and found.unit.grid.shard is not None
+
+
+def _as_flat(given: list[torch.Tensor], found: list[Found | None]) -> tuple[list[torch.Tensor], list[Found | None]]:
+    """Put units' flat parameters in the place of originals, whose gradients arrive there."""
+    flattened: dict[Unit, set[int]] = {}
+    for each in found:
+        if each is not None and each.slot is not None and each.unit.flat is not None:
+            flattened.setdefault(each.unit, set()).add(each.slot)
+    if not flattened:
+        return given, found
+    for unit, slots in flattened.items():
+        if len(slots) < len(unit.parameters):
+            absent = next(index for index in range(len(unit.parameters)) if index not in slots)
+            raise StateError(
+                f"Some parameters of unit '{unit.name}' are to be clipped and '{unit.parameters[absent].names[0]}' is "
+                f"not, but all of them have one gradient, that of their flat parameter (rank {unit.grid.world.rank}). "
+                "Clip all of them, or do without polyshard.flat_parameters."
+            )
+    tensors: dict[torch.Tensor, Found | None] = {}
+    for tensor, each in zip(given, found, strict=True):
+        if each is not None and each.slot is not None and each.unit.flat is not None:
+            tensors[each.unit.flat.parameter] = each._replace(slot=None)
+        else:
+            tensors[tensor] = each
+    return list(tensors), list(tensors.values())
+
+
+def _reaches_every_rank(units: Iterable[Unit]) -> bool:
+    """Whether every rank has a gradient of one of ``units``."""
+    reached: set[int] = set()
+    for unit in dict.fromkeys(units):
+        layout, trained = unit.layout, unit.originals.trained
+        # No shard then lies between two parameters, or behind the last one.
+        if all(trained) and all(numel < layout.shard_numel for _, numel in layout.gaps()):
+            return True
+        reached.update(
+            rank
+            for rank in range(layout.world_size)
+            if rank not in reached and any(trained[piece.slot] for piece in layout.pieces(rank))
+        )
+        if len(reached) == layout.world_size:
+            return True
+    return False

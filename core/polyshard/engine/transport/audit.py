@@ -16,12 +16,8 @@ class Audit:
     """
 
     def __init__(self) -> None:
-        #: Whether a whole forward was compared; the next one needs no comparison.
+        #: Whether a whole forward was compared. Its backward still is, if there is one; the next forward is not.
         self.done = False
-
-    def forward_ended(self) -> None:
-        """The first outermost forward ended; its backward, if there is one, is still compared."""
-        self.done = True
 
     def agree(self, world: Collectives, unit: str, operation: str, numel: int, dtype: torch.dtype) -> None:
         """Raise on every rank of ``world`` if any is about to do something else.

@@ -30,7 +30,8 @@ class FlatBuffer:
         self.gaps = [flat.narrow(0, offset, numel) for offset, numel in layout.gaps()]
         self.address = flat.data_ptr()
         self._storage = flat.untyped_storage()
-        self._nbytes = self._storage.nbytes()
+        #: Bytes while attached.
+        self.nbytes = self._storage.nbytes()
         self._resizable = resizable
         self.attached = True
 
@@ -71,15 +72,10 @@ class FlatBuffer:
         for view in self.views:
             view.requires_grad_(True)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes while attached."""
-        return self._nbytes
-
     def attach(self) -> None:
         """Give the buffer memory, uninitialised, from the current stream's pool. Nothing happens if it has some."""
         if self._resizable and not self.attached:
-            self._storage.resize_(self._nbytes)
+            self._storage.resize_(self.nbytes)
             self.address = self.flat.data_ptr()
         self.attached = True
 
@@ -91,7 +87,7 @@ class FlatBuffer:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in this buffer's memory."""
-        return self.attached and 0 <= tensor.data_ptr() - self.address < self._nbytes
+        return self.attached and 0 <= tensor.data_ptr() - self.address < self.nbytes
 
 
 def view_of(flat: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:

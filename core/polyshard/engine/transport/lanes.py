@@ -31,9 +31,10 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -74,12 +75,27 @@ class Gatherable(Protocol):
         """The gather ends at the present point of the current stream."""
 
 
+class Reduction(NamedTuple):
+    """A reduction to be run; what it calls, in this order."""
+
+    issue: Callable[[], Work]
+    """Starts it."""
+    deliver: Callable[[], None]
+    """Uses its result."""
+    retire: Callable[[], None]
+    """Lets go of its input."""
+
+
 class Lanes(ABC):
     """Runs gathers and reductions beside compute. One instance serves all units of a root."""
 
-    @abstractmethod
+    def __init__(self) -> None:
+        # What is left to do for those that were issued and not retired, the oldest first.
+        self._reductions: deque[Any] = deque()
+
     def begin_forward(self) -> None:
         """Order gathers after what was issued so far (rule 4)."""
+        return None
 
     @abstractmethod
     def gather(self, units: Sequence[Gatherable]) -> None:
@@ -98,26 +114,21 @@ class Lanes(ABC):
         """Give the gather buffer's memory back (rule 1)."""
 
     @abstractmethod
+    def reduce(self, reduction: Reduction, taken_at: Sequence[object]) -> None:
+        """Run ``reduction``, whose input was given memory at the places ``taken_at``, apart from the present one."""
+
     def make_room(self, alive: int = REDUCTIONS_ALIVE - 1) -> None:
         """Retire reductions until at most ``alive`` are left, so that one more input may be filled (rule 3)."""
+        while len(self._reductions) > alive:
+            self._retire_oldest()
 
     @abstractmethod
-    def reduce(
-        self,
-        issue: Callable[[], Work],
-        deliver: Callable[[], None],
-        retire: Callable[[], None],
-        taken_at: Sequence[object],
-    ) -> None:
-        """Run a reduction.
+    def _retire_oldest(self) -> None:
+        """Retire the reduction that was issued first."""
 
-        ``issue`` starts it, ``deliver`` uses its result, ``retire`` lets go of its input; in that order. ``taken_at``
-        are the places at which its input was given memory, apart from the present one.
-        """
-
-    @abstractmethod
     def drain(self) -> None:
         """Order compute after every reduction, and retire them (rule 5)."""
+        self.make_room(0)
 
     def give_up(self) -> None:
         """Wait for all that is in flight, whatever becomes of it: whoever cleans up has an error to tell already."""
@@ -136,11 +147,8 @@ class HostLanes(Lanes):
     """For operations that run where they are issued, or on a backend's own threads until ``Work.wait``."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._gathers: dict[Gatherable, _Batch] = {}
-        self._reductions: deque[tuple[Work, Callable[[], None], Callable[[], None]]] = deque()
-
-    def begin_forward(self) -> None:
-        return None
 
     def gather(self, units: Sequence[Gatherable]) -> None:
         for unit in units:
@@ -165,30 +173,16 @@ class HostLanes(Lanes):
         self.arrive(unit)
         unit.buffer.release()
 
-    def make_room(self, alive: int = REDUCTIONS_ALIVE - 1) -> None:
-        while len(self._reductions) > alive:
-            self._finish_oldest()
-
-    def reduce(
-        self,
-        issue: Callable[[], Work],
-        deliver: Callable[[], None],
-        retire: Callable[[], None],
-        taken_at: Sequence[object],
-    ) -> None:
-        self._reductions.append((issue(), deliver, retire))
-
-    def drain(self) -> None:
-        while self._reductions:
-            self._finish_oldest()
+    def reduce(self, reduction: Reduction, taken_at: Sequence[object]) -> None:
+        self._reductions.append((reduction.issue(), reduction))
 
     def give_up(self) -> None:
         while self._reductions:
-            work, deliver, retire = self._reductions.popleft()
+            work, reduction = self._reductions.popleft()
             with suppress(PolyshardError):
                 work.wait()
-            deliver()
-            retire()
+            reduction.deliver()
+            reduction.retire()
         batches = list(dict.fromkeys(self._gathers.values()))
         self._gathers.clear()
         for work in (work for batch in batches for work in batch.works):
@@ -196,17 +190,18 @@ class HostLanes(Lanes):
             with suppress(PolyshardError):
                 work.wait()
 
-    def _finish_oldest(self) -> None:
-        work, deliver, retire = self._reductions.popleft()
+    def _retire_oldest(self) -> None:
+        work, reduction = self._reductions.popleft()
         work.wait()
-        deliver()
-        retire()
+        reduction.deliver()
+        reduction.retire()
 
 
 class StreamLanes(Lanes):
     """For CUDA and stream-ordered collectives."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = torch.cuda.current_device() if device.index is None else device.index
         # High priority: a collective that waits behind compute kernels delays the compute that waits for it.
         self._gather_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
@@ -223,7 +218,6 @@ class StreamLanes(Lanes):
         # Which of the two streams has anything that compute was not ordered after. Inside the capture of a CUDA graph a
         # stream takes part from its first use on, and one that does not may not be waited for.
         self._gathers = self._reduces = False
-        self._reductions: deque[tuple[torch.cuda.Event, Sequence[torch.cuda.Stream], Callable[[], None]]] = deque()
 
     def begin_forward(self) -> None:
         current = self._current()
@@ -298,17 +292,7 @@ class StreamLanes(Lanes):
             self._released[stream.cuda_stream] = stream, stream.record_event()
         unit.buffer.release()
 
-    def make_room(self, alive: int = REDUCTIONS_ALIVE - 1) -> None:
-        while len(self._reductions) > alive:
-            self._retire_oldest()
-
-    def reduce(
-        self,
-        issue: Callable[[], Work],
-        deliver: Callable[[], None],
-        retire: Callable[[], None],
-        taken_at: Sequence[object],
-    ) -> None:
+    def reduce(self, reduction: Reduction, taken_at: Sequence[object]) -> None:
         before, stream = self._current(), self._reduce_stream
         self._reduces = True
         self._filled.record(before)
@@ -316,16 +300,15 @@ class StreamLanes(Lanes):
         event = self._spare.pop() if self._spare else _event()
         torch.cuda.set_stream(stream)
         try:
-            issue().wait()
-            deliver()
+            reduction.issue().wait()
+            reduction.deliver()
             event.record(stream)
         finally:
             torch.cuda.set_stream(before)
-            self._reductions.append((event, (before, *_others(taken_at, before)), retire))
+            self._reductions.append((event, (before, *_others(taken_at, before)), reduction.retire))
 
     def drain(self) -> None:
-        while self._reductions:
-            self._retire_oldest()
+        super().drain()
         current = self._current()
         for _, event in self._released.values():
             event.wait(current)
@@ -383,26 +366,23 @@ def lanes_for(collectives: Collectives) -> Lanes:
     return HostLanes()
 
 
+@dataclass(eq=False, slots=True)
 class _Batch:
     """Units that were gathered together, where waiting blocks."""
 
-    __slots__ = ("units", "works")
-
-    def __init__(self, units: Sequence[Gatherable], works: Sequence[Work]) -> None:
-        self.units = units
-        self.works = works
+    units: Sequence[Gatherable]
+    works: Sequence[Work]
 
 
+@dataclass(eq=False, slots=True)
 class _Arrival:
-    """The end of a gather on its stream, and how many units still have to arrive there."""
+    """The end of a gather on its stream."""
 
-    __slots__ = ("event", "missing", "on")
-
-    def __init__(self, event: torch.cuda.Event, missing: int) -> None:
-        self.event = event
-        self.missing = missing
-        #: The stream that was last ordered after it.
-        self.on: int | None = None
+    event: torch.cuda.Event
+    missing: int
+    """How many units still have to arrive there."""
+    on: int | None = None
+    """The stream that was last ordered after it."""
 
 
 _group_of = attrgetter("gather_group")
