@@ -50,7 +50,7 @@ _FENCE = re.compile(r"^```([\w{}-]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NAMED = re.compile(r"^`([\w./-]+)`$")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _DECIMAL = re.compile(r"-?\d+\.\d+")
-#: For pages that start several jobs of several processes.
+#: For pages that start programs.
 _LAUNCHES = (pytest.mark.slow, pytest.mark.timeout(140))
 _FILE = re.compile(r"`((?:core|engine|backends|policies|plugins|tests|docs|examples|benchmarks)/[\w./-]*|\w+\.py)`")
 
@@ -96,13 +96,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-def _launches_ranks(page: Path) -> bool:
-    return "\n$ torchrun " in page.read_text(encoding="utf-8")
+def _launches(page: Path) -> bool:
+    return re.search(r"^\$ (torchrun|python) ", page.read_text(encoding="utf-8"), re.MULTILINE) is not None
 
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, id=_identify(page), marks=_LAUNCHES if _launches_ranks(page) else ()) for page in PAGES],
+    [pytest.param(page, id=_identify(page), marks=_LAUNCHES if _launches(page) else ()) for page in PAGES],
 )
 def test_page_runs(
     page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
