@@ -17,6 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from processes import forking_context
 
@@ -107,6 +108,8 @@ def _main(script: str, arguments: list[str], variables: dict[str, str], folder: 
         opened = os.open(file, os.O_WRONLY | os.O_APPEND)
         os.dup2(opened, stream.fileno())
         os.close(opened)
+    # As torchrun gives each of several ranks one thread.
+    torch.set_num_threads(1)
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")
