@@ -105,7 +105,7 @@ class Run:
             if len(found) == self._ranks:
                 self._seen |= {process.pid for process in found}
                 return found
-            time.sleep(0.02)
+            time.sleep(0.1)
 
     def _workers(self) -> list[psutil.Process]:
         workers = []
