@@ -13,8 +13,9 @@ endif
 # Two ranks share a small machine; more threads than cores slow each other down.
 export OMP_NUM_THREADS ?= 1
 
-# Tests run in one process a core, which take files over from each other; WORKERS=0 for one process alone.
-WORKERS ?= logical
+# Tests run in processes that take files over from each other, one more than cores: tests of ranks that are processes,
+# of time limits and of failures wait for a third of their time. WORKERS=0 for one process alone.
+WORKERS ?= $$(( $$(getconf _NPROCESSORS_ONLN) + 1 ))
 PARALLEL = -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
 # Of the example; options for torchrun itself in LAUNCH="...".

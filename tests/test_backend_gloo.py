@@ -176,6 +176,7 @@ def test_an_error_on_a_rank_is_raised_here() -> None:
     assert "raised on rank 1 of 2" in raised.value.__notes__[0]
 
 
+@pytest.mark.slow
 def test_a_hang_is_reported_with_stacks() -> None:
     with pytest.raises(TimeoutError, match=r"(?s)ranks \[1\] of 2 did not answer.*hangs_on_one"):
         run_processes(2, hangs_on_one, timeout=4.0)

@@ -342,6 +342,7 @@ gc.callbacks.remove(collects)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", ["reads_the_generator", "asks_for_the_first_time"])
 def test_a_garbage_collection_inside_torch_does_not_stop_all_ranks(body: str) -> None:
     """One body meets a mutex of torch, the other the guard of a static variable."""

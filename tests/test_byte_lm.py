@@ -1,4 +1,4 @@
-"""The example: its data, its settings, and short runs of the script as a user starts it."""
+"""The example: its data, its settings, and short runs of the script."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import json
 import math
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import polyshard
 import polyshard.checkpoint
@@ -21,12 +20,12 @@ import pytest
 import torch
 from polyshard import Strategy
 from polyshard.errors import ConfigError
-from process_tree import kill_tree
+from programs import run_script
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "byte_lm"
 CONFIG = EXAMPLE / "run.toml"
-#: Seconds for one run of the script; most of it is importing torch on every rank.
-LIMIT = 100
+#: Seconds for one run of the script.
+LIMIT = 100.0
 #: A model and a run that take about a second.
 TINY = (
     "run.width=16",
@@ -61,25 +60,20 @@ def part(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def start(arguments: Sequence[str], *, ranks: int = 2, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the script on ``ranks`` CPU processes, or without torchrun where that is 0; its output is in ``stdout``."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+class Ended(NamedTuple):
+    """How a run of the script ended."""
+
+    returncode: int
+    stdout: str
+    """What its ranks wrote, errors last."""
+
+
+def start(arguments: Sequence[str], *, ranks: int = 2, **variables: str) -> Ended:
+    """Run the script on ``ranks`` CPU processes, or on one without a launcher where that is 0."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("POLYSHARD_")}
-    process = subprocess.Popen(
-        [sys.executable, *launch, str(EXAMPLE / "train.py"), "--config", str(CONFIG), *arguments],
-        env={**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        kill_tree(process)
-        output, _ = process.communicate()
-        pytest.fail(f"no end within {LIMIT} s:\n{output}")
-    return subprocess.CompletedProcess(process.args, process.returncode, output)
+    environ = {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
+    done = run_script(ranks, EXAMPLE / "train.py", ["--config", str(CONFIG), *arguments], environ, LIMIT)
+    return Ended(next((code for code in done.codes if code), 0), done.output + done.errors)
 
 
 def changes(*settings: str) -> list[str]:

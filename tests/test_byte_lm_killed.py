@@ -6,12 +6,12 @@ import random
 from pathlib import Path
 
 import pytest
-from killed_runs import KILLS, STEPS, run
+from killed_runs import KILLS, STEPS, run, run_alone
 
 
 @pytest.mark.slow
 def test_a_run_whose_ranks_are_killed_three_times_ends_bit_equal(tmp_path: Path) -> None:
-    expected = run(2, tmp_path / "whole")
+    expected = run_alone(2, tmp_path / "whole")
     found = run(2, tmp_path / "killed", random.Random(0))
     assert len(found.kills) == KILLS
     assert len(expected.history["train"]) == STEPS

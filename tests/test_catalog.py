@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import PathDistribution
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,30 @@ def test_resolving_imports_the_named_plugin_alone(site: Path) -> None:
         {"acme_alone_good": POLICY_SOURCE, "acme_alone_bomb": "raise RuntimeError('imported')"},
     )
     assert resolve(Group.POLICIES, "good").value == "acme_alone_good:Blocks"
+
+
+def test_a_package_is_read_once_for_a_plugin_however_many_it_offers(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"read{number}" for number in range(3)]
+    offers = [(POLICIES, name, "acme_read:Blocks") for name in names]
+    install(site, "acme-read", "1.0", offers, {"acme_read": POLICY_SOURCE})
+    install(site, "acme-other", "1.0", [(POLICIES, "other", "acme_read:Blocks")])
+    read: list[str] = []
+    read_text = PathDistribution.read_text
+
+    def counted(self: PathDistribution, filename: str) -> str | None:
+        text = read_text(self, filename)
+        if filename == "METADATA" and text is not None and "Name: acme-" in text:
+            read.append(text)
+        return text
+
+    monkeypatch.setattr(PathDistribution, "read_text", counted)
+    resolve(Group.POLICIES, "read1")
+    assert len(read) == 1
+    assert "acme-read" in read.pop()
+    assert {plugin.name for plugin in installed(Group.POLICIES)} >= {*names, "other"}
+    assert len(read) == 2
 
 
 def test_unknown_name_suggests_lists_and_tells_what_is_broken(site: Path) -> None:

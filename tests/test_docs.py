@@ -6,9 +6,10 @@ Blocks run in the order of the page, in an empty folder that is the working dire
 - A line that holds nothing but a file's name in backticks names the block below it: the block is written to that file.
   A ``pyproject.toml`` written so is installed, as far as its name, version and entry points go.
 - Other ``python`` blocks run, all those of a page in one namespace.
-- In ``console`` blocks the lines after ``$`` run where they start with ``polyshard``, ``python`` or ``torchrun``. Lines
-  below a command must be in what it prints, in this order, blanks aside; ``...`` stands for any lines. Numbers with a
-  decimal point, which machines round differently, may be off by a twentieth.
+- In ``console`` blocks the lines after ``$`` run where they start with ``polyshard``, ``python`` or ``torchrun``, whose
+  options torchrun's own parser reads. Lines below a command must be in what it prints, in this order, blanks aside;
+  ``...`` stands for any lines. Numbers with a decimal point, which machines round differently, may be off by a
+  twentieth.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import pytest
 from fake_distribution import install
 from polyshard import errors
 from polyshard.cli import main as polyshard_command
+from programs import run_script
 from torch.distributed.fsdp import (
     FSDPModule,
     FullyShardedDataParallel,
@@ -40,6 +42,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.run import get_args_parser
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -47,9 +50,7 @@ _FENCE = re.compile(r"^```([\w{}-]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NAMED = re.compile(r"^`([\w./-]+)`$")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _DECIMAL = re.compile(r"-?\d+\.\d+")
-#: What a command of a page runs, as a module of this interpreter.
-_PROGRAMS = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}
-#: For pages that start several jobs of several processes, each of which imports torch.
+#: For pages that start programs.
 _LAUNCHES = (pytest.mark.slow, pytest.mark.timeout(140))
 _FILE = re.compile(r"`((?:core|engine|backends|policies|plugins|tests|docs|examples|benchmarks)/[\w./-]*|\w+\.py)`")
 
@@ -95,13 +96,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-def _launches_ranks(page: Path) -> bool:
-    return "\n$ torchrun " in page.read_text(encoding="utf-8")
+def _launches(page: Path) -> bool:
+    return re.search(r"^\$ (torchrun|python) ", page.read_text(encoding="utf-8"), re.MULTILINE) is not None
 
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, id=_identify(page), marks=_LAUNCHES if _launches_ranks(page) else ()) for page in PAGES],
+    [pytest.param(page, id=_identify(page), marks=_LAUNCHES if _launches(page) else ()) for page in PAGES],
 )
 def test_page_runs(
     page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -136,6 +137,7 @@ def _write(snippet: Snippet, folder: Path) -> None:
 
 
 def _run_console(snippet: Snippet, page: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torchrun = get_args_parser()
     for block in re.split(r"^\$ ", snippet.text, flags=re.MULTILINE)[1:]:
         command, *shown = block.splitlines()
         where = f"{_identify(page)}, line {snippet.line}: {command}"
@@ -144,10 +146,13 @@ def _run_console(snippet: Snippet, page: Path, folder: Path, capsys: pytest.Capt
             capsys.readouterr()
             status = polyshard_command(words[1:])
             printed = "".join(capsys.readouterr())
-        elif words[0] in _PROGRAMS:
-            program = [sys.executable, *_PROGRAMS[words[0]], *words[1:]]
+        elif words[0] == "torchrun":
+            launch = torchrun.parse_args(words[1:])
+            script, arguments = folder / launch.training_script, launch.training_script_args
+            status, printed = _run_script(int(launch.nproc_per_node), script, arguments)
+        elif words[:3] == ["python", "-m", "pytest"]:
             done = subprocess.run(
-                [*program, "-p", "no:cacheprovider"] if words[1:3] == ["-m", "pytest"] else program,
+                [sys.executable, *words[1:], "-p", "no:cacheprovider"],
                 env={
                     **os.environ,
                     "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -158,6 +163,8 @@ def _run_console(snippet: Snippet, page: Path, folder: Path, capsys: pytest.Capt
                 check=False,
             )
             status, printed = done.returncode, done.stdout + done.stderr
+        elif words[0] == "python":
+            status, printed = _run_script(0, folder / words[1], words[2:])
         else:
             continue
         assert status == 0, f"{where}\n{printed}"
@@ -165,6 +172,11 @@ def _run_console(snippet: Snippet, page: Path, folder: Path, capsys: pytest.Capt
         for wanted in shown:
             found = wanted in ("", "...") or any(_prints(line, wanted) for line in lines)
             assert found, f"{where}\ndoes not print {wanted!r}, but\n{printed}"
+
+
+def _run_script(ranks: int, script: Path, arguments: list[str]) -> tuple[int, str]:
+    done = run_script(ranks, script, arguments)
+    return next((code for code in done.codes if code), 0), done.output + done.errors
 
 
 def _prints(line: str, wanted: str) -> bool:

@@ -95,6 +95,7 @@ def train_tailed(rank: int, use: str, compiles: str) -> tuple[list[torch.Tensor]
     return losses, sum(stage.is_part for stage in root_of(model).stages)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", ["called", "its weight"])
 @pytest.mark.parametrize("compiles", ["model", "forward", "head"])
 def test_a_head_that_was_split_off_may_be_compiled_and_used_in_compiled_code(compiles: str, use: str) -> None:

@@ -319,7 +319,7 @@ def fail_on_one(rank: int, first_step: bool) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("first_step", [True, False])
+@pytest.mark.parametrize("first_step", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_rank_that_raises_in_forward_leaves_no_other_waiting(processes: RankPool, first_step: bool) -> None:
     first, failing, last = run(processes, fail_on_one, first_step)
     assert failing == "ZeroDivisionError"

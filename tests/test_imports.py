@@ -1,34 +1,37 @@
+"""What an import brings with it, in an interpreter that has imported nothing yet."""
+
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
 
-import pytest
+#: A fresh interpreter runs these one after another: what one must not import, those before it must not either.
+STATEMENTS = (
+    "import polyshard",
+    "import polyshard.cli",
+    "import polyshard.__main__",
+    "from polyshard.catalog import resolve; from polyshard.interfaces import Group; resolve(Group.PRECISION, 'bf16')",
+    "import polyshard_plugins.trace",
+)
 
 
-def modules_after(statement: str) -> set[str]:
-    """What a fresh interpreter has imported after ``statement``."""
-    code = f"{statement}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))"
+def test_nothing_is_imported_before_it_is_used() -> None:
+    code = "import json, sys\n"
+    for statement in STATEMENTS:
+        code += f"{statement}\nprint(json.dumps(sorted(sys.modules)))\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    return set(json.loads(done.stdout.splitlines()[-1]))
-
-
-@pytest.mark.parametrize("statement", ["import polyshard", "import polyshard.cli", "import polyshard.__main__"])
-def test_importing_core_imports_no_plugin_and_no_test_tool(statement: str) -> None:
-    modules = modules_after(statement)
-    assert "polyshard" in modules
-    plugins = {name for name in modules if name.startswith("polyshard_")}
-    assert plugins == set()
-    assert "pytest" not in modules
-    assert "polyshard.testing" not in modules
-
-
-def test_looking_up_one_plugin_imports_its_package_alone() -> None:
-    modules = modules_after(
-        "from polyshard.catalog import resolve\n"
-        "from polyshard.interfaces import Group\n"
-        "resolve(Group.PRECISION, 'bf16')"
-    )
-    assert "polyshard_plugins.precision" in modules
-    assert not {name for name in modules if name.startswith(("polyshard_backends", "polyshard_policies"))}
+    *core, resolved, traced = (set(json.loads(line)) for line in done.stdout.splitlines())
+    assert len(core) == 3
+    for modules in core:
+        # Core imports no plugin and no test tool.
+        assert "polyshard" in modules
+        assert {name for name in modules if name.startswith("polyshard_")} == set()
+        assert "pytest" not in modules
+        assert "polyshard.testing" not in modules
+    # One plugin brings its package alone.
+    assert "polyshard_plugins.precision" in resolved
+    assert not {name for name in resolved if name.startswith(("polyshard_backends", "polyshard_policies"))}
+    # What draws is imported when something is drawn.
+    assert "polyshard_plugins.trace" in traced
+    assert "matplotlib" not in traced

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -17,6 +15,7 @@ import torch
 from polyshard.engine import thresholds
 from polyshard.engine.parameters.bindings import ShardedParameter
 from polyshard.engine.parameters.lent import LentParameter
+from programs import run_script
 from torch import nn
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -253,13 +252,10 @@ def test_ratios_are_taken_within_a_round_and_a_heat() -> None:
 @pytest.mark.slow
 def test_two_ranks_measure_and_agree(tmp_path: Path) -> None:
     out = tmp_path / "mechanisms.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(BENCHMARKS / "mechanisms.py"), "--device", "cpu", "--work", "tiny", "--rounds", "2"]
-    command += ["--turns", "2", "--mechanisms", "nothing, again;stand-ins;buckets;registered memory"]
-    command += ["--out", str(out)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    measured = ["--device", "cpu", "--work", "tiny", "--rounds", "2", "--turns", "2", "--out", str(out)]
+    mechanisms = ["--mechanisms", "nothing, again;stand-ins;buckets;registered memory"]
+    done = run_script(2, BENCHMARKS / "mechanisms.py", [*measured, *mechanisms])
+    assert done.codes == [0, 0], done.errors[-3000:]
     found = json.loads(out.read_text())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mechanisms.json"]
     tiny = found["summary"]["tiny"]["eager"]
@@ -271,4 +267,4 @@ def test_two_ranks_measure_and_agree(tmp_path: Path) -> None:
         assert figures["device_ms"]["ratio"]["median"] > 0
     assert found["environment"]["world_size"] == 2
     assert len(found["rows"]) == 2 * 4
-    assert "buckets" in done.stdout
+    assert "buckets" in done.output

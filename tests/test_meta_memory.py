@@ -117,6 +117,7 @@ print(most_so_far() - before, after - before)
 """
 
 
+@pytest.mark.slow
 def test_resident_memory_follows() -> None:
     done = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True, timeout=100.0, check=False)
     assert done.returncode == 0, done.stderr

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from programs import run_script
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -261,12 +260,9 @@ def test_peers_take_turns_at_each_step_until_one_fails(
 
 def output_on_ranks(ranks: int, script: str, *arguments: str) -> str:
     """What ``script`` of the benchmarks prints when so many CPU ranks run it."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += [str(BENCHMARKS / script), "--device", "cpu", *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    done = run_script(ranks, BENCHMARKS / script, ["--device", "cpu", *arguments])
+    assert done.codes == [0] * ranks, done.errors[-3000:]
+    return done.output
 
 
 @pytest.mark.slow

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import start_script
 
 SCRIPT = """
 import os, sys, time
@@ -50,22 +49,20 @@ def outputs(tmp_path: Path, world_size: int, case: str, of: int) -> list[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    written = [tmp_path / f"output{rank}" for rank in range(world_size)]
     processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(world_size), str(port), case],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environ,
-        )
+        start_script(script, [str(rank), str(world_size), str(port), case], environ, written[rank], tmp_path / "errors")
         for rank in range(world_size)
     ]
     try:
-        return [process.communicate(timeout=60)[0] for process in processes[:of]]
+        for process in processes[:of]:
+            process.join(60)
+            assert process.exitcode is not None, (tmp_path / "errors").read_text()
+        return [file.read_text() for file in written[:of]]
     finally:
         for process in processes:
             process.kill()
-            process.communicate()
+            process.join()
 
 
 @pytest.mark.slow

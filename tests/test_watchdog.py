@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import watchdog
 
 # A mutex of C, locked twice by a call that keeps the interpreter lock.
@@ -24,6 +25,7 @@ def test_stands_still():
 """
 
 
+@pytest.mark.slow
 def test_a_test_that_keeps_the_interpreter_lock_ends_with_all_stacks(tmp_path: Path) -> None:
     test = tmp_path / "test_stands_still.py"
     test.write_text(STANDS_STILL)

@@ -15,7 +15,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, EntryPoints
+from importlib.metadata import Distribution, EntryPoint, EntryPoints
 from typing import Any, Generic, Literal, TypeVar, cast, overload
 
 from stevedore import DriverManager
@@ -215,18 +215,18 @@ def resolve(group: Group, choice: PluginChoice, entry_points: EntryPoints | None
     spec = PluginSpec.parse(choice)
     if not isinstance(spec, PluginSpec):
         return _given(group, spec)
-    named = _entry_points(group, entry_points, spec.name)
-    entry_point = _chosen(group, spec, named or _entry_points(group, entry_points))
-    where = f"plugin {spec.name!r} of {group.value} ({entry_point.value}, from {_origin(entry_point)})"
+    named = _offers(group, entry_points, spec.name)
+    offer = _chosen(group, spec, named or _offers(group, entry_points))
+    where = f"plugin {spec.name!r} of {group.value} ({offer.value}, from {offer.origin})"
     try:
-        factory = _LiveDriverManager(group.value, spec.name, [entry_point]).driver
+        factory = _LiveDriverManager(group.value, spec.name, [offer.entry_point]).driver
     except KeyboardInterrupt:
         raise
     # A module that calls sys.exit() must not end the training run without a word.
     except BaseException as error:
         raise PluginLoadError(
             f"{where} cannot be imported: {type(error).__name__}: {error}. Repair or reinstall "
-            f"{_distribution(entry_point)}, or name another plugin."
+            f"{offer.distribution}, or name another plugin."
         ) from error
     if not callable(factory):
         raise PluginContractError(
@@ -237,9 +237,9 @@ def resolve(group: Group, choice: PluginChoice, entry_points: EntryPoints | None
     return Resolved(
         group=group,
         name=spec.name,
-        value=entry_point.value,
-        distribution=_distribution(entry_point),
-        version=_version(entry_point),
+        value=offer.value,
+        distribution=offer.distribution,
+        version=offer.version,
         factory=factory,
         options=dict(spec.options),
     )
@@ -250,23 +250,23 @@ def installed(group: Group) -> tuple[Installed, ...]:
 
     Imports them all to tell their states: for listings and error messages, not for a training run.
     """
-    entry_points = _entry_points(group)
+    offers = _offers(group)
     found = []
-    for entry_point in entry_points:
-        state, error = _state(group, entry_point)
+    for offer in offers:
+        state, error = _state(group, offer.entry_point)
         if state is PluginState.READY:
-            rivals = [each for each in entry_points if each.name == entry_point.name and each is not entry_point]
-            state, error = _standing(entry_point, rivals)
+            rivals = [each for each in offers if each.name == offer.name and each is not offer]
+            state, error = _standing(offer, rivals)
         found.append(
             Installed(
                 group=group,
-                name=entry_point.name,
-                value=entry_point.value,
-                distribution=_distribution(entry_point),
-                version=_version(entry_point),
+                name=offer.name,
+                value=offer.value,
+                distribution=offer.distribution,
+                version=offer.version,
                 state=state,
                 error=error,
-                editable=_editable_folder(entry_point),
+                editable=_editable_folder(offer.entry_point),
             )
         )
     return tuple(found)
@@ -319,51 +319,85 @@ def scan() -> EntryPoints:
     return cast("EntryPoints", importlib.metadata.entry_points())
 
 
-def _entry_points(group: Group, scanned: EntryPoints | None = None, name: str | None = None) -> list[EntryPoint]:
-    """The group's entry points, ordered, each once.
+@dataclass(frozen=True)
+class _Offer:
+    """An entry point, with name and version of the distribution that offers it; both empty where there is none."""
+
+    entry_point: EntryPoint
+    distribution: str
+    version: str
+
+    @property
+    def name(self) -> str:
+        return self.entry_point.name
+
+    @property
+    def value(self) -> str:
+        return self.entry_point.value
+
+    @property
+    def label(self) -> str:
+        """The name that nobody else's plugin has."""
+        return f"{self.distribution}:{self.name}"
+
+    @property
+    def origin(self) -> str:
+        return f"{self.distribution} {self.version}".strip() or "an unnamed distribution"
+
+    @property
+    def built_in(self) -> bool:
+        return _normalised(self.distribution) == _BUILT_IN
+
+
+def _offers(group: Group, scanned: EntryPoints | None = None, name: str | None = None) -> list[_Offer]:
+    """The group's entry points, or those called ``name``, ordered, each once.
 
     An editable install can leave two metadata folders of one distribution, or one file that lists a line twice.
     """
-    found = {
-        (entry_point.name, _normalised(_distribution(entry_point)), entry_point.value): entry_point
-        for entry_point in (scan() if scanned is None else scanned).select(group=group.value)
-        # Telling distributions apart parses their metadata: not for names that nobody asked for.
-        if name is None or entry_point.name == name
-    }
+    # Distributions parse their metadata, a whole README among it, each time that they are asked for a field.
+    origins: dict[int, tuple[str, str]] = {}
+    found: dict[tuple[str, str, str], _Offer] = {}
+    for entry_point in (scan() if scanned is None else scanned).select(group=group.value):
+        # Nor are those parsed that offer nothing of this name.
+        if name is not None and entry_point.name != name:
+            continue
+        if id(entry_point.dist) not in origins:
+            origins[id(entry_point.dist)] = _name_and_version(entry_point.dist)
+        offer = _Offer(entry_point, *origins[id(entry_point.dist)])
+        found[offer.name, _normalised(offer.distribution), offer.value] = offer
     return [found[key] for key in sorted(found)]
 
 
-def _chosen(group: Group, spec: PluginSpec, entry_points: list[EntryPoint]) -> EntryPoint:
-    named = [entry_point for entry_point in entry_points if entry_point.name == spec.name]
+def _chosen(group: Group, spec: PluginSpec, offers: list[_Offer]) -> _Offer:
+    named = [offer for offer in offers if offer.name == spec.name]
     if spec.distribution is not None:
         wanted = _normalised(spec.distribution)
-        named = [entry_point for entry_point in named if _normalised(_distribution(entry_point)) == wanted]
+        named = [offer for offer in named if _normalised(offer.distribution) == wanted]
     else:
         # Otherwise installing a package that offers "none" would end everybody's run with the default configuration.
-        named = [entry_point for entry_point in named if _is_built_in(entry_point)] or named
+        named = [offer for offer in named if offer.built_in] or named
     if not named:
-        raise PluginNotFoundError(_not_found(group, spec, entry_points))
+        raise PluginNotFoundError(_not_found(group, spec, offers))
     if len(named) > 1:
-        offers = "; ".join(f"{_origin(entry_point)} ({entry_point.value})" for entry_point in named)
-        distributions = dict.fromkeys(_distribution(entry_point) for entry_point in named)
+        origins = "; ".join(f"{offer.origin} ({offer.value})" for offer in named)
+        distributions = dict.fromkeys(offer.distribution for offer in named)
         if len(distributions) == 1:
             cure = f"Ask the author of {next(iter(distributions))} to keep one of them."
         else:
             cure = "Choose one: " + " or ".join(f'"{each}:{spec.name}"' for each in distributions) + "."
         raise PluginConflictError(
-            f"plugin {spec.name!r} of {group.value} is offered {len(named)} times: {offers}. {cure}"
+            f"plugin {spec.name!r} of {group.value} is offered {len(named)} times: {origins}. {cure}"
         )
     return named[0]
 
 
-def _not_found(group: Group, spec: PluginSpec, entry_points: list[EntryPoint]) -> str:
+def _not_found(group: Group, spec: PluginSpec, offers: list[_Offer]) -> str:
     lines = [f"no installed plugin of {group.value} is named {spec.label!r}."]
     if spec.distribution is None:
-        lines[0] += did_you_mean(spec.name, (entry_point.name for entry_point in entry_points))
+        lines[0] += did_you_mean(spec.name, (offer.name for offer in offers))
     else:
-        labels = [f"{_distribution(entry_point)}:{entry_point.name}" for entry_point in entry_points]
-        lines[0] += did_you_mean(spec.label, labels)
-    if not entry_points:
+        lines[0] += did_you_mean(spec.label, (offer.label for offer in offers))
+    if not offers:
         lines.append("No plugin of this group is installed. Is polyshard itself installed, or only on the path?")
         return "\n".join(lines)
     plugins = installed(group)
@@ -377,16 +411,15 @@ def _not_found(group: Group, spec: PluginSpec, entry_points: list[EntryPoint]) -
     return "\n".join(lines)
 
 
-def _standing(entry_point: EntryPoint, rivals: list[EntryPoint]) -> tuple[PluginState, str]:
+def _standing(offer: _Offer, rivals: list[_Offer]) -> tuple[PluginState, str]:
     """What the name alone leads to where ``rivals`` have it as well."""
-    label = f'"{_distribution(entry_point)}:{entry_point.name}"'
-    if any(_distribution(rival) == _distribution(entry_point) for rival in rivals):
+    if any(rival.distribution == offer.distribution for rival in rivals):
         return PluginState.AMBIGUOUS, "its distribution offers the name several times: its author must keep one of them"
-    if not rivals or _is_built_in(entry_point):
+    if not rivals or offer.built_in:
         return PluginState.READY, ""
-    if any(map(_is_built_in, rivals)):
-        return PluginState.HIDDEN, f"polyshard has a plugin of this name: ask for {label}"
-    return PluginState.AMBIGUOUS, f"several distributions offer the name: ask for {label}"
+    if any(rival.built_in for rival in rivals):
+        return PluginState.HIDDEN, f'polyshard has a plugin of this name: ask for "{offer.label}"'
+    return PluginState.AMBIGUOUS, f'several distributions offer the name: ask for "{offer.label}"'
 
 
 def _state(group: Group, entry_point: EntryPoint) -> tuple[PluginState, str]:
@@ -441,20 +474,11 @@ def _qualified(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def _distribution(entry_point: EntryPoint) -> str:
-    return entry_point.dist.name if entry_point.dist is not None else ""
-
-
-def _version(entry_point: EntryPoint) -> str:
-    return entry_point.dist.version if entry_point.dist is not None else ""
-
-
-def _is_built_in(entry_point: EntryPoint) -> bool:
-    return _normalised(_distribution(entry_point)) == _BUILT_IN
-
-
-def _origin(entry_point: EntryPoint) -> str:
-    return f"{_distribution(entry_point)} {_version(entry_point)}".strip() or "an unnamed distribution"
+def _name_and_version(distribution: Distribution | None) -> tuple[str, str]:
+    if distribution is None:
+        return "", ""
+    metadata = distribution.metadata
+    return metadata["Name"], metadata["Version"]
 
 
 def _normalised(distribution: str) -> str:

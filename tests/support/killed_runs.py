@@ -22,8 +22,10 @@ from typing import Any
 
 import psutil
 from process_tree import kill_tree
+from programs import run_script
 
 ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "byte_lm"
 KILLS = 3
 STEPS = 40
 #: Saves often, so that kills hit saves, too. A step takes some hundredths of a second.
@@ -66,9 +68,6 @@ class Run:
 
     def __init__(self, ranks: int, output: Path) -> None:
         settings = " ".join(f"--set {setting}" for setting in SETTINGS)
-        kept = {
-            name: value for name, value in os.environ.items() if not name.startswith(("POLYSHARD_", "MAKE", "MFLAGS"))
-        }
         self._ranks = ranks
         self.text = ""
         self._process = subprocess.Popen(
@@ -82,7 +81,7 @@ class Run:
             ],
             cwd=ROOT,
             # Restarted ranks otherwise find the addresses of those that were killed.
-            env={**kept, "CUDA_VISIBLE_DEVICES": "", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+            env={**_variables(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -106,7 +105,7 @@ class Run:
             if len(found) == self._ranks:
                 self._seen |= {process.pid for process in found}
                 return found
-            time.sleep(0.02)
+            time.sleep(0.1)
 
     def _workers(self) -> list[psutil.Process]:
         workers = []
@@ -142,8 +141,8 @@ class Run:
             self._process.stdout.close()
 
 
-def run(ranks: int, output: Path, chance: random.Random | None = None) -> Outcome:
-    """Train to the end; with ``chance``, one rank is killed three times.
+def run(ranks: int, output: Path, chance: random.Random) -> Outcome:
+    """Train to the end under torchrun; one rank is killed three times, when ``chance`` says.
 
     Raises:
         AssertionError: the run failed, or began a second folder.
@@ -151,17 +150,38 @@ def run(ranks: int, output: Path, chance: random.Random | None = None) -> Outcom
     started = Run(ranks, output)
     kills: list[str] = []
     try:
-        if chance is not None:
-            # Each start goes on from at most two steps before the last kill.
-            for step in sorted(chance.randrange(1, STEPS - 6) for _ in range(KILLS)):
-                kills.append(_kill(started, chance, step))
+        # Each start goes on from at most two steps before the last kill.
+        for step in sorted(chance.randrange(1, STEPS - 6) for _ in range(KILLS)):
+            kills.append(_kill(started, chance, step))
         code = started.wait()
     finally:
         started.end()
     assert code == 0, started.text
+    return _outcome(output, started.text, kills)
+
+
+def run_alone(ranks: int, output: Path) -> Outcome:
+    """Train to the end, without torchrun and in forked ranks.
+
+    Raises:
+        AssertionError: the run failed.
+    """
+    changed = [word for setting in SETTINGS for word in ("--set", setting)]
+    arguments = ["--config", str(EXAMPLE / "run.toml"), "--output", str(output), *changed]
+    done = run_script(ranks, EXAMPLE / "train.py", arguments, _variables(), LIMIT)
+    assert done.codes == [0] * ranks, done.errors
+    return _outcome(output, done.output, [])
+
+
+def _variables() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("POLYSHARD_", "MAKE", "MFLAGS"))}
+    return kept | {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def _outcome(output: Path, text: str, kills: list[str]) -> Outcome:
     (folder,) = output.iterdir()
     history: dict[str, Any] = json.loads((folder / "history.json").read_text())
-    return Outcome(history, started.text.rpartition("the model writes:")[2], tuple(kills))
+    return Outcome(history, text.rpartition("the model writes:")[2], tuple(kills))
 
 
 def _kill(started: Run, chance: random.Random, step: int) -> str:
@@ -192,7 +212,7 @@ def main() -> int:
     given = parser.parse_args()
     equal = 0
     with tempfile.TemporaryDirectory() as folder:
-        expected = run(given.ranks, Path(folder, "whole"))
+        expected = run_alone(given.ranks, Path(folder, "whole"))
         print(f"{given.ranks} ranks, left alone: final loss {expected.loss!r}", flush=True)
         for repetition in range(given.repetitions):
             chance = random.Random(f"{given.seed} {given.ranks} {repetition}")

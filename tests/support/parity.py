@@ -20,6 +20,7 @@ from one_core import one_core
 from polyshard.engine.step.root import Root
 from polyshard.errors import StateError
 from polyshard_backends.threaded import ThreadedWorld
+from seeding import seed_all
 from torch import nn
 
 T = TypeVar("T")
@@ -92,7 +93,7 @@ def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """A float64 model that is the same at every call; the global generator is left as it was."""
     # The default generator belongs to the process, and ranks are threads.
     with _SEEDING, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        seed_all(seed)
         return make().double()
 
 

@@ -81,14 +81,17 @@ def _sendable(error: BaseException) -> BaseException:
     return copied if isinstance(copied, BaseException) else RankError(repr(error))
 
 
-def _context(backend: str) -> Any:
-    """How ranks are started: forked from a server that has imported torch, or on GPUs anew."""
-    if "nccl" in backend:
-        # CUDA can't be used in a process forked from one that has used it, and a preloaded module may.
-        return torch.multiprocessing.get_context("spawn")
+def forking_context() -> Any:
+    """Starts processes as forks of a server that has imported torch, and never used CUDA."""
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOADED))
     return context
+
+
+def _context(backend: str) -> Any:
+    """How ranks are started: forked, or on GPUs anew."""
+    # CUDA can't be used in a process forked from one that has used it, and a preloaded module may.
+    return torch.multiprocessing.get_context("spawn") if "nccl" in backend else forking_context()
 
 
 def _serve(

@@ -17,6 +17,7 @@ from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from polyshard_fsdp._common_utils import clean_tensor_name
 from polyshard_fsdp.sharded_grad_scaler import ShardedGradScaler
 from polyshard_fsdp.wrap import size_based_auto_wrap_policy
+from seeding import seed_all
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -91,7 +92,7 @@ class _EndToEnd:
         layers: int,
         settings: dict[str, Any],
     ) -> None:
-        torch.manual_seed(0)
+        seed_all(0)
         linears = [LinearMixedPrecision(full_dtype, f"buffer{index}") for index in range(layers)]
         self.ranks = ranks
         self.mixed_precision = mixed_precision
@@ -228,7 +229,7 @@ class _EndToEnd:
 def embedding_table(ranks: Ranks, mixed_precision: MixedPrecision) -> None:
     """Integer inputs stay integers, and every step does to the parameters what an unsharded step does."""
     compute_dtype = mixed_precision.param_dtype or torch.float32
-    torch.manual_seed(0)
+    seed_all(0)
     model = TransformerWithSharedParams.init(
         ranks.group,
         FSDPInitMode.NO_FSDP,
@@ -245,12 +246,12 @@ def embedding_table(ranks: Ranks, mixed_precision: MixedPrecision) -> None:
         for step in range(6):
             optimizer.zero_grad()
             x = sharded.module.get_input(ranks.device)
-            torch.manual_seed(step)
+            seed_all(step)
             loss = sharded.module.get_loss(x, sharded(*x))
             assert loss.dtype == compute_dtype
             assert loss.device == ranks.device
             # The same dropout, and the parameters that the steps so far have really left.
-            torch.manual_seed(step)
+            seed_all(step)
             reference.load(before)
             expected = model.get_loss(x, reference(*x))
             assert_near(loss, expected, compute_dtype, f"loss of step {step}")
@@ -271,7 +272,7 @@ def batch_norms_of_a_resnet(ranks: Ranks) -> None:
     The network is a small one in the shape of a ResNet; where torchvision is, its ResNet50 is wrapped and run too. On
     GPUs the norms are synchronised over the ranks, which they cannot be on a CPU.
     """
-    torch.manual_seed(0)
+    seed_all(0)
     _check_resnet(ranks, ResidualNet(), torch.ones(1, 3, 64, 64), compare=True)
     if not ranks.on_cpu and importlib.util.find_spec("torchvision") is not None:
         resnet = importlib.import_module("torchvision.models").resnet50()
@@ -321,7 +322,7 @@ def norms_in_full_precision(ranks: Ranks, convert_sync_bn: bool) -> None:
 
     A synchronised batch norm refuses CPU tensors in training, so there that case runs in eval mode.
     """
-    torch.manual_seed(0)
+    seed_all(0)
     network: nn.Module = BatchNormNet().to(ranks.device)
     if convert_sync_bn:
         network = _synchronised(network)
@@ -371,7 +372,7 @@ def gradients_in_low_precision(ranks: Ranks) -> None:
     )
     for offload_params, use_orig_params in itertools.product((False, True), (False, True)):
         with case(f"{offload_params=}", f"{use_orig_params=}"):
-            torch.manual_seed(0)
+            seed_all(0)
             model: Any = TwoLinears().to(ranks.device)
             reference = CastReference(model, mixed_precision)
             settings: dict[str, Any] = {
@@ -422,7 +423,7 @@ def gradients_of_inputs(ranks: Ranks) -> None:
     strategies = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
     for strategy, use_orig_params in itertools.product(strategies, (False, True)):
         with case(strategy, f"{use_orig_params=}"):
-            torch.manual_seed(0)
+            seed_all(0)
             linear = nn.Linear(1024, 1024, bias=False)
             mixed_precision = MixedPrecision(
                 param_dtype=torch.float16, reduce_dtype=torch.float32, buffer_dtype=torch.float32
@@ -435,7 +436,7 @@ def gradients_of_inputs(ranks: Ranks) -> None:
                 device_id=ranks.device.index,
                 use_orig_params=use_orig_params,
             )
-            torch.manual_seed(1 + ranks.rank)
+            seed_all(1 + ranks.rank)
             x = torch.randn((32, 1024), device=ranks.device, requires_grad=True)
             sharded(x).sum().backward()
             assert x.grad is not None

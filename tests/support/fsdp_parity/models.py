@@ -16,6 +16,7 @@ import torch.distributed as dist
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from polyshard_fsdp import _runtime_utils
 from polyshard_fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
+from seeding import seed_all
 from torch import nn
 from torch.nn import TransformerDecoderLayer, TransformerEncoderLayer, functional
 
@@ -172,7 +173,7 @@ class TransformerWithSharedParams(ParityModel):
         self.world_size = group.size()
         self.batch = 2
         if deterministic:
-            torch.manual_seed(0)
+            seed_all(0)
         self.embed_tokens = nn.Embedding(_VOCABULARY, _WIDTH)
         with expected_warnings():
             self.transformer = nn.Transformer(
@@ -191,7 +192,7 @@ class TransformerWithSharedParams(ParityModel):
             self.eval()
 
     def get_input(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        torch.manual_seed(1 + self.rank)
+        seed_all(1 + self.rank)
         # One short of the vocabulary, so that a test may add one to every token.
         source = torch.randint(0, _VOCABULARY - 1, (6, self.batch))
         target = torch.randint(0, _VOCABULARY - 1, (4, self.batch))
@@ -260,7 +261,7 @@ class NestedWrappedModule(ParityModel):
             return wrap_fsdp(module, group, **(fsdp_kwargs or {})) if wrapped else module
 
         if deterministic:
-            torch.manual_seed(0)
+            seed_all(0)
         self.module = nn.Sequential(
             _linear(8, 4, device),
             maybe_wrap(nn.Sequential(maybe_wrap(_linear(4, 16, device)), _linear(16, 16, device))),
@@ -269,7 +270,7 @@ class NestedWrappedModule(ParityModel):
         )
 
     def get_input(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        torch.manual_seed(1 + self.rank)
+        seed_all(1 + self.rank)
         # Drawn on the CPU, so that every device sees the same numbers.
         return (torch.rand(4, 8).to(device),)
 
@@ -414,12 +415,12 @@ class MixtureOfExperts(ParityModel):
         self.delayed_frees = 0
         """Reshards that were held up so far."""
         if deterministic:
-            torch.manual_seed(42 + self.rank)
+            seed_all(42 + self.rank)
         expert: nn.Module = _linear(23, 12, device)
         for parameter in expert.parameters():
             parameter.of_expert = True  # type: ignore[attr-defined]
         if deterministic:
-            torch.manual_seed(0)
+            seed_all(0)
         shared: nn.Module = _linear(12, 23, device)
         if wrapped:
             own = expert_group or group_of_own(group)
@@ -428,7 +429,7 @@ class MixtureOfExperts(ParityModel):
         self.module = nn.Sequential(_linear(8, 12, device), shared, expert, _linear(12, 8, device))
 
     def get_input(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        torch.manual_seed(1 + self.rank)
+        seed_all(1 + self.rank)
         return (torch.rand(4, 8).to(device),)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
