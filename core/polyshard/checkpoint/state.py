@@ -13,7 +13,7 @@ from ..engine.planning.plan import STAGE_ATTRIBUTE
 from ..engine.step.root import Root
 from ..engine.step.step import Phase
 from ..engine.surface.state_dicts import state_dicts_of_pieces
-from ..errors import ConfigError, StateError
+from ..errors import ConfigError, StateError, UnsupportedError
 from .places import Holding, holdings, places
 
 
@@ -57,6 +57,11 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     """
     root = resting_root(model, "optimizer_state()")
     held = holdings(root, optimizer)
+    if getattr(optimizer, "keeps_at_owners", False):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} keeps something of whole tensors on the ranks that own them (rank "
+            f"{root.rank}), which a checkpoint cannot hold yet. Save the model alone, and let the optimizer start anew."
+        )
     state: dict[str, dict[str, Any]] = {}
     for parameter, holding in held.items():
         values: Mapping[str, Any] = optimizer.state.get(parameter, {})

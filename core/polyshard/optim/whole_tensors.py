@@ -36,7 +36,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Parameters, defaults: dict[str, Any], dtype: torch.dtype | None = None) -> None:
         self._plans: list[Plan] | None = None
         self._dtype = dtype
-        #: What ``transform`` keeps, on the rank that owns the tensor.
+        # What ``transform`` keeps of tensors of which there are pieces, on the rank that owns each.
         self._kept: dict[nn.Parameter, dict[str, Any]] = {}
         super().__init__(params, defaults)
 
@@ -59,7 +59,8 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """What becomes of ``wholes``, ``[count, *shape]``, which may be overwritten: a tensor of the same shape.
 
-        ``states``: a dict for each, empty at first, which stays with its tensor on this rank.
+        ``states``: a dict for each, which stays with its tensor: ``state[parameter]`` where this rank holds all of it,
+        else one that only the rank has that owns the tensor. Checkpoints cannot hold the latter and refuse to.
         """
 
     @abstractmethod
@@ -78,6 +79,11 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         for size in shape:
             numel *= size
         return numel
+
+    @property
+    def keeps_at_owners(self) -> bool:
+        """Whether ``transform`` keeps anything that only this rank has, and that no state dict holds."""
+        return any(self._kept.values())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As for every optimizer of torch."""
@@ -134,7 +140,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         """What becomes of the tensors in ``flat``, ``[count, numel]`` in storage order, in the same form."""
         first = wholes[0]
         shaped = flat.as_strided((len(wholes), *first.shape), (flat.stride(0), *first.stride))
-        states = [self._kept.setdefault(each.parameter, {}) for each in wholes]
+        states = [
+            self._kept.setdefault(each.parameter, {}) if each.name else self.state[each.parameter] for each in wholes
+        ]
         result = self.transform(self.param_groups[first.group], shaped, states)
         if result.stride() == shaped.stride() and result.dtype == shaped.dtype:
             return result.as_strided(flat.shape, flat.stride())
