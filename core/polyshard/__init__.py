@@ -4,6 +4,7 @@ from . import errors, interfaces
 from ._version import __version__
 from .capture import CapturedStep, CaptureFallback, CaptureMode
 from .composable import (
+    as_dtensor,
     clip_grad_norm_,
     close,
     flat_parameters,
@@ -33,6 +34,7 @@ __all__ = [
     "ShardConfig",
     "Strategy",
     "__version__",
+    "as_dtensor",
     "clip_grad_norm_",
     "close",
     "errors",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,11 +20,14 @@ from .engine.step.root import Root, root_of
 from .engine.step.stage import Stage
 from .engine.surface.gathered import unsharded_parameters
 from .engine.surface.norms import clip_grad_norm
-from .engine.surface.placement import Placement, placement_of
+from .engine.surface.placement import Placement, dtensor_of, placement_of
 from .engine.surface.report import MemoryReport, memory_report
 from .engine.surface.state_dicts import state_dicts_of_pieces
 from .engine.surface.torch_utilities import follow
 from .errors import ConfigError, StateError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -134,11 +137,25 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 def placement(parameter: torch.Tensor) -> Placement:
     """Which elements of ``parameter`` this rank holds, and what shape the whole has.
 
-    A sharded parameter is a 1-D tensor, empty on ranks without a part of it: what is decided by shape, such as which
-    parameters decay, is to be decided by ``placement(parameter).shape``. Nothing is communicated. A parameter that is
-    not sharded lies here as a whole. A flat parameter is that of its unit's padded elements.
+    A sharded parameter is a 1-D tensor, or ``(rows, ...)`` where the layout cuts between rows only, and empty on ranks
+    without a part of it: what is decided by shape, such as which parameters decay, is to be decided by
+    ``placement(parameter).shape``. Nothing is communicated. A parameter that is not sharded lies here as a whole. A
+    flat parameter is that of its unit's padded elements.
     """
     return placement_of(parameter)
+
+
+def as_dtensor(parameter: torch.Tensor) -> DTensor:
+    """The whole ``parameter`` as a ``DTensor`` with placement ``Shard(0)`` over this rank's piece, which is not copied.
+
+    For code that computes with DTensors. It is detached: gradients arrive in ``parameter.grad``. Every rank calls it,
+    in the same order.
+
+    Raises:
+        UnsupportedError: ranks hold other rows of it than ``Shard(0)`` would give them, it is not sharded, or the
+            collectives are behind no process group.
+    """
+    return dtensor_of(parameter)
 
 
 def flat_parameters(model: nn.Module) -> list[nn.Parameter]:

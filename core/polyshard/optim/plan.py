@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..engine.planning.layout import FlatLayout, Piece
+from ..engine.planning.layout import product
 from ..engine.surface.live_roots import Found, live_roots
 from ..errors import ConfigError, RankMismatchError, UnsupportedError
 from ..interfaces import Collectives
@@ -136,20 +136,14 @@ def _plan(
 
 
 def _cuts(wholes: Sequence[Whole], founds: Sequence[Found | None], shards: int) -> list[Cut]:
-    pieces: dict[FlatLayout, list[dict[int, Piece]]] = {}
     cuts = []
     for whole, found in zip(wholes, founds, strict=True):
-        numel = 1
-        for size in whole.shape:
-            numel *= size
+        numel = product(whole.shape)
         if found is None or found.slot is None or found.unit.grid.shard is None:
             cuts.append(Cut(numel, ((0, numel),)))
             continue
-        layout = found.unit.layout
-        if layout not in pieces:
-            pieces[layout] = [{each.slot: each for each in layout.pieces(rank)} for rank in range(shards)]
-        held = [each.get(found.slot) for each in pieces[layout]]
-        cuts.append(Cut(numel, tuple((0, 0) if each is None else (each.start, each.stop) for each in held)))
+        layout, slot = found.unit.layout, found.slot
+        cuts.append(Cut(numel, tuple(layout.range_of(slot, rank) for rank in range(shards))))
     return cuts
 
 

@@ -86,6 +86,13 @@ class FlatLayout:
         begin = rank * self.shard_numel
         return self.pieces_in(begin, begin + self.shard_numel - 1)
 
+    def range_of(self, slot: int, rank: int) -> tuple[int, int]:
+        """First and one past the last element of parameter ``slot`` in ``rank``'s shard; ``(0, 0)`` for none."""
+        offset, end = self.slots[slot].offset, self.slots[slot].end
+        begin = rank * self.shard_numel
+        low, high = max(offset, begin), min(end, begin + self.shard_numel)
+        return (low - offset, high - offset) if low < high else (0, 0)
+
     def pieces_in(self, start: int, end: int) -> tuple[Piece, ...]:
         """The non-empty parts of parameters in elements ``start`` to ``end`` (inclusive) of the whole buffer."""
         first = bisect.bisect_right(self.slots, start, key=lambda slot: slot.end)
