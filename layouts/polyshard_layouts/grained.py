@@ -22,6 +22,8 @@ from polyshard.interfaces import Arrangement, UnitGeometry
 #: Padding, as a part of the unit, from which on several buffers are weighed against one. Less is not worth another
 #: communication.
 WORTH_DIVIDING = 0.01
+#: And as bytes of the whole buffer: of small units, a few elements are a large part.
+WORTH_DIVIDING_BYTES = 4096
 
 
 class Grained(NamedTuple):
@@ -43,13 +45,14 @@ def arranged(unit: UnitGeometry, grains: Sequence[int], by_rows: frozenset[int])
         for position, (parameter, grain) in enumerate(zip(unit.parameters, grains, strict=True))
     ]
     total = sum(each.numel for each in every)
+    worth = max(total * WORTH_DIVIDING, WORTH_DIVIDING_BYTES / unit.itemsize)
     one = _in_one(unit, every)
     best = [one]
-    if one.shard_numel * unit.shards > total * (1 + WORTH_DIVIDING):
+    if one.shard_numel * unit.shards - total > worth:
         for members in (_cuttable_apart(every), _by_grain(every)):
             found = [_in_one(unit, each) for each in members]
             # Each buffer more must be worth itself.
-            if (_size(best) - _size(found)) * unit.shards > total * WORTH_DIVIDING * (len(found) - len(best)):
+            if (_size(best) - _size(found)) * unit.shards > worth * (len(found) - len(best)):
                 best = found
     return tuple(
         Arrangement(each.order, each.offsets, each.shard_numel, by_rows.intersection(each.order)) for each in best
