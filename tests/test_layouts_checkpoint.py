@@ -89,7 +89,7 @@ def wholes(ranks: list[Held]) -> Held:
     originals = dict(mixed().named_parameters())
     found: Held = {}
     for key in {key for rank in ranks for key in rank}:
-        name, _, state = key.partition("/")
+        name, _, _ = key.partition("/")
         parts = [rank[key] for rank in ranks if key in rank]
         if hasattr(parts[0], "chunks"):
             found[key] = whole(originals[name].detach(), parts)
