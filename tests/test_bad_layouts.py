@@ -191,12 +191,18 @@ def test_what_a_layout_refuses_of_the_users_settings_is_the_users_to_mend() -> N
 
 #: What rank 1 alone answers, and words of what all ranks are told.
 DIFFERENT: dict[str, tuple[Answer, tuple[str, ...]]] = {
-    "offsets": (but(offsets=lambda u, a: (0, 20), shard_numel=lambda u, a: 12), ("[0, 16]", "[0, 20]")),
+    "offsets": (
+        but(offsets=lambda u, a: (0, 20), shard_numel=lambda u, a: 12),
+        ("['inner.head.bias', 16, ", "['inner.head.bias', 20, "),
+    ),
     "slices": (but(shard_numel=lambda u, a: 11), ("'slices', 10", "'slices', 11")),
-    "order": (but(order=lambda u, a: (1, 0), offsets=lambda u, a: (0, 4)), ("[0, 16]", "[0, 4]")),
+    "order": (
+        but(order=lambda u, a: (1, 0), offsets=lambda u, a: (0, 4)),
+        ("['inner.head.weight', 0, ", "['inner.head.weight', 4, "),
+    ),
     "rows": (
         but(by_rows=lambda u, a: frozenset({0}), shard_numel=lambda u, a: 12),
-        ("[False, False]", "[True, False]"),
+        ("['inner.head.weight', 0, 'elements']", "['inner.head.weight', 0, 'rows']"),
     ),
     "buffers": (
         lambda unit: [Arrangement((0,), (0,), 8), Arrangement((1,), (0,), 2)],
