@@ -7,6 +7,10 @@ One that reaches over none may begin anywhere. So the smallest slice is looked f
 parameters that are longer than two slices, and for each of these sizes parameters are set one after the other, in a
 few orders.
 
+Half as long as a parameter, a slice need no longer be a multiple of its grain. As long as the longest one, and with room
+for one misplaced grain a parameter, any does: that is where the search ends at the latest, about a thousandth of the
+slice in a step, and longer ones after many.
+
 With grains that have no small common multiple, on many ranks, such a slice may be much longer than the unit's share.
 Parameters of one grain each in a buffer of their own then leave less padding, for a communication each.
 """
@@ -79,16 +83,23 @@ def _in_one(unit: UnitGeometry, members: Sequence[Grained]) -> Arrangement:
     total = sum(each.numel for each in members)
     by_size = sorted(members, key=lambda each: -each.numel)
     orders = (list(members), by_size, sorted(by_size, key=lambda each: -each.grain))
-    size = max(1, -(-total // unit.shards))
+    size, tries = max(1, -(-total // unit.shards)), 0
     while True:
-        multiple = math.lcm(*(each.grain for each in members if each.numel > 2 * size))
-        size = _aligned(unit, size, multiple)
+        often = [each for each in members if each.numel > 2 * size and each.grain > 1]
+        multiple = math.lcm(*(each.grain for each in often))
+        found = _aligned(unit, size, multiple)
+        freed = min((-(-each.numel // 2) for each in often), default=found + 1)
+        if freed <= found:
+            size = freed
+            continue
         for order in orders:
-            offsets = _placed(unit, order, size)
+            offsets = _placed(unit, order, found)
             if offsets is not None:
-                return Arrangement(tuple(each.position for each in order), tuple(offsets), size)
-        # Without a grain to go by, in steps of a thousandth.
-        size += multiple if multiple > 1 else 1 + size // 1000
+                return Arrangement(tuple(each.position for each in order), tuple(offsets), found)
+        tries += 1
+        # Steps grow, for a hundred parameters on a thousand ranks are to be laid out while nobody waits.
+        size = found + 1 + found * (1 + tries // 16) // 1000
+        size = -(-size // unit.alignment) * unit.alignment
 
 
 def _aligned(unit: UnitGeometry, size: int, multiple: int) -> int:
