@@ -7,9 +7,9 @@ One that reaches over none may begin anywhere. So the smallest slice is looked f
 parameters that are longer than two slices, and for each of these sizes parameters are set one after the other, in a
 few orders.
 
-Half as long as a parameter, a slice need no longer be a multiple of its grain. As long as the longest one, and with room
-for one misplaced grain a parameter, any does: that is where the search ends at the latest, about a thousandth of the
-slice in a step, and longer ones after many.
+Half as long as a parameter, a slice need no longer be a multiple of its grain. As long as the longest one, and with
+room for one misplaced grain a parameter, any does: that is where the search ends at the latest, about a thousandth of
+the slice in a step, and longer ones after many.
 
 With grains that have no small common multiple, on many ranks, such a slice may be much longer than the unit's share.
 Parameters of one grain each in a buffer of their own then leave less padding, for a communication each.

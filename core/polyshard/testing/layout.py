@@ -49,11 +49,11 @@ def _parameter(index: int, given: Any, dtype: torch.dtype) -> ParameterGeometry:
     return ParameterGeometry(f"layer.{index}.weight", shape, stride, dtype, True)
 
 
-class _NoTensors(TorchDispatchMode):
+class _NoTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes every operation of torch, so that it can be said which."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.called: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,7 +67,7 @@ class _TooLongError(BaseException):
 
 @contextmanager
 def _counted(most: int) -> Iterator[list[int]]:
-    """Count the lines of Python that run inside, and raise at more than ``most`` of them. Clocks tell of the machine."""
+    """Count lines of Python that run inside, and raise behind ``most`` of them: a clock would tell of the machine."""
     lines = [0]
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
