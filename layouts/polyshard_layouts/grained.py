@@ -12,7 +12,8 @@ room for one misplaced grain a parameter, any does: that is where the search end
 the slice in a step, and longer ones after many.
 
 With grains that have no small common multiple, on many ranks, such a slice may be much longer than the unit's share.
-Parameters of one grain each in a buffer of their own then leave less padding, for a communication each.
+Parameters of one grain each in a buffer of their own then leave less padding, for a communication each, and less still
+where others fill what is left of it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def arranged(unit: UnitGeometry, grains: Sequence[int], by_rows: frozenset[int])
     one = _in_one(unit, every)
     best = [one]
     if one.shard_numel * unit.shards - total > worth:
-        for members in (_cuttable_apart(every), _by_grain(every)):
+        for members in (_cuttable_apart(every), _by_grain(every), _filled(unit, every)):
             found = [_in_one(unit, each) for each in members]
             # Each buffer more must be worth itself.
             if (_size(best) - _size(found)) * unit.shards > worth * (len(found) - len(best)):
@@ -77,6 +78,23 @@ def _by_grain(every: Sequence[Grained]) -> list[list[Grained]]:
     for each in every:
         found.setdefault(each.grain, []).append(each)
     return list(found.values())
+
+
+def _filled(unit: UnitGeometry, every: Sequence[Grained]) -> list[list[Grained]]:
+    """A buffer for each grain, from the longest on, with others in what equal slices leave of it."""
+    rest = sorted(every, key=lambda each: (-each.grain, -each.numel))
+    found: list[list[Grained]] = []
+    while rest:
+        grain = rest[0].grain
+        members = [each for each in rest if each.grain == grain]
+        room = -sum(each.numel for each in members) % (grain * unit.shards)
+        for each in rest[len(members) :]:
+            if each.numel <= room:
+                members.append(each)
+                room -= each.numel
+        found.append(members)
+        rest = [each for each in rest if each not in members]
+    return found
 
 
 def _in_one(unit: UnitGeometry, members: Sequence[Grained]) -> Arrangement:
