@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 
 import polyshard
 import pytest
 import torch
+from int8_wire import Int8Wire
 from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, units_of
 from polyshard.errors import RankMismatchError
-from polyshard.interfaces import (
-    Collectives,
-    PluginContext,
-    PrecisionCapabilities,
-    PrecisionCaster,
-    UnitDtypes,
-    UnitSpec,
-    WireSpec,
-)
+from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
@@ -26,36 +18,6 @@ from torch import nn
 
 def inputs(turn: int, rank: int) -> torch.Tensor:
     return draw(8, 3, turn=turn, rank=rank).float()
-
-
-class Int8Wire(PrecisionCaster):
-    """Parameters travel as int8 with one fp32 scale a rank; everything else stays in fp32."""
-
-    capabilities = PrecisionCapabilities(encodes=True)
-    _HEADER = 16
-
-    def __init__(self) -> None:
-        self.prepared: list[tuple[str, ...]] = []
-
-    def dtypes(self, unit: UnitSpec) -> UnitDtypes:
-        return UnitDtypes(compute=torch.float32, wire=torch.float32, reduce=torch.float32, grad=torch.float32)
-
-    def wire(self, unit: UnitSpec) -> WireSpec | None:
-        return WireSpec(-(-(self._HEADER + unit.shard_numel) // 16) * 16)
-
-    def prepare(self, units: Sequence[UnitSpec], collectives: Collectives) -> None:
-        self.prepared.append(tuple(unit.name for unit in units))
-
-    def encode(self, unit: UnitSpec, wire: torch.Tensor, shard: torch.Tensor) -> None:
-        scale = (shard.abs().amax() / 127.0).clamp(min=1e-12).reshape(1)
-        wire[:4].copy_(scale.view(torch.uint8))
-        values = (shard / scale).round().to(torch.int8)
-        wire[self._HEADER : self._HEADER + shard.numel()].copy_(values.view(torch.uint8))
-
-    def decode(self, unit: UnitSpec, wire: torch.Tensor, out: torch.Tensor) -> None:
-        scales = wire[:, :4].clone().view(torch.float32)
-        values = wire[:, self._HEADER : self._HEADER + unit.shard_numel].clone().view(torch.int8)
-        torch.mul(values.float(), scales, out=out)
 
 
 def quantised(flat: torch.Tensor, ranks: int) -> torch.Tensor:

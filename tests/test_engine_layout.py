@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from polyshard.engine.planning.layout import FlatLayout, Piece, dense_stride, laid_out
+from polyshard.engine.planning.layout import FlatLayout, Piece, Slot, dense_stride, laid_out
 from polyshard.interfaces import ParameterGeometry, PluginContext, UnitGeometry
 from polyshard_layouts.flat import Flat
 
@@ -184,3 +184,8 @@ def test_any_stride_becomes_one_that_reaches_every_element_of_the_range_once(
     stride = dense_stride(tuple(sizes), tuple(steps[: len(sizes)]))
     tensor = torch.arange(math.prod(sizes)).as_strided(sizes, stride)
     assert sorted(tensor.flatten().tolist()) == list(range(math.prod(sizes)))
+
+
+def test_an_empty_parameter_does_not_divide_a_gap() -> None:
+    slots = (Slot(0, 2, (2,), (1,)), Slot(8, 0, (0,), (1,)), Slot(16, 2, (2,), (1,)))
+    assert FlatLayout(slots, 18, 10, 2).gaps() == ((2, 14), (18, 2))

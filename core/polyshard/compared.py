@@ -18,17 +18,20 @@ def kind_of(collectives: Collectives) -> list[Any]:
 
 
 def rows_of(draft: Draft, overrides: list[Any]) -> list[list[Any]]:
-    """What ranks compare of a stage: settings of its own, and for each unit its layout, dtypes, wire and
-    parameters."""
+    """What ranks compare of a stage: settings of its own, and for each unit dtypes, wire, parameters and layout."""
     rows: list[list[Any]] = [[f"'{draft.stage.name or '(root)'}'", overrides, str(draft.buffer_dtype)]]
     for unit, group in zip(draft.units, draft.stage.groups, strict=True):
         title = f"unit '{unit.spec.label}'"
-        slots = unit.layout.slots
-        places = [[slot.offset for slot in slots], [slot.by_rows for slot in slots]]
-        rows.append([f"{title}, by {draft.layout.described}", "slices", unit.layout.shard_numel, "places", *places])
         dtypes = [str(getattr(unit.dtypes, field.name)) for field in dataclasses.fields(unit.dtypes)]
         rows.append([title, "dtypes", dtypes, "bytes on the wire", unit.wire and unit.wire.nbytes_per_rank])
-        rows.append([title, *(_parameter(parameter) for parameter in group)])
+        # In no order of the layout's, which is told apart by itself.
+        title = f"{title}, by {draft.layout.described}"
+        rows.append([title, *sorted(_parameter(parameter) for parameter in group)])
+        places = [
+            [parameter.names[0], slot.offset, "rows" if slot.by_rows else "elements"]
+            for parameter, slot in zip(group, unit.layout.slots, strict=True)
+        ]
+        rows.append([title, "slices", unit.layout.shard_numel, "places", *places])
     return rows
 
 

@@ -7,8 +7,13 @@ One that reaches over none may begin anywhere. So the smallest slice is looked f
 parameters that are longer than two slices, and for each of these sizes parameters are set one after the other, in a
 few orders.
 
+Half as long as a parameter, a slice need no longer be a multiple of its grain. As long as the longest one, and with
+room for one misplaced grain a parameter, any does: that is where the search ends at the latest, about a thousandth of
+the slice in a step, and longer ones after many.
+
 With grains that have no small common multiple, on many ranks, such a slice may be much longer than the unit's share.
-Parameters of one grain each in a buffer of their own then leave less padding, for a communication each.
+Parameters of one grain each in a buffer of their own then leave less padding, for a communication each, and less still
+where others fill what is left of it.
 """
 
 from __future__ import annotations
@@ -22,6 +27,8 @@ from polyshard.interfaces import Arrangement, UnitGeometry
 #: Padding, as a part of the unit, from which on several buffers are weighed against one. Less is not worth another
 #: communication.
 WORTH_DIVIDING = 0.01
+#: And as bytes of the whole buffer: of small units, a few elements are a large part.
+WORTH_DIVIDING_BYTES = 4096
 
 
 class Grained(NamedTuple):
@@ -43,13 +50,14 @@ def arranged(unit: UnitGeometry, grains: Sequence[int], by_rows: frozenset[int])
         for position, (parameter, grain) in enumerate(zip(unit.parameters, grains, strict=True))
     ]
     total = sum(each.numel for each in every)
+    worth = max(total * WORTH_DIVIDING, WORTH_DIVIDING_BYTES / unit.itemsize)
     one = _in_one(unit, every)
     best = [one]
-    if one.shard_numel * unit.shards > total * (1 + WORTH_DIVIDING):
-        for members in (_cuttable_apart(every), _by_grain(every)):
+    if one.shard_numel * unit.shards - total > worth:
+        for members in (_cuttable_apart(every), _by_grain(every), _filled(unit, every)):
             found = [_in_one(unit, each) for each in members]
             # Each buffer more must be worth itself.
-            if (_size(best) - _size(found)) * unit.shards > total * WORTH_DIVIDING * (len(found) - len(best)):
+            if (_size(best) - _size(found)) * unit.shards > worth * (len(found) - len(best)):
                 best = found
     return tuple(
         Arrangement(each.order, each.offsets, each.shard_numel, by_rows.intersection(each.order)) for each in best
@@ -72,20 +80,44 @@ def _by_grain(every: Sequence[Grained]) -> list[list[Grained]]:
     return list(found.values())
 
 
+def _filled(unit: UnitGeometry, every: Sequence[Grained]) -> list[list[Grained]]:
+    """A buffer for each grain, from the longest on, with others in what equal slices leave of it."""
+    rest = sorted(every, key=lambda each: (-each.grain, -each.numel))
+    found: list[list[Grained]] = []
+    while rest:
+        grain = rest[0].grain
+        members = [each for each in rest if each.grain == grain]
+        room = -sum(each.numel for each in members) % (grain * unit.shards)
+        for each in rest[len(members) :]:
+            if each.numel <= room:
+                members.append(each)
+                room -= each.numel
+        found.append(members)
+        rest = [each for each in rest if each not in members]
+    return found
+
+
 def _in_one(unit: UnitGeometry, members: Sequence[Grained]) -> Arrangement:
     total = sum(each.numel for each in members)
     by_size = sorted(members, key=lambda each: -each.numel)
     orders = (list(members), by_size, sorted(by_size, key=lambda each: -each.grain))
-    size = max(1, -(-total // unit.shards))
+    size, tries = max(1, -(-total // unit.shards)), 0
     while True:
-        multiple = math.lcm(*(each.grain for each in members if each.numel > 2 * size))
-        size = _aligned(unit, size, multiple)
+        often = [each for each in members if each.numel > 2 * size and each.grain > 1]
+        multiple = math.lcm(*(each.grain for each in often))
+        found = _aligned(unit, size, multiple)
+        freed = min((-(-each.numel // 2) for each in often), default=found + 1)
+        if freed <= found:
+            size = freed
+            continue
         for order in orders:
-            offsets = _placed(unit, order, size)
+            offsets = _placed(unit, order, found)
             if offsets is not None:
-                return Arrangement(tuple(each.position for each in order), tuple(offsets), size)
-        # Without a grain to go by, in steps of a thousandth.
-        size += multiple if multiple > 1 else 1 + size // 1000
+                return Arrangement(tuple(each.position for each in order), tuple(offsets), found)
+        tries += 1
+        # Steps grow, for a hundred parameters on a thousand ranks are to be laid out while nobody waits.
+        size = found + 1 + found * (1 + tries // 16) // 1000
+        size = -(-size // unit.alignment) * unit.alignment
 
 
 def _aligned(unit: UnitGeometry, size: int, multiple: int) -> int:

@@ -251,12 +251,22 @@ def train_sharded(
 
 
 def whole_of(original: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The whole tensor like ``original`` from every rank's part: shards in rank order, or whole on each."""
+    """The whole tensor like ``original`` from the ranks' parts: shards in rank order, 1-D or rows, or whole on each."""
     if all(part.shape == original.shape for part in parts):
         for part in parts[1:]:
             torch.testing.assert_close(part, parts[0], rtol=0, atol=0)
         return parts[0]
-    flat = torch.cat(list(parts))
+    if not original.numel():
+        assert not any(part.numel() for part in parts)
+        return torch.zeros_like(original)
+    size = len(parts) // max(1, sum(part.numel() for part in parts) // original.numel())
+    for index, part in enumerate(parts[size:]):
+        # Replicas hold the same, group after group.
+        torch.testing.assert_close(part, parts[index % size], rtol=0, atol=0)
+    flat = torch.cat(list(parts[:size]))
+    if flat.ndim > 1:
+        assert flat.shape == original.shape, f"shards hold {flat.shape} of {original.shape}"
+        return flat
     assert flat.numel() == original.numel(), f"shards hold {flat.numel()} of {original.numel()} elements"
     return flat.as_strided(original.shape, original.stride())
 

@@ -10,8 +10,9 @@ pytest must be installed; nothing else in polyshard imports this package.
 """
 
 from .collectives import CollectivesSuite
+from .layout import LayoutSuite
 from .offload import OffloadSuite
 from .policy import PolicySuite
 from .precision import PrecisionSuite
 
-__all__ = ["CollectivesSuite", "OffloadSuite", "PolicySuite", "PrecisionSuite"]
+__all__ = ["CollectivesSuite", "LayoutSuite", "OffloadSuite", "PolicySuite", "PrecisionSuite"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import PluginContractError, PolyshardError
+from ...errors import ConfigError, PluginContractError
 from ...interfaces import Arrangement, Layout, UnitGeometry
 from .layout import FlatLayout, laid_out
 
@@ -23,38 +23,54 @@ class NamedLayout:
         """The buffers of ``unit``: indices of its parameters, in the order in which they lie, and where.
 
         Raises:
+            ConfigError: the layout did, for what the user asked of it.
             PluginContractError: the layout failed, or answered what its contract does not allow.
         """
         where = f"{self.described} for unit '{unit.name}' of {unit.shards} shards (rank {rank})"
         try:
             answer: Any = self.layout.arrange(unit)
-        except PolyshardError:
+            buffers: Any = tuple(answer) if isinstance(answer, Sequence) else None
+        except KeyboardInterrupt:
             raise
-        except Exception as error:
+        except ConfigError as error:
+            raise ConfigError(f"arrange() of {where} refused: {error}") from error
+        # SystemExit too: one rank would end in silence, and the others wait for it.
+        except BaseException as error:
             raise PluginContractError(f"arrange() of {where} failed: {type(error).__name__}: {error}") from error
-        fault = _fault(unit, answer)
+        fault = _fault(unit, answer, buffers)
         if fault:
             raise PluginContractError(f"arrange() of {where} answered {fault}.")
-        return tuple((each.order, laid_out(unit.parameters, each, unit.shards)) for each in answer)
+        return tuple((each.order, laid_out(unit.parameters, each, unit.shards)) for each in buffers)
 
 
-def _fault(unit: UnitGeometry, answer: Any) -> str:
-    """What of ``answer`` the contract does not allow, and what to answer instead; empty for nothing."""
-    if not isinstance(answer, Sequence) or not all(isinstance(each, Arrangement) for each in answer):
+def _fault(unit: UnitGeometry, answer: Any, buffers: Any) -> str:
+    """What of ``answer``, ``buffers`` as a tuple, the contract does not allow, and what to answer instead; empty for
+    nothing."""
+    if buffers is None or not all(isinstance(each, Arrangement) for each in buffers):
         return f"{answer!r}, which is no sequence of Arrangements. Return one for each buffer, nearly always one"
-    taken = [index for each in answer for index in each.order]
-    if sorted(taken, key=repr) != sorted(range(len(unit.parameters)), key=repr):
-        return (
-            f"buffers of the parameters {taken}, but the unit has {len(unit.parameters)}, counted from 0. Let each lie "
-            "in one buffer, once"
-        )
-    return next((fault for fault in (_fault_of(unit, each) for each in answer) if fault), "")
+    taken: set[int] = set()
+    for each in buffers:
+        known = range(len(unit.parameters))
+        if not _are_numbers(each.order) or not all(index in known for index in each.order):
+            return f"the order {each.order!r}, of {len(known)} parameters. Answer a tuple of their indices, from 0"
+        for index in each.order:
+            if index in taken:
+                return f"'{unit.parameters[index].name}' twice. Let each parameter lie in one buffer, once"
+            taken.add(index)
+    missing = [each.name for index, each in enumerate(unit.parameters) if index not in taken]
+    if missing:
+        return f"no place for '{missing[0]}'. Let each parameter lie in one buffer, empty ones too"
+    return next((fault for fault in (_fault_of(unit, each) for each in buffers) if fault), "")
+
+
+def _are_numbers(values: Any) -> bool:
+    """Whether ``values`` is a tuple of ints that are not negative, and not bools."""
+    return isinstance(values, tuple) and all(type(each) is int and each >= 0 for each in values)
 
 
 def _fault_of(unit: UnitGeometry, arrangement: Arrangement) -> str:
     size, offsets = arrangement.shard_numel, arrangement.offsets
-    numbers = (size, *offsets) if isinstance(offsets, tuple) else (None,)
-    if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in numbers):
+    if not _are_numbers(offsets) or not _are_numbers((size,)):
         return f"{arrangement!r}, whose offsets and sizes are not all numbers of elements. Answer with ints in a tuple"
     if not arrangement.order or len(offsets) != len(arrangement.order):
         return f"{len(offsets)} offsets for {len(arrangement.order)} parameters in one buffer. Answer one for each"
@@ -86,8 +102,9 @@ def _fault_of(unit: UnitGeometry, arrangement: Arrangement) -> str:
 
 
 def _fault_of_rows(unit: UnitGeometry, arrangement: Arrangement) -> str:
-    if not isinstance(arrangement.by_rows, frozenset) or not arrangement.by_rows.issubset(arrangement.order):
-        return f"by_rows {arrangement.by_rows!r}. Answer a frozenset of indices of parameters of that buffer"
+    by_rows: Any = arrangement.by_rows
+    if not isinstance(by_rows, frozenset) or not by_rows.issubset(arrangement.order):
+        return f"by_rows {by_rows!r}. Answer a frozenset of indices of parameters of that buffer"
     size = arrangement.shard_numel
     for index, offset in zip(arrangement.order, arrangement.offsets, strict=True):
         if index not in arrangement.by_rows:

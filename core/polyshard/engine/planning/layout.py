@@ -110,6 +110,9 @@ class FlatLayout:
         """``(offset, numel)`` of every range that belongs to no parameter."""
         found, cursor = [], 0
         for slot in self.slots:
+            if not slot.numel:
+                # One may lie inside of a gap, which is one all the same.
+                continue
             if slot.offset > cursor:
                 found.append((cursor, slot.offset - cursor))
             cursor = slot.end
