@@ -200,6 +200,7 @@ def test_wrapping_from_meta_takes_the_shards_and_one_unit() -> None:
 def steady_memory(rank: int) -> tuple[int, int, int]:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
+    torch.manual_seed(0)
     model = sharded(nn.Sequential(*(Block(512, False) for _ in range(12))).to(device), precision="bf16")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     x = torch.randn(64, 512, device=device)
