@@ -51,7 +51,8 @@ _DECIMAL = re.compile(r"-?\d+\.\d+")
 _PROGRAMS = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}
 #: For pages that start several jobs of several processes, each of which imports torch.
 _LAUNCHES = (pytest.mark.slow, pytest.mark.timeout(140))
-_FILE = re.compile(r"`((?:core|engine|backends|policies|plugins|tests|docs|examples|benchmarks)/[\w./-]*|\w+\.py)`")
+_FOLDERS = "core|engine|backends|policies|layouts|plugins|tests|docs|examples|benchmarks"
+_FILE = re.compile(rf"`((?:{_FOLDERS})/[\w./-]*|\w+\.py)`")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,8 +39,9 @@ def shard(
 ) -> M:
     """Shard ``model`` in place, the units chosen by ``config.policy``; returns ``model``.
 
-    ``model.parameters()`` are the same objects as before, each now a 1-D tensor of this rank's elements (size 0 where
-    the rank has none): an optimizer may be made before or after. Meta parameters are materialised unit by unit.
+    ``model.parameters()`` are the same objects as before, each now a tensor of this rank's elements (size 0 where the
+    rank has none), 1-D or, where ``config.layout`` cuts it by rows, ``(rows, ...)``: an optimizer may be made before or
+    after. Meta parameters are materialised unit by unit.
 
     Args:
         model: Any module; its forward, or any forward inside it, starts a step.
@@ -134,9 +135,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 def placement(parameter: torch.Tensor) -> Placement:
     """Which elements of ``parameter`` this rank holds, and what shape the whole has.
 
-    A sharded parameter is a 1-D tensor, empty on ranks without a part of it: what is decided by shape, such as which
-    parameters decay, is to be decided by ``placement(parameter).shape``. Nothing is communicated. A parameter that is
-    not sharded lies here as a whole. A flat parameter is that of its unit's padded elements.
+    A sharded parameter is a piece, mostly 1-D, empty on ranks without a part of it: what is decided by shape, such as
+    which parameters decay, is to be decided by ``placement(parameter).shape``. Nothing is communicated. A parameter that
+    is not sharded lies here as a whole. A flat parameter is that of its unit's padded elements.
     """
     return placement_of(parameter)
 
@@ -180,8 +181,8 @@ def unsharded(model: nn.Module, *, writeback: bool = False) -> AbstractContextMa
 def local_state_dict(model: nn.Module) -> dict[str, Any]:
     """This rank's pieces of sharded parameters, all others and buffers, under the model's names.
 
-    For the same rank of the same world and strategy alone: a 1-D tensor for each sharded parameter, which shares its
-    memory. ``model.state_dict()`` of a sharded model is refused outside of ``unsharded``.
+    For the same rank of the same world, strategy and layout alone: a tensor for each sharded parameter, which shares
+    its memory and shape. ``model.state_dict()`` of a sharded model is refused outside of ``unsharded``.
 
     Raises:
         StateError: nothing in ``model`` is sharded.
