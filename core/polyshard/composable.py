@@ -136,8 +136,8 @@ def placement(parameter: torch.Tensor) -> Placement:
     """Which elements of ``parameter`` this rank holds, and what shape the whole has.
 
     A sharded parameter is a piece, mostly 1-D, empty on ranks without a part of it: what is decided by shape, such as
-    which parameters decay, is to be decided by ``placement(parameter).shape``. Nothing is communicated. A parameter that
-    is not sharded lies here as a whole. A flat parameter is that of its unit's padded elements.
+    which parameters decay, is to be decided by ``placement(parameter).shape``. Nothing is communicated. A parameter
+    that is not sharded lies here as a whole. A flat parameter is that of its unit's padded elements.
     """
     return placement_of(parameter)
 
