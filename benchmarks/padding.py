@@ -3,9 +3,9 @@
     python benchmarks/padding.py                   # prints the table
     python benchmarks/padding.py --write           # and puts it into docs/performance.md
 
-Padding is what a rank holds, sends and receives beside parameters, in per cent of these. Units are the model's embedding,
-blocks and tail, travelling in bf16. A number in brackets is into how many units a layout divided the blocks, where that
-is more than one.
+Padding is what a rank holds, sends and receives beside parameters, in per cent of these. Units are the model's
+embedding, blocks and tail, travelling in bf16. A number in brackets is into how many units a layout divided the blocks,
+where that is more than one.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from pathlib import Path
 
 _ROOT = Path(__file__).parents[1]
 # The checkout's modules, whatever else is installed.
-sys.path[:0] = [str(_ROOT / folder) for folder in ("core", "backends", "policies", "plugins")]
+sys.path[:0] = [str(_ROOT / folder) for folder in ("core", "backends", "policies", "layouts", "plugins")]
 
 from polyshard import __version__  # noqa: E402
 

@@ -89,6 +89,8 @@ def test_config_shows_settings_and_where_plugins_come_from(
     [
         ('[shard]\nstrateg = "no_shard"\n', "unknown setting 'strateg'. Did you mean 'strategy'?"),
         ('[shard]\ncollectives = "fakee"\n', "no installed plugin of polyshard.collectives is named 'fakee'"),
+        ('[shard]\nlayout = "row"\n', "Did you mean 'rows'?"),
+        ('[shard]\nlayout = { name = "blocks", size = 0 }\n', "size of the layout 'blocks' must be"),
     ],
 )
 def test_a_wrong_config_exits_with_two(

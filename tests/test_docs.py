@@ -52,7 +52,8 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _DECIMAL = re.compile(r"-?\d+\.\d+")
 #: For pages that start programs.
 _LAUNCHES = (pytest.mark.slow, pytest.mark.timeout(140))
-_FILE = re.compile(r"`((?:core|engine|backends|policies|plugins|tests|docs|examples|benchmarks)/[\w./-]*|\w+\.py)`")
+_FOLDERS = "core|engine|backends|policies|layouts|plugins|tests|docs|examples|benchmarks"
+_FILE = re.compile(rf"`((?:{_FOLDERS})/[\w./-]*|\w+\.py)`")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from parity import Block, on_ranks, threaded, units_of
 from polyshard import checkpoint
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 EVERY = {**LAYOUTS, "halves": Halves()}
 
@@ -134,3 +135,18 @@ def test_every_layout_into_every_other(one: Run, other: Run, tmp_path: Path) -> 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_else_changes(one: Run, other: Run, kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     carried(tmp_path_factory.mktemp("run"), one, other, kind)
+
+
+@pytest.mark.parametrize("layout", EVERY)
+def test_torch_alone_reads_whole_parameters(layout: str, tmp_path: Path) -> None:
+    def save(rank: int, world: ThreadedWorld) -> None:
+        mine, optimizer = made(rank, world, Run(layout, "full_shard", 3), "adamw")
+        checkpoint.save(tmp_path, 1, mine, optimizer)
+
+    on_ranks(3, save)
+    dcp_to_torch_save(tmp_path / "step-00000001", tmp_path / "whole.pt")
+    found = torch.load(tmp_path / "whole.pt")["model"]
+    expected = dict(mixed().named_parameters())
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from parity import (
 from polyshard.engine import thresholds
 from polyshard_backends.threaded import ThreadedWorld
 from polyshard_plugins.trace import read_trace
+from processes import RankPool
 from tailed import WIDTH, WORDS, Model
 from tailed import step as tailed_step
 from torch import nn
@@ -232,3 +234,64 @@ def test_rows_divide_a_module_by_themselves_where_that_saves_padding() -> None:
     # Of 3654 elements.
     assert least <= padding < 400
     assert_parity(seeded(Wide), square_step, 8, optimizer=adam, settings={"layout": "rows"})
+
+
+def test_modules_composed_one_by_one_may_each_have_a_layout_of_its_own() -> None:
+    def wrap(model: nn.Module, config: polyshard.ShardConfig) -> nn.Module:
+        for block, layout in zip(model.blocks, ("rows", Halves()), strict=True):
+            polyshard.fully_shard(block, dataclasses.replace(config, layout=layout))
+        return polyshard.fully_shard(model, config)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[set[int], set[int]]:
+        with world.lock:
+            mine = mixed()
+        wrap(mine, threaded(world, rank, policy="never"))
+        dims = [{parameter.ndim for parameter in block.parameters()} for block in mine.blocks]
+        return dims[0], {parameter.ndim for parameter in mine.first.parameters()}
+
+    assert on_ranks(2, on_rank) == [({1, 2}, {1})] * 2
+    assert_parity(mixed(), mixed_step, 3, optimizer=adam, settings={"policy": "never"}, wrap=wrap)
+
+
+@pytest.mark.parametrize("layout", EVERY)
+def test_padding_stays_zero_wherever_it_lies(layout: str) -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> list[float]:
+        mine = cut(rank, world, layout=EVERY[layout])
+        optimizer = flat_adam(mine)
+        for turn in range(3):
+            accumulated(mine, turn, rank)
+            polyshard.clip_grad_norm_(mine, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        found = []
+        for unit in root_of(mine).units:
+            held = torch.ones(unit.layout.padded_numel, dtype=torch.bool)
+            for slot in unit.layout.slots:
+                held[slot.offset : slot.end] = False
+            spare = held.chunk(unit.layout.world_size)[rank]
+            found += unit.master[spare].tolist()
+        return found
+
+    ranks = on_ranks(3, on_rank)
+    assert not any(any(spare) for spare in ranks)
+    assert layout == "flat" or sum(map(len, ranks)) > 0
+
+
+def trained_over_gloo(rank: int, layout: str) -> dict[str, torch.Tensor]:
+    mine = polyshard.shard(mixed(), polyshard.ShardConfig(collectives="gloo", policy=UNITS, layout=EVERY[layout]))
+    optimizer = adam(mine)
+    for turn in range(3):
+        accumulated(mine, turn, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = wholes(mine)
+    polyshard.close(mine)
+    return whole
+
+
+def test_on_processes() -> None:
+    expected = train_reference(mixed(), accumulated, 3, optimizer=adam).parameters
+    with RankPool(3) as pool:
+        for layout in EVERY:
+            for whole in pool.run(trained_over_gloo, layout, timeout=60.0):
+                torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)

@@ -30,7 +30,7 @@ _PLUGIN_FIELDS: dict[str, Group] = {
 }
 
 #: Groups whose plugins can be constructed anywhere, to see whether their options are right.
-_CHOOSE = (Group.POLICIES, Group.PRECISION)
+_CHOOSE = (Group.POLICIES, Group.PRECISION, Group.LAYOUTS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -42,8 +42,9 @@ def shard(
 ) -> M:
     """Shard ``model`` in place, the units chosen by ``config.policy``; returns ``model``.
 
-    ``model.parameters()`` are the same objects as before, each now a 1-D tensor of this rank's elements (size 0 where
-    the rank has none): an optimizer may be made before or after. Meta parameters are materialised unit by unit.
+    ``model.parameters()`` are the same objects as before, each now a tensor of this rank's elements (size 0 where the
+    rank has none), 1-D or, where ``config.layout`` cuts it by rows, ``(rows, ...)``: an optimizer may be made before or
+    after. Meta parameters are materialised unit by unit.
 
     Args:
         model: Any module; its forward, or any forward inside it, starts a step.
@@ -197,8 +198,8 @@ def unsharded(model: nn.Module, *, writeback: bool = False) -> AbstractContextMa
 def local_state_dict(model: nn.Module) -> dict[str, Any]:
     """This rank's pieces of sharded parameters, all others and buffers, under the model's names.
 
-    For the same rank of the same world and strategy alone: a 1-D tensor for each sharded parameter, which shares its
-    memory. ``model.state_dict()`` of a sharded model is refused outside of ``unsharded``.
+    For the same rank of the same world, strategy and layout alone: a tensor for each sharded parameter, which shares
+    its memory and shape. ``model.state_dict()`` of a sharded model is refused outside of ``unsharded``.
 
     Raises:
         StateError: nothing in ``model`` is sharded.

@@ -164,7 +164,7 @@ class LayoutSuite:
     def _check_rows(self, unit: UnitGeometry, parameter: ParameterGeometry, offset: int, size: int) -> None:
         row = parameter.row_numel
         assert row is not None, f"the rows of {parameter.name} do not lie together, {_about(unit)}"
-        if row:
+        if parameter.numel:
             ends = range((offset // size + 1) * size, offset + parameter.numel, size)
             assert not any((end - offset) % row for end in ends), f"a row of {parameter.name} is cut, {_about(unit)}"
 

@@ -78,8 +78,8 @@ class Unit:
 
     Three tensors carry a parameter's values:
 
-    - the *original* ``nn.Parameter`` that the user made, from now on a view of the *master* shard (1-D, this rank's
-      elements only; the whole parameter where there is one shard); what optimizers update;
+    - the *original* ``nn.Parameter`` that the user made, from now on a view of the *master* shard (this rank's elements
+      only, 1-D or ``(rows, ...)``; the whole parameter where there is one shard); what optimizers update;
     - the *master*: this rank's slice of the flat unit, in the original dtype;
     - the *view* of the gather buffer, a leaf in compute dtype, which modules see during compute.
     """

@@ -157,8 +157,8 @@ def _refuse_split_of_pieces(optimizer: torch.optim.Optimizer, groups: Sequence[S
             f"The parameter groups of {type(optimizer).__name__} look as if they were chosen by the shapes of pieces "
             f"(rank {first.root.rank}): group {index} {'is empty' if empty else 'decays and holds no sharded matrix'}, "
             f"and '{_name(first)}', of shape {first.unit.layout.slots[first.slot].shape}, is in group {there}. A "
-            "sharded parameter is 1-D: choose by polyshard.placement(parameter).shape, by name, or before sharding. If "
-            "it is meant so, leave an empty group out, and give matrices a group of their own."
+            "sharded parameter may be 1-D: choose by polyshard.placement(parameter).shape, by name, or before "
+            "sharding. If it is meant so, leave an empty group out, and give matrices a group of their own."
         )
 
 
