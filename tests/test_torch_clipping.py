@@ -14,6 +14,7 @@ import pytest
 import torch
 from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, units_of
 from polyshard.errors import ConfigError, StateError, UnsupportedError
+from polyshard.interfaces import Arrangement, Layout, UnitGeometry
 from polyshard_backends.threaded import ThreadedWorld
 from processes import RankPool
 from torch import nn
@@ -191,6 +192,49 @@ def test_gradients_are_refused_where_a_rank_has_none_at_all() -> None:
 
     # Six elements, two to a rank.
     assert on_ranks(4, on_rank) == ["1", "1", "1", "0"]
+
+
+class Distant(Layout):
+    """Gives the first and the last rank alone elements: between them is a gap, with an empty parameter in it."""
+
+    def arrange(self, unit: UnitGeometry) -> list[Arrangement]:
+        *inner, last = [parameter.numel for parameter in unit.parameters]
+        size = unit.aligned_slice(max(sum(inner) + unit.alignment * len(inner), last))
+        size += -size % unit.alignment
+        offsets, end = [], 0
+        for numel in inner:
+            offsets.append(end if numel else size + size // 2 // unit.alignment * unit.alignment)
+            end = -(-(end + numel) // unit.alignment) * unit.alignment
+        return [Arrangement(tuple(range(len(inner) + 1)), (*offsets, (unit.shards - 1) * size), size)]
+
+
+class Gapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 3))
+        self.none = nn.Parameter(torch.empty(0))
+        self.bias = nn.Parameter(torch.randn(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight, self.bias) + self.none.sum()
+
+
+def test_a_layout_that_leaves_a_rank_without_elements_is_clipped_by_and_refused_for_all() -> None:
+    norm = norm_of(p.grad for p in averaged(3, Gapped).parameters())
+
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[int, torch.Tensor]:
+        model = sharded_copy(seeded(Gapped), rank, world, layout=Distant())
+        backward(model, rank)
+        there = [p.grad for p in model.parameters() if p.grad is not None]
+        if there:
+            with pytest.raises(StateError, match="that they must take part"):
+                get_total_norm(there)
+        return len(there), clip_grad_norm_(model.parameters(), 0.01)
+
+    ranks = on_ranks(3, on_rank)
+    assert [count for count, _ in ranks] == [1, 0, 1]
+    for _, got in ranks:
+        torch.testing.assert_close(got, norm, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
