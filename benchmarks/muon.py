@@ -297,6 +297,8 @@ def main() -> int:
                     if ranks.device.type == "cuda":
                         torch.cuda.empty_cache()
     faulthandler.cancel_dump_traceback_later()
+    # A model holds memory that its communicators registered: it goes before them.
+    gc.collect()
     ranks.close()
     return 0
 

@@ -14,7 +14,7 @@ from ...interfaces import Observer, OffloadManager, UnitDtypes, UnitSpec
 from .. import _torch_private
 from ..parameters.originals import Recipient
 from ..planning.answers import refuse_gradient
-from ..planning.layout import FlatLayout
+from ..planning.layout import FlatLayout, contiguous_stride
 from ..planning.ranks import RankGrid
 from ..transport.lanes import Lanes
 from .reducer import CommHook, Contribution, Reducer
@@ -72,8 +72,10 @@ class Gradients:
         self._recipients = tuple(recipients)
         self._owners = [recipient.parameter for recipient in recipients]
         self._owner_of = {recipient.index: recipient.parameter for recipient in recipients}
-        # Parts of more dimensions than one are made one by one; all others by one call.
-        self._shaped = any(len(recipient.shape) != 1 for recipient in recipients)
+        # One call makes all parts, and one more each part of more dimensions.
+        rows = [(each.shape, each.stride) for each in recipients if len(each.shape) != 1]
+        self._strided = any(stride != contiguous_stride(shape) for shape, stride in rows)
+        self._shapes = [each.shape if len(each.shape) != 1 else None for each in recipients] if rows else []
         self._sizes: list[int] = []
         self._picks: list[int] = []
         cursor = 0
@@ -256,8 +258,11 @@ class Gradients:
             self._addresses = list(map(torch.Tensor.data_ptr, views))
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        if self._shaped or self.grid.shard is None:
+        if self._strided or self.grid.shard is None:
             start = flat.storage_offset()
             return [flat.as_strided(each.shape, each.stride, start + each.offset) for each in self._recipients]
         parts = torch.split_with_sizes(flat, self._sizes)
-        return [parts[index] for index in self._picks]
+        picked = [parts[index] for index in self._picks]
+        if not self._shapes:
+            return picked
+        return [part if shape is None else part.view(shape) for part, shape in zip(picked, self._shapes, strict=True)]
