@@ -128,6 +128,7 @@ def test_muon_made_before_sharding_is_refused() -> None:
 
     for message in on_ranks(2, on_rank):
         assert "UnsupportedError: torch.optim.Muon orthogonalises whole matrices" in message
+        assert "Use polyshard.optim.Muon, strategy='no_shard'" in message
 
 
 def test_an_optimizer_over_parameters_whose_gradients_go_elsewhere_is_refused() -> None:

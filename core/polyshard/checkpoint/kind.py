@@ -9,15 +9,51 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
+from .optimizers import Joint
 
 #: How a step is carried out, not what it computes: left as the optimizer was made.
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _NOT_COMPARED = IMPLEMENTATION | {"params", "param_names"}
 
 
-def described(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """The class of ``optimizer``, for a checkpoint."""
+#: The class of an optimizer, or of each of several.
+Kind = Mapping[str, str] | Sequence[Mapping[str, str]]
+
+
+def described(joint: Joint) -> Kind:
+    """The class of each optimizer, for a checkpoint."""
+    kinds = [_described(each) for each in joint.members]
+    return kinds if len(kinds) > 1 else kinds[0]
+
+
+def _described(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     return {"module": type(optimizer).__module__, "class": type(optimizer).__qualname__}
+
+
+def require_same_kinds(
+    saved: Kind | None, groups: Sequence[Mapping[str, Any]], joint: Joint, directory: Path, rank: int
+) -> None:
+    """Refuse a checkpoint whose state other kinds of optimizers made.
+
+    Args:
+        saved: What ``described`` gave at the save; None where the checkpoint does not tell.
+        groups: The saved settings of each group.
+        joint: To be loaded, with as many groups.
+        directory: For errors.
+        rank: For errors.
+
+    Raises:
+        ConfigError: as ``require_same_kind``, or they are not as many.
+    """
+    kinds = [saved] if saved is None or isinstance(saved, Mapping) else list(saved)
+    if saved is not None and len(kinds) != len(joint.members):
+        names = ", ".join(kind["class"] for kind in kinds if kind is not None)
+        raise ConfigError(
+            f"The checkpoint {directory} was saved by {len(kinds)} optimizers ({names}), and is loaded into "
+            f"{len(joint.members)} (rank {rank}). Give those that saved it, in the same order."
+        )
+    for (optimizer, own), kind in zip(joint.parts(), kinds * (len(joint.members) // len(kinds)), strict=True):
+        require_same_kind(kind, groups[own], optimizer, directory, rank)
 
 
 def require_same_kind(
@@ -42,7 +78,7 @@ def require_same_kind(
     Raises:
         ConfigError: naming the classes, or the setting.
     """
-    mine = described(optimizer)
+    mine = _described(optimizer)
     if saved is not None and saved["class"] != mine["class"]:
         raise ConfigError(
             f"The checkpoint {directory} was saved by {saved['module']}.{saved['class']}, whose state means nothing to "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -102,8 +103,8 @@ def places_of(unit: Unit) -> Iterator[Place]:
         yield Place(parameter.names[0], parameter.original, slot, pieces.get(index), cut=unit.grid.shard is not None)
 
 
-def holdings(root: Root, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, Holding]:
-    """What each of the optimizer's parameters stands for, in its order.
+def holdings(root: Root, groups: Sequence[Mapping[str, Any]]) -> dict[nn.Parameter, Holding]:
+    """What each parameter of an optimizer's ``groups`` stands for, in their order.
 
     Raises:
         ConfigError: one is not the model's, or two stand for the same parameter.
@@ -117,7 +118,7 @@ def holdings(root: Root, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter,
             known[id(flat)] = Holding(flat, tuple(place.name for place in found), found, unit.name)
     held: dict[nn.Parameter, Holding] = {}
     taken: set[str] = set()
-    for index, group in enumerate(optimizer.param_groups):
+    for index, group in enumerate(groups):
         for position, parameter in enumerate(group["params"]):
             where = f"Parameter {position} of the optimizer's group {index}, of shape {tuple(parameter.shape)},"
             holding = known.get(id(parameter))

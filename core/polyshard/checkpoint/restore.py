@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ..engine.step.root import Root
 from ..errors import ConfigError
 from .flat_state import FlatState
-from .kind import IMPLEMENTATION, require_same_kind
+from .kind import IMPLEMENTATION, Kind, require_same_kinds
+from .optimizers import Joint
 from .places import Holding, holdings
 from .repair import Saved, repaired, units_of
 from .sharded import CheckpointTensor
@@ -62,9 +63,7 @@ class OptimizerRestore:
     as it was until then, but for state tensors that it had already and that are read into in place.
     """
 
-    def __init__(
-        self, source: Source, root: Root, optimizer: torch.optim.Optimizer, kind: Mapping[str, str] | None
-    ) -> None:
+    def __init__(self, source: Source, root: Root, optimizer: Joint, kind: Kind | None) -> None:
         """Match ``optimizer`` with the checkpoint's, of which ``kind`` tells the class, or None where it does not.
 
         Raises:
@@ -73,10 +72,10 @@ class OptimizerRestore:
         self._optimizer = optimizer
         self._rank = root.rank
         self._source = source
-        held = holdings(root, optimizer)
+        held = holdings(root, optimizer.groups)
         self._settings = self._read_settings()
         self._compare_groups(held)
-        require_same_kind(kind, self._settings, optimizer, source.directory, root.rank)
+        require_same_kinds(kind, self._settings, optimizer, source.directory, root.rank)
         self.targets: dict[str, Any] = {}
         self._entries: list[tuple[nn.Parameter, str, str]] = []
         self._tensors: dict[str, torch.Tensor] = {}
@@ -85,9 +84,9 @@ class OptimizerRestore:
         #: it began with.
         self._taken: list[nn.Parameter] = []
         saved = self._saved(root, held)
-        for group in optimizer.param_groups:
+        for group in optimizer.groups:
             for parameter in group["params"]:
-                holding, present = held[parameter], optimizer.state.get(parameter, {})
+                holding, present = held[parameter], optimizer.state_of(parameter)
                 if holding.unit is not None:
                     flat = FlatState(source, holding, saved, present, beside=kept_beside(group), rank=root.rank)
                     self._flat[parameter] = flat
@@ -114,10 +113,8 @@ class OptimizerRestore:
             given.add(key)
             state.setdefault(parameter, {})[name] = value
         for parameter in self._taken:
-            self._optimizer.state.pop(parameter, None)
-            if state.get(parameter):
-                self._optimizer.state[parameter] = state[parameter]
-        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
+            self._optimizer.replace_state(parameter, state.get(parameter))
+        for group, settings in zip(self._optimizer.groups, self._settings, strict=True):
             for name, value in settings.items():
                 current = group.get(name)
                 if name in ("params", "param_names") or name in IMPLEMENTATION:
@@ -135,7 +132,7 @@ class OptimizerRestore:
             found.setdefault(path[2], {})[path[3]] = key
         if not self._source.may_stand_still:
             return found
-        groups = [[held[parameter] for parameter in group["params"]] for group in self._optimizer.param_groups]
+        groups = [[held[parameter] for parameter in group["params"]] for group in self._optimizer.groups]
         return repaired(self._source, found, groups, units_of(held.values(), root.units), self._rank)
 
     def _read_settings(self) -> list[dict[str, Any]]:
@@ -158,7 +155,7 @@ class OptimizerRestore:
         return settings
 
     def _compare_groups(self, held: Mapping[nn.Parameter, Holding]) -> None:
-        groups = self._optimizer.param_groups
+        groups = self._optimizer.groups
         where = f"(rank {self._rank})"
         if len(groups) != len(self._settings):
             raise ConfigError(

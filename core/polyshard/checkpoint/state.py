@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from ..engine.step.root import Root
 from ..engine.step.step import Phase
 from ..engine.surface.state_dicts import state_dicts_of_pieces
 from ..errors import ConfigError, StateError, UnsupportedError
+from .optimizers import Joint, Optimizers
 from .places import Holding, holdings, places
 
 
@@ -42,13 +43,14 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     return state
 
 
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def optimizer_state(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
     """The optimizer's state by parameter name: ``{"state": {name: {key: value}}, "param_groups": [...]}``.
 
     The form of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, so that an unsharded model loads
     it too. Tensors of the parameter's local shape are ``CheckpointTensor`` of the whole parameter's; scalars are as
     they are. In ``param_groups``, ``params`` are names. A parameter of ``polyshard.flat_parameters`` appears as the
-    parameters that it stands for: its tensors are cut into theirs, its scalars are each one's.
+    parameters that it stands for: its tensors are cut into theirs, its scalars are each one's. Several optimizers
+    appear as one, with their groups in order.
 
     Raises:
         StateError: as ``model_state``.
@@ -56,20 +58,22 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
             together, or state that no other number of ranks could take over.
     """
     root = resting_root(model, "optimizer_state()")
-    held = holdings(root, optimizer)
-    if getattr(optimizer, "keeps_at_owners", False):
-        raise UnsupportedError(
-            f"{type(optimizer).__name__} keeps something of whole tensors on the ranks that own them (rank "
-            f"{root.rank}), which a checkpoint cannot hold yet. Save the model alone, and let the optimizer start anew."
-        )
+    joint = Joint(optimizer)
+    held = holdings(root, joint.groups)
+    for each in joint.members:
+        if getattr(each, "keeps_at_owners", False):
+            raise UnsupportedError(
+                f"{type(each).__name__} keeps something of whole tensors on the ranks that own them (rank "
+                f"{root.rank}), which a checkpoint cannot hold yet. Save the model alone, and let the optimizer start "
+                "anew."
+            )
     state: dict[str, dict[str, Any]] = {}
     for parameter, holding in held.items():
-        values: Mapping[str, Any] = optimizer.state.get(parameter, {})
-        for key, value in values.items():
+        for key, value in joint.state_of(parameter).items():
             for name, told in _entries(holding, key, value, root.rank).items():
                 state.setdefault(name, {})[key] = told
     groups = []
-    for group in optimizer.param_groups:
+    for group in joint.groups:
         names = [name for parameter in group["params"] for name in held[parameter].names]
         entry: dict[str, Any] = {**group, "params": names}
         if "param_names" in group:

@@ -20,6 +20,7 @@ from .exchange import coordinates, from_first, speaks
 from .folder import Line
 from .kind import described
 from .marker import Marker
+from .optimizers import Joint, Optimizers
 from .restore import MODEL, OPTIMIZER, OptimizerRestore, model_targets
 from .sharded import CheckpointTensor
 from .source import Source
@@ -33,7 +34,7 @@ def save(
     root: Path,
     step: int,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
@@ -50,7 +51,8 @@ def save(
         root: Directory of all checkpoints of a run; made where missing. For one job at a time.
         step: Not negative; the checkpoint's number.
         model: The outermost sharded module.
-        optimizer: Over the model's parameters; saved with its state and its groups' settings.
+        optimizer: Over the model's parameters; saved with its state and its groups' settings. Several, in a sequence,
+            hold different parameters.
         extra: Small picklable values (data position, random states); rank 0's are kept. Buffers, too, are rank 0's.
         keep: How many checkpoints to leave of those that this one goes back to, itself included; older ones are
             removed. What ``root`` holds beside them, and links, stay. None for all.
@@ -80,7 +82,7 @@ def save(
                 small = {
                     "extra": dict(extra or {}),
                     "precision": _caster_states(owner),
-                    "optimizer": None if optimizer is None else described(optimizer),
+                    "optimizer": None if optimizer is None else described(Joint(optimizer)),
                 }
                 _write(attempt.path / _SMALL, small)
         # Names alone: one file system may be mounted at several places.
@@ -106,13 +108,13 @@ def save(
     return directory
 
 
-def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Mapping[str, Any]:
+def load(directory: Path, model: nn.Module, optimizer: Optimizers | None = None) -> Mapping[str, Any]:
     """Read a checkpoint that ``save`` wrote into ``model`` and ``optimizer``; returns ``extra``.
 
-    Every rank calls it, between steps. World size and strategy may differ from those of the save. Parameters and
-    buffers change in place; an optimizer that never stepped is given its state. Optimizer state that polyshard 0.1 let
-    stand still is repaired, with a warning, where it can be known. Only read checkpoints that you trust: they contain
-    pickles.
+    Every rank calls it, between steps, with the optimizers that were saved, in the same order. World size and strategy
+    may differ from those of the save. Parameters and buffers change in place; an optimizer that never stepped is given
+    its state. Optimizer state that polyshard 0.1 let stand still is repaired, with a warning, where it can be known.
+    Only read checkpoints that you trust: they contain pickles.
 
     Raises:
         StateError: the directory is not committed, or damaged; inside a step; ``model`` is not the outermost sharded
@@ -136,7 +138,7 @@ def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer | N
         targets = model_targets(source, model, collectives.rank)
         restore = None
         if optimizer is not None:
-            restore = OptimizerRestore(source, owner, optimizer, small.get("optimizer"))
+            restore = OptimizerRestore(source, owner, Joint(optimizer), small.get("optimizer"))
     with together(collectives, f"Reading the checkpoint {directory}"), _readable(directory, collectives):
         source.read(targets)
         if restore is not None:
@@ -189,7 +191,7 @@ def _require_same(directory: Path, marker: Marker, collectives: Collectives) -> 
         )
 
 
-def _state(owner: Root, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def _state(owner: Root, model: nn.Module, optimizer: Optimizers | None) -> dict[str, Any]:
     values = model_state(model)
     if owner.rank != 0 and owner.collectives.capabilities.can_communicate:
         # Buffers may differ between ranks (running statistics); one rank's must go together.

@@ -55,22 +55,6 @@ class Muon(WholeTensorOptimizer):
         *,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-            raise ConfigError(f"Tensor lr must be 1-element, but has shape {tuple(lr.shape)}. Give a 0-dim tensor.")
-        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            # A tensor on a device is not waited for.
-            if not isinstance(value, torch.Tensor) and not value >= 0.0:
-                raise ConfigError(f"{name} of Muon should be >= 0 but is {value!r}.")
-        if adjust_lr_fn not in _ADJUSTMENTS:
-            raise ConfigError(
-                f"Adjust learning rate function {adjust_lr_fn!r} is not supported. There are: "
-                f"{', '.join(map(repr, _ADJUSTMENTS))}."
-            )
-        if not 0 <= ns_steps < 100 or len(ns_coefficients) != 3:
-            raise ConfigError(
-                f"Muon takes fewer than 100 ns_steps and three ns_coefficients, not {ns_steps!r} and "
-                f"{ns_coefficients!r}."
-            )
         if not dtype.is_floating_point:
             raise ConfigError(f"dtype of Muon must be a floating-point one, not {dtype}.")
         defaults: dict[str, Any] = {
@@ -89,18 +73,15 @@ class Muon(WholeTensorOptimizer):
         """As for every optimizer of torch.
 
         Raises:
-            ConfigError: a parameter that is no matrix.
+            ConfigError: a parameter that is no matrix, or a setting that is none.
         """
         super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:
-            shape = placement_of(parameter).shape
-            if len(shape) != 2 or parameter.is_complex():
-                self.param_groups.pop()
-                raise ConfigError(
-                    f"Muon only supports 2D parameters whereas we found a parameter with size: {shape} of "
-                    f"{parameter.dtype}. Give it matrices alone (polyshard.optim.for_matrices), and the rest to "
-                    "another optimizer."
-                )
+        try:
+            _refuse_bad_settings(self.param_groups[-1])
+            _refuse_no_matrices(self.param_groups[-1]["params"])
+        except ConfigError:
+            self.param_groups.pop()
+            raise
 
     def contribute(
         self,
@@ -147,3 +128,33 @@ def _ratio(adjustment: str | None, shape: tuple[int, ...]) -> float:
     if adjustment == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1, rows / columns))
+
+
+def _refuse_bad_settings(group: Mapping[str, Any]) -> None:
+    lr, steps, coefficients = group["lr"], group["ns_steps"], group["ns_coefficients"]
+    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+        raise ConfigError(f"Tensor lr must be 1-element, but has shape {tuple(lr.shape)}. Give a 0-dim tensor.")
+    for name in ("lr", "momentum", "weight_decay"):
+        # A tensor on a device is not waited for.
+        if not isinstance(group[name], torch.Tensor) and not group[name] >= 0.0:
+            raise ConfigError(f"{name} of Muon should be >= 0 but is {group[name]!r}.")
+    if group["adjust_lr_fn"] not in _ADJUSTMENTS:
+        raise ConfigError(
+            f"Adjust learning rate function {group['adjust_lr_fn']!r} is not supported. There are: "
+            f"{', '.join(map(repr, _ADJUSTMENTS))}."
+        )
+    if not isinstance(steps, int) or not 0 <= steps < 100 or len(coefficients) != 3:
+        raise ConfigError(
+            f"Muon takes fewer than 100 ns_steps and three ns_coefficients, not {steps!r} and {coefficients!r}."
+        )
+
+
+def _refuse_no_matrices(parameters: Sequence[nn.Parameter]) -> None:
+    for parameter in parameters:
+        shape = placement_of(parameter).shape
+        if len(shape) != 2 or parameter.is_complex():
+            raise ConfigError(
+                f"Muon only supports 2D parameters whereas we found a parameter with size: {shape} of "
+                f"{parameter.dtype}. Give it matrices alone (polyshard.optim.for_matrices), and the rest to another "
+                "optimizer."
+            )

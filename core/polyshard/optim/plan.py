@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -54,6 +55,14 @@ class Plan:
     wholes: tuple[Whole, ...]
     rounds: tuple[Round, ...]
     beside: Beside
+    owners: int
+    """Number of ranks that the tensors are spread over."""
+
+
+def units_of(optimizer: torch.optim.Optimizer) -> list[object]:
+    """For each parameter the unit that it lies in, to be compared: plans hold for as long as these do."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [None if found is None else weakref.ref(found.unit) for found in live_roots.find(parameters)]
 
 
 def plan_for(
@@ -76,10 +85,14 @@ def plan_for(
     for number, group in enumerate(optimizer.param_groups):
         for parameter, found in zip(group["params"], live_roots.find(group["params"]), strict=True):
             whole, key = _whole(optimizer, parameter, number, found, dtype)
+            if 0 in whole.shape:
+                continue
             wholes.setdefault(key, []).append(whole)
             founds.setdefault(key, []).append(found)
-    _compare(optimizer, wholes, founds)
-    return [_plan(tuple(wholes[key]), founds[key], work, dtype) for key in wholes]
+    # Ranks must exchange in one order, in whichever they were given the parameters of several models.
+    keys = sorted(wholes, key=lambda key: min((each.order for each in founds[key] if each is not None), default=()))
+    _compare(optimizer, {key: wholes[key] for key in keys}, founds)
+    return [_plan(tuple(wholes[key]), founds[key], work, dtype) for key in keys]
 
 
 def _whole(
@@ -132,7 +145,7 @@ def _plan(
     rounds = tuple(Round(cuts, batch, peers, travels, device) for batch in batches)
     group = peers.shard or peers.replicate
     ordered = group is not None and group.capabilities.stream_ordered and device.type == "cuda"
-    return Plan(wholes, rounds, OnStream(device) if ordered else OnHost())
+    return Plan(wholes, rounds, OnStream(device) if ordered else OnHost(), owners)
 
 
 def _cuts(wholes: Sequence[Whole], founds: Sequence[Found | None], shards: int) -> list[Cut]:
@@ -157,7 +170,8 @@ def _compare(
     for key, members in wholes.items():
         found = founds[key][0]
         if found is not None:
-            told.setdefault(found.root.collectives, []).extend([each.name, each.group, each.shape] for each in members)
+            exchanged = told.setdefault(found.root.collectives, [])
+            exchanged.extend([each.name, each.group, each.shape, str(key[3])] for each in members)
     for collectives, mine in told.items():
         if not collectives.capabilities.can_communicate:
             continue

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..engine.surface.live_roots import live_roots
+from ..errors import PluginContractError
 from . import _torch_private
 from .exchange import Held, Round
-from .plan import Plan, Whole, plan_for
+from .plan import Plan, Whole, plan_for, units_of
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]] | Iterable[tuple[str, nn.Parameter]]
 
@@ -35,6 +37,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Parameters, defaults: dict[str, Any], dtype: torch.dtype | None = None) -> None:
         self._plans: list[Plan] | None = None
+        # When and where its parameters lay when it planned.
+        self._changes = 0
+        self._units: Sequence[object] = ()
         self._dtype = dtype
         # What ``transform`` keeps of tensors of which there are pieces, on the rank that owns each.
         self._kept: dict[nn.Parameter, dict[str, Any]] = {}
@@ -90,6 +95,14 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         self._plans = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_dtype": self._dtype, "_kept": self._kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # ``load_state_dict`` comes here too, and an exchange of plans would need all ranks.
+        self.__dict__.setdefault("_plans", None)
+        super().__setstate__(state)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step. ``closure``: as for every optimizer of torch.
@@ -103,11 +116,21 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._plans is None:
-            self._plans = plan_for(self, lambda group, shape: self.work(self.param_groups[group], shape), self._dtype)
-        for plan in self._plans:
+        for plan in self._current_plans():
             self._run(plan)
         return loss
+
+    def _current_plans(self) -> list[Plan]:
+        """Those of the first step, for as long as its parameters are not sharded after that."""
+        if self._plans is not None and self._changes != live_roots.changes:
+            self._changes = live_roots.changes
+            # Ranks that are threads see another model sharded at different times: they plan anew together, or not.
+            if self._units != units_of(self):
+                self._plans = None
+        if self._plans is None:
+            self._changes, self._units = live_roots.changes, units_of(self)
+            self._plans = plan_for(self, lambda group, shape: self.work(self.param_groups[group], shape), self._dtype)
+        return self._plans
 
     def _run(self, plan: Plan) -> None:
         """All rounds of ``plan``, one apart from the next: one travels while another is computed with."""
@@ -136,14 +159,21 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             parameters, gradients, places = (list(each) for each in zip(*members, strict=True))
             self.contribute(self.param_groups[number], parameters, gradients, places)
 
-    def _transformed(self, wholes: Sequence[Whole], flat: torch.Tensor) -> torch.Tensor:
+    def _transformed(self, plan: Plan, own: Sequence[int], flat: torch.Tensor) -> torch.Tensor:
         """What becomes of the tensors in ``flat``, ``[count, numel]`` in storage order, in the same form."""
+        wholes = [plan.wholes[index] for index in own]
         first = wholes[0]
         shaped = flat.as_strided((len(wholes), *first.shape), (flat.stride(0), *first.stride))
         states = [
-            self._kept.setdefault(each.parameter, {}) if each.name else self.state[each.parameter] for each in wholes
+            self.state[each.parameter] if plan.owners == 1 else self._kept.setdefault(each.parameter, {})
+            for each in wholes
         ]
         result = self.transform(self.param_groups[first.group], shaped, states)
+        if result.shape != shaped.shape:
+            raise PluginContractError(
+                f"transform of {type(self).__name__} returned {tuple(result.shape)} for tensors of "
+                f"{tuple(shaped.shape)}. It returns what it is given, changed: one tensor of the same shape."
+            )
         if result.stride() == shaped.stride() and result.dtype == shaped.dtype:
             return result.as_strided(flat.shape, flat.stride())
         shaped.copy_(result)
@@ -181,7 +211,7 @@ class _Passage:
         round_ = self._round
         if round_.own:
             flat = round_.wholes(self._incoming)
-            results = self._optimizer._transformed([self._plan.wholes[index] for index in round_.own], flat)
+            results = self._optimizer._transformed(self._plan, round_.own, flat)
             round_.pack(self._incoming, results)
         self._everyone = everyone = round_.everyone(self._outgoing)
         self._arrive = self._plan.beside.issue(lambda: round_.bring_back(self._outgoing, self._incoming, everyone))

@@ -33,6 +33,8 @@ class LiveRoots:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        #: How many models were sharded so far. What was found before the latest may be something else now.
+        self.changes = 0
         # Places by the parameters' ids: a reference to a parameter may lead to its model, which would then never go.
         self._places: weakref.WeakKeyDictionary[Root, dict[int, tuple[int, int]]] = weakref.WeakKeyDictionary()
 
@@ -45,6 +47,7 @@ class LiveRoots:
         }
         with self._lock:
             self._places[root] = places
+            self.changes += 1
 
     def roots(self) -> list[Root]:
         """The outermost roots, in the order in which they were made."""

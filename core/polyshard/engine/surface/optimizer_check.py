@@ -13,11 +13,15 @@ from ...errors import ConfigError, StateError, UnsupportedError
 from .. import _torch_private
 from .live_roots import Found, LiveRoots
 
-#: Names of ``torch.optim`` whose update of an element depends on others of the parameter, and on which.
+_ELEMENTWISE = "an optimizer that treats elements alike"
+#: Names of ``torch.optim`` whose update of an element depends on others of the parameter, on which, and what to take.
 _NOT_ELEMENTWISE = {
-    "Muon": "orthogonalises whole matrices",
-    "Adafactor": "factors the second moments of whole matrices, and scales by the norm of the whole parameter",
-    "LBFGS": "takes inner products over all elements",
+    "Muon": ("orthogonalises whole matrices", "polyshard.optim.Muon"),
+    "Adafactor": (
+        "factors the second moments of whole matrices, and scales by the norm of the whole parameter",
+        f"{_ELEMENTWISE}, a subclass of polyshard.optim.WholeTensorOptimizer",
+    ),
+    "LBFGS": ("takes inner products over all elements", _ELEMENTWISE),
 }
 _STATE_DICTS = "torch.distributed.checkpoint.state_dict"
 
@@ -108,14 +112,13 @@ def _asked_for_states() -> bool:
 
 
 def _refuse_whole_matrices(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Found]]) -> None:
-    for name, does in _NOT_ELEMENTWISE.items():
+    for name, (does, instead) in _NOT_ELEMENTWISE.items():
         kind = getattr(torch.optim, name, None)
         if kind is not None and isinstance(optimizer, kind):
             first = next(each for group in groups for each in group)
             raise UnsupportedError(
                 f"torch.optim.{name} {does}, and of '{_name(first)}' each rank holds a piece (rank {first.root.rank}). "
-                "Use an optimizer that treats elements alike, strategy='no_shard', or pass what it trains in "
-                "ignored_parameters."
+                f"Use {instead}, strategy='no_shard', or pass what it trains in ignored_parameters."
             )
 
 
