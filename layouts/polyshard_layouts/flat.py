@@ -19,9 +19,9 @@ class Flat(Layout):
         del context
 
     def arrange(self, unit: UnitGeometry) -> Sequence[Arrangement]:
-        offsets, cursor = [], 0
+        offsets, cursor, alignment = [], 0, unit.alignment
         for parameter in unit.parameters:
-            offset = -(-cursor // unit.alignment) * unit.alignment
+            offset = -(-cursor // alignment) * alignment
             offsets.append(offset)
             cursor = offset + parameter.numel
         shard_numel = unit.aligned_slice(-(-cursor // unit.shards))

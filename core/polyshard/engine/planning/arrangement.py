@@ -74,7 +74,7 @@ def _fault_of(unit: UnitGeometry, arrangement: Arrangement) -> str:
         return f"{arrangement!r}, whose offsets and sizes are not all numbers of elements. Answer with ints in a tuple"
     if not arrangement.order or len(offsets) != len(arrangement.order):
         return f"{len(offsets)} offsets for {len(arrangement.order)} parameters in one buffer. Answer one for each"
-    end, before = 0, ""
+    end, before, alignment = 0, "", unit.alignment
     for index, offset in zip(arrangement.order, offsets, strict=True):
         parameter = unit.parameters[index]
         if offset < end:
@@ -82,10 +82,10 @@ def _fault_of(unit: UnitGeometry, arrangement: Arrangement) -> str:
                 f"the offset {offset} for '{parameter.name}', but '{before}' ends at {end}: they overlap, or are "
                 "not in the order of their offsets"
             )
-        if offset % unit.alignment:
+        if offset % alignment:
             return (
-                f"the offset {offset} for '{parameter.name}', which is no multiple of {unit.alignment} elements. Align "
-                "each parameter to UnitGeometry.alignment"
+                f"the offset {offset} for '{parameter.name}', which is no multiple of {alignment} elements. Align each "
+                "parameter to UnitGeometry.alignment"
             )
         end, before = offset + parameter.numel, parameter.name
     if end > size * unit.shards:
@@ -98,7 +98,7 @@ def _fault_of(unit: UnitGeometry, arrangement: Arrangement) -> str:
             f"slices of {size} elements, which is no multiple of {unit.slice_alignment(size)}. Round it up by "
             "UnitGeometry.aligned_slice"
         )
-    return _fault_of_rows(unit, arrangement)
+    return "" if arrangement.by_rows == frozenset() else _fault_of_rows(unit, arrangement)
 
 
 def _fault_of_rows(unit: UnitGeometry, arrangement: Arrangement) -> str:

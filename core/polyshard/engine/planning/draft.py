@@ -90,11 +90,12 @@ def draft_stage(
         suffix = _suffix(group) if units else ""
         # Alignment follows from what travels, which the caster tells from a spec: ask with the master's layout first.
         itemsize = group[0].original.dtype.itemsize
-        buffers = layout.arrange(_geometry(stage, group, suffix, shards, itemsize), rank)
+        geometry = _geometry(stage, group, suffix, shards, itemsize)
+        buffers = layout.arrange(geometry, rank)
         dtypes = dtypes_of(caster, _spec(stage, group, buffers[0][1], device, suffix, is_root), rank)
         travels = min(dtypes.compute.itemsize, dtypes.wire.itemsize)
         if travels != itemsize:
-            buffers = layout.arrange(_geometry(stage, group, suffix, shards, travels), rank)
+            buffers = layout.arrange(dataclasses.replace(geometry, itemsize=travels), rank)
         for number, (order, flat) in enumerate(buffers):
             members = tuple(group[index] for index in order)
             spec = _spec(stage, members, flat, device, _numbered(group, number) if number else suffix, is_root)
