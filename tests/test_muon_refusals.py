@@ -11,7 +11,14 @@ import pytest
 import torch
 from matrices import Cell, Zoo, exact, most_apart, reference_zoo, whole_parameters, zoo_step
 from parity import draw, on_ranks, seeded, sharded_copy, units_of
-from polyshard.errors import ConfigError, PluginContractError, RankMismatchError, UnsupportedError
+from polyshard.errors import (
+    ConfigError,
+    ConfigTypeError,
+    PluginContractError,
+    RankMismatchError,
+    StateError,
+    UnsupportedError,
+)
 from polyshard.interfaces import CollectivesCapabilities, PluginContext
 from polyshard.optim import Muon, WholeTensorOptimizer, for_matrices
 from polyshard_backends.fake import FakeCollectives
@@ -43,7 +50,9 @@ def with_a_bad_group(model: nn.Module) -> torch.optim.Optimizer:
     [
         (all_of, ["2D parameters", "size: (6,) of torch.float64", "for_matrices"]),
         (flat_ones, ["2D parameters", "for_matrices"]),
-        (with_settings(lr=-1.0), ["lr of Muon should be >= 0 but is -1.0"]),
+        (with_settings(lr=-1.0), ["lr of Muon should be a number >= 0 but is -1.0"]),
+        (with_settings(lr="0.1"), ["lr of Muon", "'0.1'"]),
+        (with_settings(dtype="bf16"), ["torch.dtype, not 'bf16'"]),
         (with_settings(lr=torch.ones(2)), ["1-element", "(2,)"]),
         (with_settings(momentum=float("nan")), ["momentum of Muon", "nan"]),
         (with_settings(weight_decay=-0.1), ["weight_decay of Muon"]),
@@ -58,7 +67,7 @@ def with_a_bad_group(model: nn.Module) -> torch.optim.Optimizer:
 def test_what_cannot_be_a_muon(make: Make, words: list[str]) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> str:
         model = sharded_copy(seeded(Zoo), rank, world, **BLOCKS)
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises((ConfigError, ConfigTypeError)) as caught:
             make(model)
         return str(caught.value)
 
@@ -66,6 +75,37 @@ def test_what_cannot_be_a_muon(make: Make, words: list[str]) -> None:
     assert len(set(messages)) == 1
     for word in words:
         assert word in messages[0]
+
+
+def test_what_for_matrices_leaves_out_is_modules_of_the_model() -> None:
+    model = seeded(Zoo)
+    assert model.last.weight in set(for_matrices(model).matrices)
+    split = for_matrices(model, leave_out=[model.last, model.cells[0]])
+    left_out = {id(parameter) for parameter in split.others}
+    assert {id(model.last.weight), id(model.cells[0].up.weight)} <= left_out
+    assert left_out.isdisjoint(map(id, split.matrices))
+    for stranger in (["last"], "last", model.last, [model.last.weight]):
+        with pytest.raises(ConfigTypeError, match=r"list of modules, such as \[model\.head\]"):
+            for_matrices(model, leave_out=stranger)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a Linear that is not inside the model"):
+        for_matrices(model, leave_out=[nn.Linear(2, 2)])
+    with pytest.raises(ConfigTypeError, match="takes a model, not a list"):
+        for_matrices(list(model.parameters()))  # type: ignore[arg-type]
+
+
+def test_a_closed_model() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> str:
+        model = sharded_copy(seeded(Zoo), rank, world, **BLOCKS)
+        muon = Muon(for_matrices(model).matrices)
+        zoo_step(model, 0, rank)
+        muon.step()
+        polyshard.close(model)
+        with pytest.raises(StateError) as caught:
+            muon.step()
+        return str(caught.value)
+
+    for message in on_ranks(2, on_rank):
+        assert "Muon.step() came after polyshard.close" in message
 
 
 def test_complex_matrices() -> None:

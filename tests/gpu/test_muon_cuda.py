@@ -96,18 +96,18 @@ def wholes(model: nn.Module, is_sharded: bool) -> dict[str, torch.Tensor]:
 def trained(
     rank: int,
     kind: Kind,
-    dtype: torch.dtype,
+    of_model: torch.dtype,
     shards: dict[str, Any] | None,
     **muon: Any,
 ) -> dict[str, torch.Tensor]:
     """Twenty steps: on this rank's part of the batch over shards, on the whole one without."""
     device = torch.device("cuda", rank)
-    model: nn.Module = made(dtype, device)
+    model: nn.Module = made(of_model, device)
     if shards is not None:
         model = sharded(model, **shards)
     both = optimizers(model, kind, **muon)
     for turn in range(20):
-        x = batch(turn, dtype, device)
+        x = batch(turn, of_model, device)
         model(x if shards is None else x.chunk(WORLD_SIZE)[rank]).backward()
         for each in both:
             each.step()

@@ -134,12 +134,19 @@ def _entries(holding: Holding, key: str, value: Any, rank: int) -> dict[str, Any
     if not isinstance(value, torch.Tensor):
         return dict.fromkeys(holding.here, value)
     if holding.places and value.ndim > 0:
+        if type(value) not in (torch.Tensor, nn.Parameter):
+            raise ConfigError(
+                f"The optimizer's state '{key}' of {holding.described} is a {type(value).__name__} (rank {rank}), of "
+                "which it cannot be told where its elements lie. Save the model without this optimizer, and the "
+                "optimizer's state_dict() of each rank beside it."
+            )
         if value.shape == holding.parameter.shape:
             return dict(holding.parts(value))
         if holding.partial and value.numel() != 1:
             raise ConfigError(
                 f"The optimizer's state '{key}' of {holding.described} has shape {tuple(value.shape)} on rank {rank}: "
                 f"neither a scalar nor the shard's shape {tuple(holding.parameter.shape)}, so it means nothing to "
-                "other ranks. Use an optimizer whose state has the parameter's shape."
+                "other ranks. Use an optimizer whose state has the parameter's shape, or save the model without it, "
+                "and the optimizer's state_dict() of each rank beside it."
             )
     return dict.fromkeys(holding.here, value.detach())

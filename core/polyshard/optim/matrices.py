@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..engine.surface.placement import placement_of
+from ..errors import ConfigError, ConfigTypeError
 
 
 class MatrixSplit(NamedTuple):
@@ -25,7 +26,12 @@ def for_matrices(model: nn.Module, *, leave_out: Collection[nn.Module] = ()) -> 
     Matrices are parameters whose whole shape has two dimensions, but for those of ``nn.Embedding`` and
     ``nn.EmbeddingBag`` and of modules inside ``leave_out``: give the output head, which Muon's authors leave to AdamW.
     A weight that is tied to one of these is left out with it.
+
+    Raises:
+        ConfigTypeError: ``model`` is no module, or ``leave_out`` no modules.
+        ConfigError: one of these is not inside ``model``.
     """
+    _refuse_strangers(model, leave_out)
     excluded = {
         parameter
         for module in model.modules()
@@ -38,3 +44,16 @@ def for_matrices(model: nn.Module, *, leave_out: Collection[nn.Module] = ()) -> 
             is_matrix = parameter not in excluded and len(placement_of(parameter).shape) == 2
             (split.matrices if is_matrix else split.others).append(parameter)
     return split
+
+
+def _refuse_strangers(model: nn.Module, leave_out: Collection[nn.Module]) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigTypeError(f"for_matrices takes a model, not a {type(model).__name__}.")
+    if isinstance(leave_out, (nn.Module, str)) or not all(isinstance(each, nn.Module) for each in leave_out):
+        raise ConfigTypeError(
+            f"leave_out of for_matrices must be a list of modules, such as [model.head], not {leave_out!r}."
+        )
+    inside = set(model.modules())
+    for each in leave_out:
+        if each not in inside:
+            raise ConfigError(f"leave_out of for_matrices has a {type(each).__name__} that is not inside the model.")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..engine.surface.placement import placement_of
-from ..errors import ConfigError
+from ..errors import ConfigError, ConfigTypeError
 from .momentum import go_along, mix
 from .newton_schulz import COEFFICIENTS, newton_schulz, newton_schulz_flops
 from .whole_tensors import Parameters, WholeTensorOptimizer
@@ -55,8 +55,8 @@ class Muon(WholeTensorOptimizer):
         *,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        if not dtype.is_floating_point:
-            raise ConfigError(f"dtype of Muon must be a floating-point one, not {dtype}.")
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ConfigTypeError(f"dtype of Muon must be a floating-point torch.dtype, not {dtype!r}.")
         defaults: dict[str, Any] = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -136,8 +136,10 @@ def _refuse_bad_settings(group: Mapping[str, Any]) -> None:
         raise ConfigError(f"Tensor lr must be 1-element, but has shape {tuple(lr.shape)}. Give a 0-dim tensor.")
     for name in ("lr", "momentum", "weight_decay"):
         # A tensor on a device is not waited for.
-        if not isinstance(group[name], torch.Tensor) and not group[name] >= 0.0:
-            raise ConfigError(f"{name} of Muon should be >= 0 but is {group[name]!r}.")
+        if isinstance(group[name], torch.Tensor):
+            continue
+        if not isinstance(group[name], int | float) or not group[name] >= 0.0:
+            raise ConfigError(f"{name} of Muon should be a number >= 0 but is {group[name]!r}.")
     if group["adjust_lr_fn"] not in _ADJUSTMENTS:
         raise ConfigError(
             f"Adjust learning rate function {group['adjust_lr_fn']!r} is not supported. There are: "

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..engine.planning.layout import product
+from ..engine.step.root import Root
 from ..engine.surface.live_roots import Found, live_roots
 from ..errors import ConfigError, RankMismatchError, UnsupportedError
 from ..interfaces import Collectives
@@ -57,6 +58,8 @@ class Plan:
     beside: Beside
     owners: int
     """Number of ranks that the tensors are spread over."""
+    root: weakref.ref[Root] | None
+    """Of the sharded model; a plan must not keep one alive. None for parameters of no sharded model."""
 
 
 def units_of(optimizer: torch.optim.Optimizer) -> list[object]:
@@ -145,7 +148,13 @@ def _plan(
     rounds = tuple(Round(cuts, batch, peers, travels, device) for batch in batches)
     group = peers.shard or peers.replicate
     ordered = group is not None and group.capabilities.stream_ordered and device.type == "cuda"
-    return Plan(wholes, rounds, OnStream(device) if ordered else OnHost(), owners)
+    return Plan(
+        wholes,
+        rounds,
+        OnStream(device) if ordered else OnHost(),
+        owners,
+        None if first is None else weakref.ref(first.root),
+    )
 
 
 def _cuts(wholes: Sequence[Whole], founds: Sequence[Found | None], shards: int) -> list[Cut]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +18,7 @@ from .plan import Plan, Whole, plan_for, units_of
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]] | Iterable[tuple[str, nn.Parameter]]
 
 
-class WholeTensorOptimizer(torch.optim.Optimizer):
+class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
     """Brings whole tensors together, each at one rank, and what that rank makes of them back to everybody's pieces.
 
     A subclass says three things: what of a piece is brought together (``contribute``), what is made of the whole
@@ -111,12 +111,18 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             ConfigError: it was given a flat parameter.
             UnsupportedError: the model's collectives cannot exchange pieces.
             RankMismatchError: in the first step, where ranks gave it different parameters.
+            StateError: a model was closed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for plan in self._current_plans():
+        plans = self._current_plans()
+        for plan in plans:
+            root = None if plan.root is None else plan.root()
+            if root is not None:
+                root.refuse_closed(f"{type(self).__name__}.step()")
+        for plan in plans:
             self._run(plan)
         return loss
 
