@@ -34,16 +34,19 @@ class TestBlocks(LayoutSuite):
         return Blocks(CONTEXT)
 
 
+@pytest.mark.slow
 class TestSmallBlocks(LayoutSuite):
     def make(self) -> Layout:
         return Blocks(CONTEXT, size=48, smallest=0)
 
 
+@pytest.mark.slow
 class TestTiles(LayoutSuite):
     def make(self) -> Layout:
         return Blocks(CONTEXT, size=[32, 32])
 
 
+@pytest.mark.slow
 class TestSeveralBuffers(LayoutSuite):
     def make(self) -> Layout:
         return Halves()

@@ -126,11 +126,19 @@ def carried(folder: Path, one: Run, other: Run, kind: str) -> None:
         assert torch.equal(value, saved.get(key, value)), key
 
 
-@pytest.mark.parametrize(("one", "other"), PAIRS)
+@pytest.mark.parametrize(
+    ("one", "other"),
+    # Of all pairs, each layout is quick once on either side.
+    [
+        pytest.param(*pair, marks=() if index % (len(EVERY) + 1) == 1 else pytest.mark.slow)
+        for index, pair in enumerate(PAIRS)
+    ],
+)
 def test_every_layout_into_every_other(one: Run, other: Run, tmp_path: Path) -> None:
     carried(tmp_path, one, other, "adamw")
 
 
+@pytest.mark.slow
 @given(one=RUNS, other=RUNS, kind=st.sampled_from(list(OPTIMIZERS)))
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_else_changes(one: Run, other: Run, kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:

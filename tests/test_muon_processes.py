@@ -43,7 +43,7 @@ def train(rank: int, settings: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return whole
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -111,5 +111,6 @@ def failing(rank: int, timeout_s: float) -> str:
     return type(caught.value).__name__
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_one_that_raised_until_the_timeout() -> None:
     assert RANKS.run(2, failing, 3.0, timeout=20.0) == ["CollectiveTimeoutError", "ArithmeticError"]
