@@ -32,7 +32,7 @@ demo: $(READY)  ## train the example: 2 CPU ranks, or one rank per GPU; RANKS=3,
 	    examples/byte_lm/train.py --config examples/byte_lm/run.toml $(ARGS)
 
 test: $(READY)  ## run all tests that need no GPU; options for pytest in ARGS="..."
-	$(PY) -m pytest -m "not gpu" $(PARALLEL) $(ARGS)
+	$(PY) -m pytest -m "not gpu" --ignore tests/gpu $(PARALLEL) $(ARGS)
 
 check: static quick  ## run the static checks and the quick tests
 
@@ -45,7 +45,7 @@ static: $(READY)  ## run ruff, mypy and import-linter
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-logo
 
 quick: $(READY)  ## run the tests that are quick
-	$(PY) -m pytest -m "not gpu and not slow" -q $(PARALLEL) $(ARGS)
+	$(PY) -m pytest -m "not gpu and not slow" --ignore tests/gpu -q $(PARALLEL) $(ARGS)
 
 test-gpu: $(READY)  ## run the tests that need GPUs
 	$(PY) -m pytest -m gpu $(ARGS)

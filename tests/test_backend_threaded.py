@@ -264,6 +264,7 @@ def test_abort_wakes_the_others_and_says_why() -> None:
         world.run(on_rank)
 
 
+@pytest.mark.slow
 def test_threads_that_hang_are_reported_with_stacks() -> None:
     leave = threading.Event()
 

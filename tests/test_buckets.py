@@ -127,12 +127,15 @@ def test_launches_of_medium_units_are_in_the_order_of_backward() -> None:
     assert launches(widths, batch_nbytes=12 * 1024) == [3, 2]
 
 
+@pytest.mark.slow
 def test_by_default_units_of_up_to_32_mib_share_a_launch_of_64_mib() -> None:
     # 25, 32 and 33 MiB.
     assert launches([2560] * 3 + [2896] * 2 + [2944] * 2) == [2, 2]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "world_size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("limit", [3 * BLOCK_NBYTES, 4 * BLOCK_NBYTES, 5 * BLOCK_NBYTES, "16 MiB"])
 @pytest.mark.parametrize(
     "config",

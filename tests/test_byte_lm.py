@@ -122,6 +122,7 @@ def test_a_file_stays_held_out_when_other_files_come_or_go(library: Path) -> Non
     assert after - {Path("added.py")} == before
 
 
+@pytest.mark.slow
 def test_the_real_library_gives_megabytes_of_text_with_a_tenth_held_out() -> None:
     corpus = part("data").Corpus.read()
     assert len(corpus.train) > 2_000_000
@@ -426,6 +427,7 @@ def test_verify_passes_on_three_ranks_and_prints_what_it_measured() -> None:
     assert float(apart.split()[4]) <= 1e-10
 
 
+@pytest.mark.slow
 def test_one_pretended_rank_of_1024_says_what_memory_it_needs() -> None:
     done = start([], ranks=0, POLYSHARD_COLLECTIVES="fake")
     assert done.returncode == 0, done.stdout

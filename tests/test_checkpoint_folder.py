@@ -51,6 +51,7 @@ def change(model: nn.Module, value: float) -> None:
             parameter.fill_(value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [(1, 1), (1, 2)], ids=["one step", "two steps"])
 def test_two_jobs_that_save_into_one_folder_never_mix(tmp_path: Path, steps: tuple[int, int]) -> None:
     mixed, committed = 0, 0

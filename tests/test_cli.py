@@ -104,6 +104,7 @@ def test_a_wrong_config_exits_with_two(
     assert words in captured.err
 
 
+@pytest.mark.slow
 def test_the_module_runs_as_a_command(tmp_path: Path) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("POLYSHARD_")}
     command = [sys.executable, "-m", "polyshard", "config", str(tmp_path / "absent.toml")]

@@ -109,6 +109,7 @@ def others_live_on(rank: int) -> int:
     return held()[1] - before
 
 
+@pytest.mark.slow
 def test_models_over_the_same_groups_are_closed_one_by_one() -> None:
     # The group that the user made is the user's, and goes on.
     assert RANKS.run(WORLD, others_live_on) == [0] * WORLD

@@ -106,6 +106,7 @@ def test_a_head_that_was_split_off_may_be_compiled_and_used_in_compiled_code(com
         assert left == (2 if use == "called" else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("compiles", ["around", "blocks after", "forwards before"])
 def test_a_compiled_model_trains_like_the_unsharded_one(compiles: str, strategy: str) -> None:

@@ -391,6 +391,7 @@ def place_fails(rank: int) -> tuple[str, str, float]:
     return "none", "", 0.0
 
 
+@pytest.mark.slow
 def test_a_plugin_that_fails_on_one_process_is_known_to_the_other() -> None:
     (first, text, seconds), (second, other, _) = run_processes(2, place_fails)
     assert (first, second) == ("RankMismatchError", "FullError")

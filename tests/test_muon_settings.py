@@ -31,7 +31,11 @@ from torch import nn
 BLOCKS = {"policy": units_of(Cell)}
 ROWS_AND_REPLICAS = [
     ({"layout": "rows"}, 3),
-    ({"layout": {"name": "blocks", "size": 4, "smallest": 1}, "strategy": "hybrid_shard", "shard_size": 2}, 4),
+    pytest.param(
+        {"layout": {"name": "blocks", "size": 4, "smallest": 1}, "strategy": "hybrid_shard", "shard_size": 2},
+        4,
+        marks=pytest.mark.slow,
+    ),
 ]
 
 

@@ -26,7 +26,14 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thresholds, "SMALLEST_PART", WIDTH * WORDS)
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "full_shard",
+        pytest.param("shard_grad_op", marks=pytest.mark.slow),
+        pytest.param("no_shard", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("use", USES)
 def test_training_equals_the_unsharded_model_however_the_head_is_used(use: str, strategy: str) -> None:
     settings = {"policy": units_of(Block), "strategy": strategy}
@@ -82,7 +89,7 @@ def several_forwards(model: nn.Module, turn: int, rank: int) -> list[torch.Tenso
     return [loss.detach()]
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("strategy", ["full_shard", pytest.param("shard_grad_op", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", [several_backwards, several_forwards])
 @pytest.mark.parametrize("use", FEW_USES)
 def test_steps_of_several_forwards_and_backwards_are_the_same(use: str, shape: Step, strategy: str) -> None:

@@ -205,6 +205,7 @@ def graphs_of(blocks: int) -> int:
     return len(graphs)
 
 
+@pytest.mark.slow
 # The compiler looks at .grad of the tensors that a frame takes in, and does not silence this in every version.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_blocks_share_their_graphs() -> None:
