@@ -44,6 +44,8 @@ static: $(READY)  ## run ruff, mypy and import-linter
 	MYPYPATH=examples/byte_lm $(PY) -m mypy examples/byte_lm/*.py
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-logo
 
+# None of them waits: more processes than cores would only collect once more.
+quick: WORKERS = $(shell getconf _NPROCESSORS_ONLN)
 quick: $(READY)  ## run the tests that are quick
 	$(PY) -m pytest -m "not gpu and not slow" --ignore tests/gpu -q $(PARALLEL) $(ARGS)
 

@@ -73,7 +73,7 @@ def rprop(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Rprop(parameters, lr=0.01)
 
 
-OPTIMIZERS = [adam, momentum, rprop]
+OPTIMIZERS = [adam, *(pytest.param(make, marks=pytest.mark.slow) for make in (momentum, rprop))]
 
 
 def own(model: nn.Module) -> list[nn.Parameter]:

@@ -124,7 +124,7 @@ def assert_bit_equal(folder: Path, make: Make, choose: Choose, ranks: int, setti
 #: A few quick ones; the others are marked as slow.
 QUICK = frozenset(
     {("AdamW", sharding) for sharding in ("full_shard 3", "shard_grad_op 2", "no_shard 2", "hybrid_shard 2 x 2")}
-    | {(name, "full_shard 2") for name in ("NAdam", "Adagrad", "ASGD", "SGD")}
+    | {("SGD", "full_shard 2")}
 )
 
 

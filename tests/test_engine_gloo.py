@@ -76,7 +76,7 @@ def train_with(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str
     return trained(ShardConfig(collectives=group, timeout_s=TIMEOUT_S, **BLOCKS, **settings), rank)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 def test_five_adamw_steps_equal_those_of_the_unsharded_model(

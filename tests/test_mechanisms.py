@@ -107,6 +107,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_switch_changes_what_it_says_and_no_number(name: str) -> None:
     whole, off = Seen("none"), Seen(name)
