@@ -297,10 +297,9 @@ def _draft(
         caster: PrecisionCaster = _override(Group.PRECISION, stage, "precision", plugins.caster, plugins, compared)
         offload: OffloadManager = _override(Group.OFFLOAD, stage, "offload", plugins.offload, plugins, compared)
         layout = plugins.layout
-        if "layout" in stage.overrides:
-            resolved = catalog.resolve(Group.LAYOUTS, stage.overrides["layout"])
-            arranges: Layout = _override(Group.LAYOUTS, stage, "layout", layout.layout, plugins, compared)
-            layout = NamedLayout(arranges, resolved.described)
+        own = _overriding(Group.LAYOUTS, stage, "layout", plugins, compared)
+        if own is not None:
+            layout = NamedLayout(cast("Layout", own[1]), own[0].described)
         refuse_unable(caster, rank)
         refuse_unable(offload, rank)
         drafts.append(
@@ -335,13 +334,20 @@ def _refuse_irreducible(planned: list[PlannedStage], collectives: Collectives) -
 
 
 def _override(group: Group, stage: PlannedStage, key: str, default: Any, plugins: _Plugins, compared: list[Any]) -> Any:
+    own = _overriding(group, stage, key, plugins, compared)
+    return default if own is None else own[1]
+
+
+def _overriding(
+    group: Group, stage: PlannedStage, key: str, plugins: _Plugins, compared: list[Any]
+) -> tuple[catalog.Resolved[object], object] | None:
     if key not in stage.overrides:
-        return default
+        return None
     choice = stage.overrides[key]
     resolved = catalog.resolve(group, choice)
     instance = resolved.construct(_named(plugins.context, choice))
     compared.append(catalog.fingerprint(resolved, instance))
-    return instance
+    return resolved, instance
 
 
 def _named(context: PluginContext, choice: PluginChoice) -> PluginContext:

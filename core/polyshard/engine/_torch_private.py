@@ -73,8 +73,11 @@ foreach_copy_: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = torc
 foreach_add_: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = torch._foreach_add_
 #: Zeroes all tensors.
 foreach_zero_: Callable[[list[torch.Tensor]], object] = torch._foreach_zero_
-#: Multiplies all tensors by a scalar tensor, without reading it on the host.
-foreach_mul_: Callable[[list[torch.Tensor], torch.Tensor], object] = torch._foreach_mul_
+#: Multiplies all tensors by a number, or by a scalar tensor without reading it on the host.
+foreach_mul_: Callable[[list[torch.Tensor], torch.Tensor | float], object] = torch._foreach_mul_
+#: Moves each tensor of the first list towards that of the second by a part of the way; in place, and as new tensors.
+foreach_lerp_: Callable[[list[torch.Tensor], list[torch.Tensor], float], object] = torch._foreach_lerp_
+foreach_lerp: Callable[[list[torch.Tensor], list[torch.Tensor], float], Sequence[torch.Tensor]] = torch._foreach_lerp
 
 
 def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -1,6 +1,6 @@
 """The passes over memory around an orthogonalisation: a running mean, and a step along the result.
 
-On CUDA each is one Triton kernel a tensor. Built of torch's operations they would read and write three times as much.
+On CUDA each is one Triton kernel a tensor. Built of torch's operations they would move twice as much and more.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from types import ModuleType
 
 import torch
 
-from . import _torch_private
+from ..engine import _torch_private
 
 
 def mix(
@@ -29,9 +29,10 @@ def mix(
         for mean, gradient, place in zip(means, gradients, places, strict=True):
             kernels.mix(mean, gradient, place, momentum, nesterov)
         return
-    _torch_private.foreach_lerp_(means, gradients, 1 - momentum)
-    mixed = _torch_private.foreach_lerp(gradients, means, momentum) if nesterov else means
-    _torch_private.foreach_copy_(places, mixed)
+    held, given = list(means), list(gradients)
+    _torch_private.foreach_lerp_(held, given, 1 - momentum)
+    mixed = list(_torch_private.foreach_lerp(given, held, momentum)) if nesterov else held
+    _torch_private.foreach_copy_(list(places), mixed)
 
 
 def go_along(
@@ -47,7 +48,7 @@ def go_along(
         for parameter, direction in zip(parameters, directions, strict=True):
             kernels.go_along(parameter, direction, 1 - lr * weight_decay, -lr * ratio)
         return
-    _torch_private.foreach_mul_(parameters, 1 - lr * weight_decay)
+    _torch_private.foreach_mul_(list(parameters), 1 - lr * weight_decay)
     for parameter, direction in zip(parameters, directions, strict=True):
         if isinstance(lr, torch.Tensor):
             parameter.addcmul_(direction, lr.to(direction.device), value=-ratio)

@@ -6,6 +6,7 @@ import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,11 +23,19 @@ from .owners import owners_of, rounds_of
 #: Elements of one owner's tensors in a round at most, and at least: fewer leave products that do not fill a device.
 _MOST_NUMEL = 1 << 26
 _LEAST_NUMEL = 1 << 22
-#: The same for tensors that are exchanged together: of one model, held by the same ranks, of one dtype, on one device.
-_Key = tuple[object, ...]
-
 #: Rounds that are wanted: of one, no exchange would run beside what is computed.
 _ROUNDS = 8
+
+
+class _Key(NamedTuple):
+    """The same for tensors that are exchanged together."""
+
+    root: Root | None
+    """Their model; None where it is not sharded."""
+    peers: Peers
+    dtype: torch.dtype
+    """In which they travel."""
+    device: torch.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +67,8 @@ class Plan:
     beside: Beside
     owners: int
     """Number of ranks that the tensors are spread over."""
+    device: torch.device
+    """Where they are computed with."""
     root: weakref.ref[Root] | None
     """Of the sharded model; a plan must not keep one alive. None for parameters of no sharded model."""
 
@@ -94,8 +105,8 @@ def plan_for(
             founds.setdefault(key, []).append(found)
     # Ranks must exchange in one order, in whichever they were given the parameters of several models.
     keys = sorted(wholes, key=lambda key: min((each.order for each in founds[key] if each is not None), default=()))
-    _compare(optimizer, {key: wholes[key] for key in keys}, founds)
-    return [_plan(tuple(wholes[key]), founds[key], work, dtype) for key in keys]
+    _compare(optimizer, {key: wholes[key] for key in keys})
+    return [_plan(key, tuple(wholes[key]), founds[key], work) for key in keys]
 
 
 def _whole(
@@ -105,10 +116,9 @@ def _whole(
     found: Found | None,
     dtype: torch.dtype | None,
 ) -> tuple[Whole, _Key]:
-    travels = dtype or parameter.dtype
     if found is None:
         whole = Whole(parameter, "", group, tuple(parameter.shape), tuple(parameter.stride()))
-        return whole, (None, None, None, travels, parameter.device)
+        return whole, _Key(None, Peers(None, None), dtype or parameter.dtype, parameter.device)
     unit = found.unit
     if found.slot is None:
         raise ConfigError(
@@ -124,28 +134,23 @@ def _whole(
         )
     slot = unit.layout.slots[found.slot]
     whole = Whole(parameter, unit.parameters[found.slot].names[0], group, slot.shape, slot.stride)
-    return whole, (found.root, shard, unit.grid.replicate, dtype or unit.dtypes.grad, unit.spec.device)
+    return whole, _Key(found.root, Peers(shard, unit.grid.replicate), dtype or unit.dtypes.grad, unit.spec.device)
 
 
 def _plan(
+    key: _Key,
     wholes: tuple[Whole, ...],
     founds: Sequence[Found | None],
     work: Callable[[int, tuple[int, ...]], float],
-    dtype: torch.dtype | None,
 ) -> Plan:
-    first = founds[0]
-    if first is None:
-        peers, device = Peers(None, None), wholes[0].parameter.device
-    else:
-        peers, device = Peers(first.unit.grid.shard, first.unit.grid.replicate), first.unit.spec.device
-    travels = dtype or (wholes[0].parameter.dtype if first is None else first.unit.dtypes.grad)
+    root, peers, dtype, device = key
     cuts = _cuts(wholes, founds, peers.shards)
     owners = peers.shards * peers.replicas
     works = [work(each.group, each.shape) for each in wholes]
     numels = [cut.numel for cut in cuts]
     most = min(_MOST_NUMEL, max(_LEAST_NUMEL, sum(numels) // owners // _ROUNDS))
     batches = rounds_of(owners_of(works, owners), owners, works, [each.kind for each in wholes], numels, most)
-    rounds = tuple(Round(cuts, batch, peers, travels, device) for batch in batches)
+    rounds = tuple(Round(cuts, batch, peers, dtype, device) for batch in batches)
     group = peers.shard or peers.replicate
     ordered = group is not None and group.capabilities.stream_ordered and device.type == "cuda"
     return Plan(
@@ -153,7 +158,8 @@ def _plan(
         rounds,
         OnStream(device) if ordered else OnHost(),
         owners,
-        None if first is None else weakref.ref(first.root),
+        device,
+        None if root is None else weakref.ref(root),
     )
 
 
@@ -172,24 +178,21 @@ def _cuts(wholes: Sequence[Whole], founds: Sequence[Found | None], shards: int) 
 def _compare(
     optimizer: torch.optim.Optimizer,
     wholes: Mapping[_Key, list[Whole]],
-    founds: Mapping[_Key, list[Found | None]],
 ) -> None:
     """Raise on every rank where ranks do not bring the same tensors in the same order."""
     told: dict[Collectives, list[object]] = {}
     for key, members in wholes.items():
-        found = founds[key][0]
-        if found is not None:
-            exchanged = told.setdefault(found.root.collectives, [])
-            exchanged.extend([each.name, each.group, each.shape, str(key[3])] for each in members)
+        if key.root is not None:
+            exchanged = told.setdefault(key.root.collectives, [])
+            exchanged.extend([each.name, each.group, each.shape, str(key.dtype)] for each in members)
     for collectives, mine in told.items():
         if not collectives.capabilities.can_communicate:
             continue
         text = json.dumps(mine)
         everyone = collectives.all_gather_object(text)
         other = next((rank for rank, theirs in enumerate(everyone) if theirs != text), None)
-        if any(theirs != everyone[0] for theirs in everyone):
-            rank = collectives.rank
-            where = f"rank {other} differs from rank {rank}" if other is not None else "ranks differ"
+        if other is not None:
+            where = f"rank {other} differs from rank {collectives.rank}"
             raise RankMismatchError(
                 f"{type(optimizer).__name__} was given other parameters, or in another order, on some ranks ({where}). "
                 "Give every rank the same parameters in the same groups."

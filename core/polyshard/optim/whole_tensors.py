@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..engine import _torch_private
 from ..engine.surface.live_roots import live_roots
 from ..errors import PluginContractError
-from . import _torch_private
 from .exchange import Held, Round
 from .plan import Plan, Whole, plan_for, units_of
 
@@ -56,7 +58,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
 
         Pieces know nothing of each other: what is written to an element may follow from that element alone.
         """
-        _torch_private.foreach_copy_(places, gradients)
+        _torch_private.foreach_copy_(list(places), list(gradients))
 
     @abstractmethod
     def transform(
@@ -80,10 +82,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
 
     def work(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> float:
         """How long ``transform`` takes for a tensor of ``shape``, in any unit; its number of elements."""
-        numel = 1.0
-        for size in shape:
-            numel *= size
-        return numel
+        return float(math.prod(shape))
 
     @property
     def keeps_at_owners(self) -> bool:
@@ -123,7 +122,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
             if root is not None:
                 root.refuse_closed(f"{type(self).__name__}.step()")
         for plan in plans:
-            self._run(plan)
+            # Triton launches kernels where the current device is, wherever their tensors are.
+            with torch.cuda.device(plan.device) if plan.device.type == "cuda" else nullcontext():
+                self._run(plan)
         return loss
 
     def _current_plans(self) -> list[Plan]:
@@ -193,8 +194,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
                 kinds.setdefault(whole.kind, []).append((whole, flat))
         for members in kinds.values():
             parameters = [whole.parameter for whole, _ in members]
+            # A parked shard is updated where it is.
             shaped = [
-                flat.as_strided(each.shape, each.stride(), flat.storage_offset())
+                flat.as_strided(each.shape, each.stride(), flat.storage_offset()).to(each.device)
                 for each, (_, flat) in zip(parameters, members, strict=True)
             ]
             first = members[0][0]
