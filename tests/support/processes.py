@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from seeding import seed_all
 
 T = TypeVar("T")
 
@@ -128,6 +129,8 @@ def _answer_calls(rank: int, connection: Connection) -> None:
         try:
             _load(*home)
             target, args = pickle.loads(call)
+            # What ran here before may have seeded each rank differently.
+            seed_all(0)
             answer = _Answer(result=target(rank, *args))
         except BaseException as error:
             answer = _Answer(error=_sendable(error), trace=traceback.format_exc())

@@ -1,0 +1,1 @@
+"""``torch.distributed.fsdp.fully_shard`` over polyshard's engine."""
