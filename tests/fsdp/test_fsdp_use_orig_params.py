@@ -28,7 +28,7 @@ class TestMultipleParamGroups:
     @strategies
     def test_diff_hyperparams(self, ranks: Pools, strategy: str) -> None:
         # On the CPU there is one way to move to the device.
-        cases = 48 if ranks.device_type == "cpu" else 96
+        cases = 24 if ranks.device_type == "cpu" else 48
         assert ranks.run(2, parameter_groups.diff_hyperparams, strategy) == [cases, cases]
 
     @strategies
