@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from processes import KeptRanks
-from seeding import seed_all
+from transformers_runs import (
+    STEPS,
+    curve,
+    launched,
+    make_model,
+    outcome,
+    parameters,
+    plain_trainer,
+    quiet,
+    sharded_trainer,
+)
 
-# Transformers is imported by the ranks alone: that takes seconds.
-
-STEPS = 20
-VOCABULARY = 64
 #: Of losses and norms in fp32 over 20 steps.
 CLOSE = {"rel": 2e-5, "abs": 2e-5}
 
@@ -29,147 +32,7 @@ def ranks() -> Iterator[KeptRanks]:
     kept.close()
 
 
-# What ranks run
-
-
-@contextmanager
-def launched(rank: int, world_size: int) -> Iterator[None]:
-    """The variables of torchrun, or with one rank those of none."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    if world_size > 1:
-        os.environ.update(zip(names, map(str, (rank, rank, world_size, world_size)), strict=True))
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        yield
-    finally:
-        for name in names:
-            os.environ.pop(name, None)
-
-
-def make_model(family: str) -> Any:
-    """A small model of ``family``, the same on every rank."""
-    import transformers as hf
-
-    small = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": VOCABULARY}
-    grouped = {**small, "intermediate_size": 48, "num_key_value_heads": 2}
-    seed_all(3)
-    match family:
-        case "llama":
-            return hf.LlamaForCausalLM(hf.LlamaConfig(**grouped))
-        case "qwen":
-            return hf.Qwen2ForCausalLM(hf.Qwen2Config(**grouped))
-        case "mixtral":
-            return hf.MixtralForCausalLM(hf.MixtralConfig(**grouped, num_local_experts=8, num_experts_per_tok=1))
-        case "gpt2":
-            sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32, "vocab_size": VOCABULARY}
-            return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
-        case "t5":
-            sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}
-            return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, dropout_rate=0, decoder_start_token_id=0))
-        case "vit":
-            sizes = {key: value for key, value in small.items() if key != "vocab_size"}
-            return hf.ViTForImageClassification(
-                hf.ViTConfig(
-                    **sizes, intermediate_size=48, image_size=16, patch_size=8, num_labels=5,
-                    hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-                )
-            )  # fmt: skip
-    raise AssertionError(family)
-
-
-def samples(family: str, count: int = 96, *, equal: bool = False) -> list[dict[str, Any]]:
-    """What a model of ``family`` learns from. ``equal``: rows of equal length."""
-    made = torch.Generator().manual_seed(5)
-    if family == "vit":
-        return [{"pixel_values": torch.randn(3, 16, 16, generator=made), "labels": n % 5} for n in range(count)]
-    rows = torch.randint(2, VOCABULARY, (count, 12), generator=made)
-    # Of different lengths: ranks do not have as many tokens.
-    lengths = torch.randint(4, 12, (count,), generator=made)
-    found = []
-    for row, length in zip(rows, lengths.tolist(), strict=True):
-        labels = row.clone()
-        if not equal:
-            labels[length:] = -100
-        found.append({"input_ids": row, "labels": labels})
-    return found
-
-
-def arguments(folder: str, **settings: Any) -> Any:
-    from transformers import Seq2SeqTrainingArguments
-
-    given = {
-        "output_dir": folder, "use_cpu": True, "max_steps": STEPS, "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 4, "logging_steps": 1, "report_to": [], "disable_tqdm": True,
-        "save_strategy": "no", "learning_rate": 5e-3, "weight_decay": 0.1, "warmup_steps": 3, "seed": 11,
-        "log_level": "error", "dataloader_pin_memory": False,
-    }  # fmt: skip
-    return Seq2SeqTrainingArguments(**{**given, **settings})
-
-
-def shard_config(**settings: Any) -> Any:
-    from polyshard import ShardConfig
-    from polyshard.interfaces import PluginContext
-    from polyshard_policies.transformers import NoSplitModules
-
-    return ShardConfig(policy=NoSplitModules(PluginContext("transformers", torch.device("cpu"))), **settings)
-
-
-def sharded_trainer(model: Any, folder: str, family: str, *, shard: Any = None, **settings: Any) -> Any:
-    from polyshard.transformers import PolyshardSeq2SeqTrainer, PolyshardTrainer
-
-    extra = {key: settings.pop(key) for key in ("optimizers", "callbacks", "compute_metrics") if key in settings}
-    made = PolyshardSeq2SeqTrainer if family == "t5" else PolyshardTrainer
-    return made(
-        model=model,
-        args=arguments(folder, ddp_backend="gloo", **settings),
-        train_dataset=samples(family, equal=family == "t5"),
-        # The loss of an evaluation is the mean of its batches'.
-        eval_dataset=samples(family, 16, equal=True),
-        shard=shard or shard_config(),
-        **extra,
-    )
-
-
-def plain_trainer(model: Any, folder: str, family: str, **settings: Any) -> Any:
-    """On one rank, with the batches of two."""
-    from transformers import Seq2SeqTrainer, Trainer
-
-    made = Seq2SeqTrainer if family == "t5" else Trainer
-    return made(
-        model=model,
-        args=arguments(folder, **{"per_device_train_batch_size": 4, "per_device_eval_batch_size": 8, **settings}),
-        train_dataset=samples(family, equal=family == "t5"),
-        # The loss of an evaluation is the mean of its batches'.
-        eval_dataset=samples(family, 16, equal=True),
-    )
-
-
-def curve(trainer: Any) -> list[tuple[float, float, float]]:
-    """Loss, norm of the gradient and learning rate of each step."""
-    entries = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    return [(entry["loss"], entry["grad_norm"], entry["learning_rate"]) for entry in entries]
-
-
-def outcome(trainer: Any) -> dict[str, Any]:
-    """What is compared of a run: its curve, its evaluation, its predictions, its whole parameters."""
-    import polyshard
-    from polyshard.transformers.refusals import is_sharded
-
-    predicted = trainer.predict(samples("vit" if "pixel_values" in trainer.train_dataset[0] else "llama", 8))
-    logits = predicted.predictions[0] if isinstance(predicted.predictions, tuple) else predicted.predictions
-    model = trainer.model
-    if is_sharded(model):
-        with polyshard.unsharded(model):
-            whole = {name: each.detach().clone() for name, each in model.named_parameters()}
-    else:
-        whole = {name: each.detach().clone() for name, each in model.named_parameters()}
-    return {
-        "curve": curve(trainer),
-        "evaluated": trainer.evaluate()["eval_loss"],
-        "predicted": torch.as_tensor(logits),
-        "parameters": whole,
-        "flos": trainer.state.total_flos,
-    }
+# Training
 
 
 def train_both(rank: int, folder: str, family: str, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -186,12 +49,6 @@ def train_both(rank: int, folder: str, family: str, settings: dict[str, Any]) ->
     return ours, outcome(trainer)
 
 
-def quiet() -> None:
-    """Third parties' own warnings of a CPU, of processes that are not torchrun's, and of runs of a few steps."""
-    for text in ("torch.distributed process group is initialized", ".*pin_memory.*"):
-        warnings.filterwarnings("ignore", message=text)
-
-
 def require_alike(
     results: list[tuple[dict[str, Any], dict[str, Any]]], rel: float = CLOSE["rel"], abs: float = CLOSE["abs"]
 ) -> None:
@@ -206,9 +63,6 @@ def require_alike(
         torch.testing.assert_close(ours["predicted"], plain["predicted"], rtol=10 * rel, atol=10 * abs)
         for name, whole in plain["parameters"].items():
             torch.testing.assert_close(ours["parameters"][name], whole, rtol=10 * rel, atol=10 * abs, msg=name)
-
-
-# Training
 
 
 @pytest.mark.parametrize(
@@ -228,3 +82,64 @@ def test_trains_as_the_plain_trainer_does(
     ranks: KeptRanks, tmp_path: Path, family: str, settings: dict[str, Any]
 ) -> None:
     require_alike(ranks.run(2, train_both, str(tmp_path), family, settings))
+
+
+# Checkpoints
+
+
+def stop_and_resume(rank: int, folder: str) -> dict[str, Any]:
+    """Eight steps with dropout, and the last four again from the checkpoint between; what both came to."""
+    quiet()
+    from transformers import GPT2LMHeadModel
+
+    saving = {
+        "max_steps": 8, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
+        "save_total_limit": 3,
+    }  # fmt: skip
+    with launched(rank, 2):
+        straight = sharded_trainer(make_model("gpt2", dropout=0.2), folder, "gpt2", **saving)
+        straight.train()
+        kept = sorted(path.name for path in Path(folder).glob("checkpoint-*"))
+        stopped = f"{folder}/checkpoint-4"
+        again = sharded_trainer(make_model("gpt2", dropout=0.2), f"{folder}-again", "gpt2", **saving)
+        again.train(resume_from_checkpoint=stopped)
+        read = GPT2LMHeadModel.from_pretrained(f"{folder}/checkpoint-8")
+        best = sharded_trainer(
+            make_model("gpt2"), f"{folder}-best", "gpt2", **saving,
+            load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True,
+        )  # fmt: skip
+        best.train()
+        best_path = best.state.best_model_checkpoint
+        return {
+            "kept": kept,
+            "straight": curve(straight),
+            "again": curve(again),
+            "parameters": parameters(straight.model),
+            "parameters again": parameters(again.model),
+            "read": parameters(read),
+            "best": Path(best_path).name,
+            "parameters best": parameters(best.model),
+            "read best": parameters(GPT2LMHeadModel.from_pretrained(best_path)),
+            "state": sorted(path.name for path in Path(stopped).iterdir()),
+        }
+
+
+def test_a_resumed_run_is_the_one_that_never_stopped(ranks: KeptRanks, tmp_path: Path) -> None:
+    for found in ranks.run(2, stop_and_resume, str(tmp_path / "run")):
+        assert found["kept"] == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
+        assert len(found["straight"]) == 8
+        assert found["again"] == found["straight"]
+        assert_equal(found["parameters again"], found["parameters"])
+        # The folder is a pretrained model's as well.
+        assert_equal(found["read"], found["parameters"])
+        assert "model.safetensors" in found["state"]
+        assert "optimizer.pt" not in found["state"]
+        # Worse with each step: the best is not the last.
+        assert found["best"] != "checkpoint-8"
+        assert_equal(found["parameters best"], found["read best"])
+
+
+def assert_equal(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert torch.equal(mine[name], value), name

@@ -32,8 +32,8 @@ class PolyshardMixin(TrainerHooks):
     """Lets a ``Trainer`` behind it shard its model: ``class Mine(PolyshardMixin, SFTTrainer)``.
 
     Before it trains or evaluates for the first time, the model is sharded in place, unit by unit, onto this rank's
-    device. ``trainer.model`` is the model that was given. A ``model_init`` is asked for a new one by each ``train()``, and
-    the one before is closed.
+    device. ``trainer.model`` is the model that was given. Each ``train()`` asks a ``model_init`` for a new one, and closes
+    the one before.
     """
 
     def __init__(self, *args: Any, shard: ShardConfig | None = None, **kwargs: Any) -> None:
