@@ -18,6 +18,7 @@ from transformers_runs import (
     parameters,
     plain_trainer,
     quiet,
+    shard_config,
     sharded_trainer,
 )
 
@@ -143,3 +144,135 @@ def assert_equal(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
     assert mine.keys() == theirs.keys()
     for name, value in theirs.items():
         assert torch.equal(mine[name], value), name
+
+
+# Precision
+
+
+def train_mixed(rank: int, folder: str, dtype: str) -> dict[str, Any]:
+    quiet()
+    settings = {dtype: True, "max_steps": 6}
+    with launched(rank, 2):
+        trainer = sharded_trainer(make_model("llama"), folder, "llama", **settings)
+        trainer.train()
+        found = {"ours": curve(trainer), "dtypes": {each.dtype for each in trainer.model.parameters()}}
+        found["scaled"] = trainer.accelerator.scaler is not None
+    if not rank:
+        plain = plain_trainer(make_model("llama"), folder, "llama", max_steps=6)
+        plain.train()
+        found["plain"] = curve(plain)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_trains_in_the_dtype_of_the_arguments(ranks: KeptRanks, tmp_path: Path, dtype: str) -> None:
+    results = ranks.run(2, train_mixed, str(tmp_path), dtype)
+    for found in results:
+        assert found["dtypes"] == {torch.float32}
+        assert found["scaled"] is (dtype == "fp16")
+        for mine, plain in zip(found["ours"], results[0]["plain"], strict=True):
+            assert mine == pytest.approx(plain, rel=0.02)
+        assert [loss for loss, _, _ in found["ours"]] != [loss for loss, _, _ in results[0]["plain"]]
+
+
+# Adapters
+
+
+def train_adapters(rank: int, folder: str) -> dict[str, Any]:
+    quiet()
+    import peft
+    import polyshard
+    from transformers import AutoModelForCausalLM
+
+    base = f"{folder}/base"
+    if rank == 0:
+        make_model("llama").save_pretrained(base)
+    torch.distributed.barrier()
+
+    def adapted() -> Any:
+        settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+        torch.manual_seed(1)
+        return peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
+
+    saving = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4, "activation_checkpointing": True}
+    with launched(rank, 2):
+        trainer = sharded_trainer(adapted(), f"{folder}/run", "llama", **saving)
+        trainer.train()
+        again = sharded_trainer(adapted(), f"{folder}/again", "llama", **saving)
+        again.train(resume_from_checkpoint=f"{folder}/run/checkpoint-4")
+        read = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), f"{folder}/run/checkpoint-8")
+        found = {
+            "ours": curve(trainer),
+            "again": curve(again),
+            "parameters": parameters(trainer.model),
+            "read": parameters(read),
+            "units": polyshard.report(trainer.model).units,
+            "files": sorted(path.name for path in Path(f"{folder}/run/checkpoint-8").iterdir()),
+        }
+    if not rank:
+        plain = plain_trainer(adapted(), f"{folder}/plain", "llama", max_steps=8)
+        plain.train()
+        found["plain"] = curve(plain)
+    return found
+
+
+def test_adapters_train_and_come_back_bit_equal(ranks: KeptRanks, tmp_path: Path) -> None:
+    results = ranks.run(2, train_adapters, str(tmp_path))
+    for found in results:
+        for mine, plain in zip(found["ours"], results[0]["plain"], strict=True):
+            assert mine == pytest.approx(plain, **CLOSE)
+        assert found["again"] == found["ours"]
+        assert_equal(found["read"], found["parameters"])
+        assert "adapter_model.safetensors" in found["files"]
+        assert "model.safetensors" not in found["files"]
+        # Of each block one that is frozen and one that is trained, and the frozen root.
+        assert found["units"] == 7
+
+
+# Generation
+
+
+def generate(rank: int, family: str) -> dict[str, Any]:
+    quiet()
+    import polyshard
+    from polyshard.interfaces import Listener, Observer, UnitSpec
+    from polyshard.transformers import register_generate
+
+    plain = make_model(family).eval()
+    prompt = torch.arange(3, 3 + 4 * (rank + 1)).view(2, -1) if family != "vit" else None
+    settings = {"max_new_tokens": 4 + 5 * rank, "do_sample": False, "min_new_tokens": 4 + 5 * rank}
+    wanted = plain.generate(prompt, **settings)
+    gathers: list[str] = []
+
+    class Gathers(Listener):
+        api_version = 1
+
+        @polyshard.hookimpl
+        def make_observer(self, unit: UnitSpec) -> Observer:
+            return _Counting(gathers)
+
+    model = polyshard.shard(make_model(family).eval(), shard_config(listeners=[Gathers()]))
+    register_generate(model)
+    got = model.generate(prompt, **settings)
+    counted = len(gathers)
+    # A step afterwards releases and gathers as ever.
+    model(input_ids=prompt, labels=prompt).loss.backward()
+    return {"got": got, "wanted": wanted, "gathers": counted, "units": polyshard.report(model).units}
+
+
+class _Counting:
+    def __init__(self, gathers: list[str]) -> None:
+        self._gathers = gathers
+
+    def unshard(self, unit: Any) -> None:
+        self._gathers.append(unit.name)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_generate_gathers_each_unit_once_whatever_the_lengths(ranks: KeptRanks, family: str) -> None:
+    for found in ranks.run(2, generate, family):
+        assert torch.equal(found["got"], found["wanted"])
+        assert found["gathers"] == found["units"]

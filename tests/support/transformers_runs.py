@@ -160,6 +160,6 @@ def parameters(model: Any) -> dict[str, torch.Tensor]:
 
 
 def quiet() -> None:
-    """Third parties' own warnings of a CPU, of processes that are not torchrun's, and of runs of a few steps."""
-    for text in ("torch.distributed process group is initialized", ".*pin_memory.*"):
+    """Third parties' warnings of each other: of what peft still calls by its old name."""
+    for text in ("`is_gradient_checkpointing` is deprecated", "`gradient_checkpointing.* is deprecated"):
         warnings.filterwarnings("ignore", message=text)
