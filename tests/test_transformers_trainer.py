@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from processes import KeptRanks
+from torch import nn
 from transformers_runs import (
     STEPS,
     curve,
@@ -276,3 +279,84 @@ def test_generate_gathers_each_unit_once_whatever_the_lengths(ranks: KeptRanks, 
     for found in ranks.run(2, generate, family):
         assert torch.equal(found["got"], found["wanted"])
         assert found["gathers"] == found["units"]
+
+
+# Wrong uses
+
+
+def misuse(rank: int, folder: str) -> dict[str, str]:
+    """What each wrong use is told, by name; at the end a model that was refused trains."""
+    quiet()
+    import polyshard
+    from torch.distributed.fsdp import fully_shard
+
+    told: dict[str, str] = {}
+
+    def told_by(name: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except polyshard.errors.PolyshardError as error:
+            told[name] = f"{type(error).__name__}: {error}"
+        else:
+            told[name] = "nothing"
+
+    def train(model: Any, **settings: Any) -> Any:
+        resume = settings.pop("resume", None)
+        settings.setdefault("shard", shard_config())
+        trainer = sharded_trainer(model, f"{folder}/run", "llama", **{"max_steps": 2, **settings})
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    with launched(rank, 2):
+        other = [nn.Parameter(torch.ones(3, 4))]
+        stolen = torch.optim.AdamW([*make_model("llama").parameters(), *other])
+        told_by("optimizer", lambda: train(make_model("llama"), optimizers=(stolen, None)))
+        told_by("fsdp2", lambda: train(fully_shard(make_model("llama"))))
+        told_by("ddp", lambda: train(nn.parallel.DistributedDataParallel(make_model("llama"))))
+        told_by("arguments", lambda: train(make_model("llama"), fsdp=True))
+        os.environ["ACCELERATE_USE_FSDP"] = "true"
+        told_by("environment", lambda: train(make_model("llama")))
+        del os.environ["ACCELERATE_USE_FSDP"]
+        told_by("precision", lambda: train(make_model("llama"), bf16=True, shard=shard_config(precision="fp32")))
+        told_by("no precision", lambda: train(make_model("llama"), shard=shard_config(precision="fp16")))
+        told_by("sharded", lambda: train(polyshard.shard(make_model("llama"), shard_config())))
+        told_by("optim", lambda: train(make_model("llama"), optim="adafactor"))
+        told_by("compile", lambda: train(make_model("llama"), torch_compile=True))
+        dropping = make_model("llama")
+        dropping.config.layerdrop = 0.1
+        told_by("layerdrop", lambda: train(dropping))
+        group = torch.distributed.new_group([rank], use_local_synchronization=True)
+        told_by("group", lambda: train(make_model("llama"), shard=shard_config(collectives=group)))
+        train(make_model("qwen"), save_strategy="steps", save_steps=2)
+        model = make_model("llama")
+        told_by("another model", lambda: train(model, resume=f"{folder}/run/checkpoint-2"))
+        told_by("no state", lambda: train(make_model("llama"), resume=f"{folder}/plain/checkpoint-2"))
+        # Sharded by then, and as it was.
+        told["afterwards"] = str(len(curve(train(model, shard=None))))
+    return told
+
+
+REFUSED = {
+    "optimizer": r"ConfigError: The AdamW in optimizers=\(\.\.\.\) holds a parameter that is not the model's",
+    "fsdp2": "ConfigError: 'FSDPLlamaForCausalLM' is wrapped by FSDPModule already",
+    "ddp": "ConfigError: 'DistributedDataParallel' is wrapped by DistributedDataParallel already",
+    "arguments": "ConfigError: TrainingArguments.fsdp is set, and PolyshardTrainer shards the model itself",
+    "environment": "ConfigError: Accelerate was told by ACCELERATE_USE_FSDP=true to shard the model",
+    "precision": "ConfigError: The ShardConfig's precision='fp32' computes in fp32, but .* have bf16=True",
+    "no precision": "ConfigError: The ShardConfig's precision='fp16' computes in fp16, but .* neither bf16 nor fp16",
+    "sharded": "AlreadyShardedError: This LlamaForCausalLM is sharded already, and shard= was given",
+    "optim": "UnsupportedError: TrainingArguments.optim='adafactor' computes with whole parameters",
+    "compile": "ConfigError: TrainingArguments.torch_compile is set",
+    "layerdrop": r"UnsupportedError: LlamaConfig\.layerdrop=0\.1 lets each rank drop other layers",
+    "group": "ConfigError: The ShardConfig's collectives is of 1 ranks, but Trainer divides its data between 2",
+    "another model": r"ConfigError: The checkpoint .*polyshard/step-00000002 has .*bias.*, which the model lacks",
+    "no state": "ConfigError: .*plain/checkpoint-2 has no state of PolyshardTrainer to resume from",
+    "afterwards": "2",
+}
+
+
+def test_wrong_uses_are_refused_by_name(ranks: KeptRanks, tmp_path: Path) -> None:
+    for told in ranks.run(2, misuse, str(tmp_path)):
+        assert told.keys() == REFUSED.keys()
+        for name, words in REFUSED.items():
+            assert re.match(words, told[name]), f"{name}: {told[name]}"

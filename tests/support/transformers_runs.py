@@ -101,10 +101,12 @@ def shard_config(**settings: Any) -> Any:
     return ShardConfig(policy=NoSplitModules(PluginContext("transformers", torch.device("cpu"))), **settings)
 
 
-def sharded_trainer(model: Any, folder: str, family: str, *, shard: Any = None, **settings: Any) -> Any:
+def sharded_trainer(model: Any, folder: str, family: str, **settings: Any) -> Any:
+    """``settings``: of the arguments, and what the trainer itself takes."""
     from polyshard.transformers import PolyshardSeq2SeqTrainer, PolyshardTrainer
 
-    extra = {key: settings.pop(key) for key in ("optimizers", "callbacks", "compute_metrics") if key in settings}
+    own = ("shard", "optimizers", "callbacks", "compute_metrics")
+    extra = {"shard": shard_config(), **{key: settings.pop(key) for key in own if key in settings}}
     made = PolyshardSeq2SeqTrainer if family == "t5" else PolyshardTrainer
     return made(
         model=model,
@@ -112,7 +114,6 @@ def sharded_trainer(model: Any, folder: str, family: str, *, shard: Any = None, 
         train_dataset=samples(family, equal=family == "t5"),
         # The loss of an evaluation is the mean of its batches'.
         eval_dataset=samples(family, 16, equal=True),
-        shard=shard or shard_config(),
         **extra,
     )
 

@@ -46,8 +46,8 @@ OVERRIDDEN = (
 class TrainerHooks(_Trainer):  # type: ignore[misc]
     """Leads each of ``Trainer``'s private methods to one with a name of our own. To stand before ``Trainer``."""
 
-    def ensure_sharded(self) -> None:
-        """Training or evaluation is about to use ``self.model``."""
+    def ensure_sharded(self, *, training: bool) -> None:
+        """Training, or evaluation, is about to use ``self.model``."""
         raise NotImplementedError
 
     def whole_state(self) -> dict[str, torch.Tensor] | None:
@@ -81,11 +81,11 @@ class TrainerHooks(_Trainer):  # type: ignore[misc]
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         # Before the optimizer is made: fused ones ask on which device parameters are.
-        self.ensure_sharded()
+        self.ensure_sharded(training=True)
         return super()._prepare_for_training(*args, **kwargs)
 
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        self.ensure_sharded()
+        self.ensure_sharded(training=False)
         sharded: nn.Module = self.model
         return sharded
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -62,18 +63,33 @@ def refuse_arguments(args: Any) -> None:
         )
 
 
-def refuse_engines(accelerator: Any) -> None:
-    """Raise where ``accelerate launch``, or its variables, chose another engine.
+def refuse_engines() -> None:
+    """Raise where ``accelerate launch`` chose another engine, of which its variables tell.
 
     Raises:
-        ConfigError: they did.
+        ConfigError: it did.
     """
-    for plugin in ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin"):
-        if getattr(accelerator.state, plugin, None) is not None:
+    for variable in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"):
+        if os.environ.get(variable, "false").lower() == "true":
             raise ConfigError(
-                f"Accelerate was configured with its {plugin}, and PolyshardTrainer shards the model itself. Launch "
-                "without it: torchrun, or 'accelerate launch' with a configuration for several GPUs "
-                "(ACCELERATE_USE_FSDP and ACCELERATE_USE_DEEPSPEED not set)."
+                f"Accelerate was told by {variable}=true to shard the model, and PolyshardTrainer does that itself. "
+                "Launch with torchrun, or with an Accelerate configuration that has no engine, and give the trainer "
+                "shard=ShardConfig(...)."
+            )
+
+
+def refuse_other_ranks(config: ShardConfig, world_size: int) -> None:
+    """Raise where ``config`` shards over other ranks than those that ``Trainer`` divides its data between.
+
+    Raises:
+        ConfigError: it does.
+    """
+    for name, given in (("mesh", config.mesh), ("collectives", config.collectives)):
+        size = getattr(given, "size", None)
+        if callable(size) and size() != world_size:
+            raise ConfigError(
+                f"The ShardConfig's {name} is of {size()} ranks, but Trainer divides its data between {world_size}. "
+                "Give a mesh or a group of all ranks; for groups inside of it, a hybrid strategy."
             )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
 
@@ -25,6 +26,7 @@ from .refusals import (
     refuse_engines,
     refuse_model,
     refuse_optimizer,
+    refuse_other_ranks,
 )
 
 
@@ -32,8 +34,8 @@ class PolyshardMixin(TrainerHooks):
     """Lets a ``Trainer`` behind it shard its model: ``class Mine(PolyshardMixin, SFTTrainer)``.
 
     Before it trains or evaluates for the first time, the model is sharded in place, unit by unit, onto this rank's
-    device. ``trainer.model`` is the model that was given. Each ``train()`` asks a ``model_init`` for a new one, and closes
-    the one before.
+    device. ``trainer.model`` is the model that was given. Each ``train()`` asks a ``model_init`` for a new one, and
+    closes the one before.
     """
 
     def __init__(self, *args: Any, shard: ShardConfig | None = None, **kwargs: Any) -> None:
@@ -53,14 +55,15 @@ class PolyshardMixin(TrainerHooks):
         self._whole_numel = 0
         super().__init__(*args, **kwargs)
         refuse_model(self.model, shard)
-        refuse_dropped_layers(self.model)
         refuse_optimizer(self.optimizer, self.model)
 
     def create_accelerator_and_postprocess(self) -> None:
         refuse_arguments(self.args)
-        with_precision(self.shard_config or ShardConfig(), self.args.mixed_precision)
+        refuse_engines()
+        if self.shard_config is not None:
+            with_precision(self.shard_config, self.args.mixed_precision)
+            refuse_other_ranks(self.shard_config, self.args.world_size)
         super().create_accelerator_and_postprocess()
-        refuse_engines(self.accelerator)
         ShardedAccelerator.adopt(self.accelerator, scales_loss=self.args.mixed_precision == "fp16")
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -68,16 +71,17 @@ class PolyshardMixin(TrainerHooks):
         main: torch.Tensor | None = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
         return 0 if main is None else 6 * main.numel() * self._whole_numel
 
-    def ensure_sharded(self) -> None:
-        """Shard ``self.model``, unless it was prepared already."""
+    def ensure_sharded(self, *, training: bool) -> None:
+        """Shard ``self.model``, unless it was prepared already. ``training``: whether that comes next."""
         model = self.model
+        if training:
+            refuse_dropped_layers(model)
         if model is self._prepared:
             return
         if self._prepared is not None:
             # A model_init made another one.
             close(self._prepared)
             self._prepared = None
-        refuse_dropped_layers(model)
         if not is_sharded(model):
             refuse_model(model, self.shard_config)
             shard(model, self._config(), initializer=initializer_of(model))
@@ -89,7 +93,12 @@ class PolyshardMixin(TrainerHooks):
     def _config(self) -> ShardConfig:
         config = self.shard_config or ShardConfig(policy="transformers")
         config = with_precision(config, self.args.mixed_precision)
-        return config if config.device is not None else dataclasses.replace(config, device=self.args.device)
+        if config.device is None:
+            config = dataclasses.replace(config, device=self.args.device)
+        if config.collectives == "auto" and not dist.is_initialized():
+            # A script that was started without a launcher: one rank, and nothing to exchange.
+            config = dataclasses.replace(config, collectives={"name": "fake", "world_size": 1})
+        return config
 
     def whole_state(self) -> dict[str, torch.Tensor] | None:
         """What the model saves, on ranks that write; None where nothing is sharded yet."""
