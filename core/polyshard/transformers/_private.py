@@ -1,8 +1,7 @@
 """Names of Transformers and Accelerate without a promise, and nothing else: what they are told, the mixin knows.
 
-Written against transformers 5.23.0 and accelerate 1.15.0; ``tests/test_transformers_private.py`` says which of them a
-later version lacks. ``Trainer`` has no public place for an engine, but these methods are those that its own engines go
-through:
+Written against transformers 5.23.0 and accelerate 1.15.0. ``Trainer`` has no public place for an engine, but these
+methods are those that its own engines go through; a version that lacks one is refused (``refuse_other_trainers``):
 
 - ``_build_accelerator_args``: what the ``Accelerator`` is made with;
 - ``_move_model_to_device``, ``_prepare_for_training``, ``_wrap_model``: where a model is placed and wrapped;
@@ -19,27 +18,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
+
+from ..errors import UnsupportedError
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
 else:
     _Trainer = object
 
-#: Overridden here; a version of Transformers without one of them would pass its own engine by in silence.
+#: Of ``Trainer``, overridden here and in the mixin.
 OVERRIDDEN = (
     "_build_accelerator_args",
-    "_move_model_to_device",
-    "_prepare_for_training",
-    "_wrap_model",
-    "_save",
-    "_save_optimizer_and_scheduler",
+    "_load_best_model",
     "_load_from_checkpoint",
     "_load_optimizer_and_scheduler",
-    "_load_best_model",
+    "_move_model_to_device",
+    "_prepare_for_training",
+    "_save",
+    "_save_optimizer_and_scheduler",
+    "_wrap_model",
     "create_accelerator_and_postprocess",
+    "floating_point_ops",
 )
 
 
@@ -107,6 +110,23 @@ class TrainerHooks(_Trainer):  # type: ignore[misc]
     def _load_best_model(self) -> None:
         if self.state.best_model_checkpoint is not None:
             self.load_best(Path(self.state.best_model_checkpoint))
+
+
+def refuse_other_trainers(trainer: TrainerHooks) -> None:
+    """Raise where the class behind ``TrainerHooks`` has not all of the methods: its own would wrap the model unseen.
+
+    Raises:
+        UnsupportedError: naming them.
+    """
+    order = type(trainer).__mro__
+    behind = order[order.index(TrainerHooks) + 1 :]
+    missing = [name for name in OVERRIDDEN if not any(name in vars(each) for each in behind)]
+    if missing:
+        raise UnsupportedError(
+            f"{type(trainer).__name__} has no {', '.join(missing)} of its own to override (transformers "
+            f"{transformers.__version__}). PolyshardMixin stands before a Trainer of transformers 5.23: "
+            "class Mine(PolyshardMixin, Trainer)."
+        )
 
 
 def initializer_of(model: nn.Module) -> Callable[[nn.Module], None]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..composable import close, placement, shard
 from ..config import ShardConfig
-from ._private import TrainerHooks, initializer_of, plain_optimizer
+from ._private import TrainerHooks, initializer_of, plain_optimizer, refuse_other_trainers
 from .accelerator import ShardedAccelerator
 from .checkpoints import SCHEDULER, load_state, require_state, save_state, whole_state_dict
 from .generation import register_generate
@@ -47,9 +47,10 @@ class PolyshardMixin(TrainerHooks):
         Raises:
             ConfigError: another engine is asked for or has wrapped the model, precision differs between the two
                 configurations, an optimizer was made over other parameters, or a setting needs whole parameters.
-            UnsupportedError: an optimizer or a model that computes what no rank alone can.
+            UnsupportedError: an optimizer that computes with whole parameters, or another ``Trainer`` than is known.
             AlreadyShardedError: the model is sharded, and ``shard`` is given.
         """
+        refuse_other_trainers(self)
         self.shard_config = shard
         self._prepared: nn.Module | None = None
         self._whole_numel = 0
