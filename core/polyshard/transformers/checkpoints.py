@@ -1,0 +1,81 @@
+"""The sharded state in a checkpoint's folder of ``Trainer``, beside the files that ``from_pretrained`` reads."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..checkpoint import latest, load, save
+from ..composable import outermost_root
+from ..engine.surface.gathered import gather_whole
+from ..engine.surface.state_dicts import state_dicts_of_pieces
+from ..engine.transport.buffer import view_of
+from ..errors import ConfigError
+
+#: The folder of ``polyshard.checkpoint`` inside of a checkpoint's folder.
+STATE = "polyshard"
+SCHEDULER = "scheduler.pt"
+
+
+def save_state(
+    folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, *, coordinates: bool
+) -> None:
+    """Write ``model`` and ``optimizer``, each rank its own part, into ``folder``. All ranks call it.
+
+    ``coordinates``: true on one rank, which removes what an earlier run left of the same step: ``Trainer`` writes over
+    its other files, too.
+    """
+    if coordinates:
+        # No rank writes before this one has come to the save.
+        shutil.rmtree(folder / STATE, ignore_errors=True)
+    save(folder / STATE, step, model, optimizer)
+
+
+def require_state(folder: Path) -> Path:
+    """Where in ``folder`` the committed state lies.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    state = latest(folder / STATE)
+    if state is None:
+        raise ConfigError(
+            f"{folder} has no state of PolyshardTrainer to resume from: {folder / STATE} holds no complete checkpoint. "
+            "It was saved by another Trainer, with save_only_model=True, or by a run that ended while it saved. Name "
+            "an earlier checkpoint, or start from its weights alone with from_pretrained()."
+        )
+    return state
+
+
+def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Read ``model``, and ``optimizer`` where one is given, from ``folder``. All ranks call it.
+
+    Raises:
+        ConfigError: ``folder`` has no state, or that of another model or optimizer.
+    """
+    load(require_state(folder), model, optimizer)
+
+
+def whole_state_dict(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
+    """What ``model.state_dict()`` would hold if nothing were sharded, on the CPU, in the parameters' own dtypes.
+
+    All ranks call it: units are gathered one after the other. ``keep``: whether this rank wants the values; elsewhere
+    the result is empty. Tensors that are tied share memory.
+    """
+    root = outermost_root(model, "save_model()")
+    whole: dict[str, torch.Tensor] = {}
+    for unit in root.units:
+        unit.take_up_changes()
+        flat = gather_whole(unit, unit.master)
+        if keep:
+            for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
+                value = view_of(flat, slot.shape, slot.stride, slot.offset).to("cpu", copy=True).contiguous()
+                whole.update(dict.fromkeys(parameter.names, value))
+    if not keep:
+        return {}
+    with state_dicts_of_pieces():
+        pieces = model.state_dict()
+    return {name: whole[name] if name in whole else piece.detach().cpu() for name, piece in pieces.items()}
