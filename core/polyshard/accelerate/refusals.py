@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ..engine.planning.plan import refuse_sharded, refuse_unshardable
-from ..engine.step.root import Root
+from ..engine.planning.plan import STAGE_ATTRIBUTE, refuse_sharded, refuse_unshardable
+from ..engine.step.stage import Stage
 from ..errors import AlreadyShardedError, ConfigError, StateError, UnsupportedError
 from .sharded import named_parameters_of, root_in, sharded_in
 
@@ -94,15 +94,16 @@ def refuse_models(models: Sequence[nn.Module], rank: int) -> None:
                         f"{described} is wrapped by {told} already, at '{name or '(root)'}' (rank {rank}). Give "
                         "prepare() the model itself."
                     )
+            stage = module.__dict__.get(STAGE_ATTRIBUTE)
+            if stage is not None and type(stage) is not Stage:
+                raise AlreadyShardedError(
+                    f"{described} is sharded by a drop-in of polyshard's already, at '{name or '(root)'}', which this "
+                    f"Accelerator does not serve (rank {rank}). Give prepare() the model itself, or one that "
+                    "polyshard.shard has sharded."
+                )
         inner = sharded_in(model)
         if inner is not None:
-            root = root_in(inner)
-            if type(root) is not Root:
-                raise AlreadyShardedError(
-                    f"{described} is sharded already by a drop-in of polyshard's, which this Accelerator does not "
-                    f"serve (rank {rank}). Give prepare() the model itself, or one that polyshard.shard has sharded."
-                )
-            root.refuse_closed("prepare()")
+            root_in(inner).refuse_closed("prepare()")
             continue
         refuse_sharded(model, rank)
         refuse_unshardable(model, ignored_modules=(), ignored_parameters=(), rank=rank)

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..engine.planning.plan import STAGE_ATTRIBUTE
 from ..engine.step.root import Root, root_of
+from ..engine.step.stage import Stage
 from ..engine.step.unit import Unit
 from ..engine.surface.live_roots import live_roots
 from ..errors import StateError
@@ -31,7 +32,8 @@ def sharded_in(model: nn.Module) -> nn.Module | None:
     if STAGE_ATTRIBUTE not in module.__dict__ and inner is not None and STAGE_ATTRIBUTE in inner.__dict__:
         module = inner
     stage = module.__dict__.get(STAGE_ATTRIBUTE)
-    return module if stage is not None and root_of(stage).stages[0] is stage else None
+    # Those of the drop-in have no root before their first forward, and are not served.
+    return module if type(stage) is Stage and root_of(stage).stages[0] is stage else None
 
 
 def root_in(module: nn.Module) -> Root:
