@@ -16,7 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.utils import (
+    DDPCommunicationHookType,
     DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
     TorchTensorParallelPlugin,
@@ -43,6 +45,7 @@ ALONE = ShardConfig(strategy="no_shard", policy=units_of(Block))
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """Accelerate knows nothing, and neither does its environment."""
+    forget()
     before = dict(os.environ)
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         del os.environ[name]
@@ -103,6 +106,9 @@ def test_arguments_that_ask_for_another_engine() -> None:
     for name, plugin in plugins.items():
         with pytest.raises(ConfigError, match=f"{name}={type(plugin).__name__}.*Leave {name} out"):
             Accelerator(cpu=True, **{name: plugin})
+    hooked = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
+    with pytest.raises(ConfigError, match=r"communication hook 'fp16'.*ShardConfig\.precision"):
+        Accelerator(cpu=True, kwargs_handlers=[hooked])
     with pytest.raises(TypeError, match="split_batches"):
         Accelerator(cpu=True, split_batches=True)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"shard is a dict\. Give a polyshard\.ShardConfig"):

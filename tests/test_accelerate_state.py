@@ -1,4 +1,4 @@
-"""What polyshard.accelerate saves and loads: resuming, other numbers of ranks, whole models, folders that are refused."""
+"""What polyshard.accelerate saves and loads: resuming, other numbers of ranks, whole models, folders refused."""
 
 from __future__ import annotations
 
@@ -181,6 +181,7 @@ def load_and_go_on(folder: Path, chained: bool) -> list[dict[str, torch.Tensor]]
     return values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chained", [False, True], ids=["an optimizer each", "one optimizer over both"])
 def test_a_checkpoint_of_two_ranks_goes_on_at_one_and_at_three(ranks: KeptRanks, tmp_path: Path, chained: bool) -> None:
     ranks.run(2, save_after_two, tmp_path / "state", chained)

@@ -22,7 +22,7 @@ from accelerate_ranks import launched, loader_of, pairs, whole, whole_gradients
 from parity import Block, Net, seeded, units_of
 from polyshard import ShardConfig
 from polyshard.accelerate import Accelerator
-from polyshard.errors import StateError, UnsupportedError
+from polyshard.errors import ConfigError, StateError, UnsupportedError
 from processes import KeptRanks
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -93,7 +93,7 @@ def train_twenty_steps(rank: int, split_batches: bool, strategy: str) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "split_batches", "strategy"),
-    [(2, True, "full_shard"), (2, False, "no_shard"), (3, False, "shard_grad_op")],
+    [(2, True, "full_shard"), (2, False, "no_shard"), pytest.param(3, False, "shard_grad_op", marks=pytest.mark.slow)],
 )
 def test_twenty_steps_are_those_of_the_unsharded_model(
     ranks: KeptRanks, world_size: int, split_batches: bool, strategy: str
@@ -394,6 +394,60 @@ def pair_loss(net: nn.Module, critic: nn.Module, x: torch.Tensor, y: torch.Tenso
 
 def test_two_models_with_optimizers_of_their_own(ranks: KeptRanks) -> None:
     ranks.run(2, train_a_pair)
+
+
+def scale_a_pair(rank: int) -> None:
+    with launched():
+        scaling = GradScalerKwargs(init_scale=64.0)
+        accelerator = Accelerator(shard=BLOCKS, cpu=True, mixed_precision="fp16", kwargs_handlers=[scaling])
+        models = [seeded(Net).float(), seeded(Critic).float()]
+        references = copy.deepcopy(models)
+        net, critic = accelerator.prepare(*models)
+        of_net, of_critic = accelerator.prepare(*(torch.optim.SGD(each.parameters(), lr=0.1) for each in models))
+        plain = [torch.optim.SGD(each.parameters(), lr=0.1) for each in references]
+        x, y = (each[:8].float() for each in pairs().tensors)
+        for step, (mine, theirs) in enumerate(zip((of_net, of_critic), plain, strict=True)):
+            for each in (of_net, of_critic, *plain):
+                each.zero_grad()
+            accelerator.backward(pair_loss(net, critic, x, y, step))
+            pair_loss(*references, x, y, step).backward()
+            # Of one model, while the other's optimizer has still to get its gradients.
+            norm = accelerator.clip_grad_norm_((net, critic)[step].parameters(), 0.1)
+            torch.testing.assert_close(
+                norm, nn.utils.clip_grad_norm_(references[step].parameters(), 0.1), rtol=1e-2, atol=1e-3
+            )
+            mine.step()
+            theirs.step()
+        same(net, references[0], rtol=0.0, atol=1e-3)
+        same(critic, references[1], rtol=0.0, atol=1e-3)
+        accelerator.free_memory()
+
+
+def test_clipping_one_of_two_models_leaves_the_others_gradients_scaled(ranks: KeptRanks) -> None:
+    ranks.run(2, scale_a_pair)
+
+
+def refuse_a_used_optimizer(rank: int) -> None:
+    with launched():
+        accelerator = Accelerator(shard=BLOCKS, cpu=True)
+        model = seeded(Net)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 3).double()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(ConfigError, match=r"AdamW has taken steps: it has state of the whole 'first\.weight'"):
+            accelerator.prepare(model, optimizer)
+        assert model.first.weight.shape == (5, 3)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        accelerator.backward(model(torch.ones(2, 3).double()).sum())
+        optimizer.step()
+        # It may come again once it is over pieces.
+        assert accelerator.prepare(optimizer) is optimizer
+        accelerator.free_memory()
+
+
+def test_an_optimizer_that_took_steps_with_the_whole_model(ranks: KeptRanks) -> None:
+    ranks.run(2, refuse_a_used_optimizer)
 
 
 def evaluate(rank: int) -> None:

@@ -95,6 +95,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             },
             os.environ,
         )
+        refusals.refuse_handlers(kwargs_handlers or [])
         super().__init__(
             device_placement=device_placement,
             mixed_precision=precision.asked_for(mixed_precision, self._config, os.environ),
@@ -234,7 +235,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         given = _listed(parameters)
         if not self.sync_gradients:
             refuse_unreduced(given, "clip_grad_norm_()")
-        norm: torch.Tensor = super().clip_grad_norm_(given, max_norm, norm_type=norm_type)
+        self._unscale(given)
+        # Looked up now: the first model to be sharded exchanges what stands behind the name.
+        norm: torch.Tensor = torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type=norm_type)
         return norm
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
@@ -247,7 +250,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if not self.sync_gradients:
             refuse_unreduced(given, "clip_grad_value_()")
         refuse_flat(given, "clip_grad_value_()")
-        super().clip_grad_value_(given, clip_value)
+        self._unscale(given)
+        torch.nn.utils.clip_grad_value_(given, clip_value)
 
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> Any:
         """Write everything to ``output_dir``, which all ranks see; returns the folder.
@@ -382,6 +386,28 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             if any(parameter in own for group in each.param_groups for parameter in group["params"])
         ]
         return models, optimizers
+
+    def _unscale(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Unscale the gradients of the optimizers that hold ``parameters``.
+
+        Theirs does so to all optimizers, also to those whose backward is still to come.
+        """
+        if self.mixed_precision != "fp16":
+            return
+        models = _private.models_of(self)
+        wanted = set(parameters)
+        # Gradients of a model's parameters may be those of its flat ones.
+        for model in models:
+            named = [parameter for _, parameter in named_parameters_of(model)]
+            if any(parameter in wanted for parameter in named):
+                wanted.update(named)
+        self.unscale_gradients(
+            [
+                each
+                for each in _private.optimizers_of(self)
+                if any(parameter in wanted for group in each.param_groups for parameter in group["params"])
+            ]
+        )
 
     def _without(self, models: list[nn.Module], optimizers: list[Any], instead: Any) -> Any:
         others = [model for model in _private.models_of(self) if sharded_in(model) not in models]

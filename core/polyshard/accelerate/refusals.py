@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
@@ -48,6 +49,21 @@ def refuse_other_engines(arguments: Mapping[str, object], environ: Mapping[str, 
                 f"The environment asks Accelerate for {engine} ({variable}={environ[variable]}), but polyshard shards "
                 "the models of this Accelerator. Launch with torchrun, or with a configuration of accelerate launch "
                 "that has no such section, or use accelerate.Accelerator."
+            )
+
+
+def refuse_handlers(handlers: Sequence[object]) -> None:
+    """Raise where one of Accelerate's ``KwargsHandler`` asks for what only DDP does, and what changes results.
+
+    Raises:
+        ConfigError: a communication hook.
+    """
+    for handler in handlers:
+        hook = handler.comm_hook if isinstance(handler, DistributedDataParallelKwargs) else DDPCommunicationHookType.NO
+        if hook != DDPCommunicationHookType.NO:
+            raise ConfigError(
+                f"DistributedDataParallelKwargs asks for the communication hook {hook.value!r}, but there is no DDP. "
+                "Say in ShardConfig.precision what gradients travel in."
             )
 
 
