@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import pickle
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -223,7 +225,7 @@ def test_nothing_is_prepared_where_one_model_of_several_cannot_be() -> None:
     still_trains(model)
 
 
-def test_a_second_model_that_sharding_refuses_leaves_the_first_to_be_prepared_again() -> None:
+def test_a_second_model_that_sharding_refuses_leaves_the_first_to_be_prepared_again(tmp_path: Path) -> None:
     accelerator = Accelerator(shard=ALONE, cpu=True)
     model, other = seeded(Net), nn.Sequential(nn.Linear(3, 2)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -234,6 +236,9 @@ def test_a_second_model_that_sharding_refuses_leaves_the_first_to_be_prepared_ag
     assert again is model
     accelerator.backward(model(torch.ones(2, 3).double()).sum())
     optimizer.step()
+    # What was prepared in vain is not saved.
+    accelerator.save_state(tmp_path)
+    assert json.loads((tmp_path / "polyshard.json").read_text())["models"] == ["Net"]
 
 
 # Optimizers.
