@@ -6,13 +6,17 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import polyshard
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from parity import Block
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
 
 
 @contextmanager
@@ -72,3 +76,28 @@ def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
         dist.all_reduce(own)
         found[name] = own.view(place.shape)
     return found
+
+
+def same(model: nn.Module, reference: nn.Module, **tolerance: Any) -> None:
+    """Whether whole parameters are those of ``reference``, to 1e-12 unless told otherwise; every rank calls it."""
+    expected = {name: parameter.detach() for name, parameter in reference.named_parameters()}
+    torch.testing.assert_close(whole(model), expected, **(tolerance or EXACT))
+
+
+class Critic(nn.Module):
+    """The other model of a pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(2, 9)
+        self.score = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.score(self.block(x))
+
+
+def pair_loss(net: nn.Module, critic: nn.Module, x: torch.Tensor, y: torch.Tensor, step: int) -> torch.Tensor:
+    """What ``net`` (step 0) or ``critic`` (step 1) is trained to lower."""
+    if step == 0:
+        return -critic(net(x)).mean()
+    return critic(net(x).detach()).mean() - critic(y).square().mean()
