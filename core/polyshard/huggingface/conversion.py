@@ -64,23 +64,22 @@ class Match:
 class _Misfits:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
-    shapes: list[str] = field(default_factory=list)
-    dtypes: list[str] = field(default_factory=list)
+    differing: dict[str, list[str]] = field(default_factory=dict)
+    """Names by what is said of them."""
 
     def refuse(self, saved: Saved, model: str, rank: int) -> None:
-        rows = [
-            ("missing from the files", listed(self.missing), len(self.missing)),
-            ("in the files and not in the model", listed(self.unexpected), len(self.unexpected)),
-            ("of another shape", "; ".join(self.shapes), len(self.shapes)),
-            ("of a dtype that cannot be cast", "; ".join(self.dtypes), len(self.dtypes)),
-        ]
-        found = [f"  {count} {what}: {names}" for what, names, count in rows if count]
+        rows = {
+            "missing from the files": self.missing,
+            "in the files and not in the model": self.unexpected,
+            **self.differing,
+        }
+        found = [f"  {len(names)} {what}: {listed(names)}" for what, names in rows.items() if names]
         if found:
             raise ConfigError(
                 f"{saved.path} is not a checkpoint of this {model} (rank {rank}); nothing was changed:\n"
                 + "\n".join(found)
-                + "\nGive the checkpoint of this model; or name what may be missing, what to leave out, or a convert "
-                "function, in load()."
+                + "\nGive the checkpoint of this model, or tell load() what may be missing (missing=), what to leave "
+                "out (unexpected=), or how the files' tensors become the model's (convert=)."
             )
 
 
@@ -126,9 +125,11 @@ def match(
             parts = made[name].parts
             used.update(part.source for part in parts)
             if tuple(made[name].shape) != each.shape:
-                misfits.shapes.append(f"'{name}' is {tuple(made[name].shape)} in the files, {each.shape} in the model")
+                what = f"of shape {tuple(made[name].shape)} in the files and {each.shape} in the model"
+                misfits.differing.setdefault(what, []).append(name)
             elif not castable(made[name].dtype, each.dtype):
-                misfits.dtypes.append(f"'{name}' is {made[name].dtype} in the files, {each.dtype} in the model")
+                what = f"of {made[name].dtype} in the files and {each.dtype} in the model, which cannot be cast"
+                misfits.differing.setdefault(what, []).append(name)
             elif covered(parts) != each.numel:
                 raise UnsupportedError(f"The conversion leaves elements of '{name}' out (rank {rank}).")
         found.recipes[each.names[0]] = made[present[0]].parts

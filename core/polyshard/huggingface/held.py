@@ -91,8 +91,7 @@ def shared_out(held: Held) -> Held:
 
 def _others(root: Root) -> Iterator[Held]:
     module = root.stages[0].module
-    managed = {id(tensor) for unit in root.units for tensor in unit.originals.tensors}
-    managed |= {id(unit.flat.parameter) for unit in root.units if unit.flat is not None}
+    managed = {id(parameter.original) for unit in root.units for parameter in unit.parameters}
     with state_dicts_of_pieces():
         persistent = module.state_dict().keys()
     names: dict[int, list[str]] = {}

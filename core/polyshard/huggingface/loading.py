@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Literal
@@ -14,7 +14,7 @@ from torch import nn
 
 from ..checkpoint.agreement import together
 from ..checkpoint.boxes import Box
-from ..checkpoint.exchange import coordinates, speaks
+from ..checkpoint.exchange import coordinates, from_first, speaks
 from ..checkpoint.sharded import Chunk
 from ..checkpoint.state import resting_root
 from ..engine.planning.values import send_from_first
@@ -25,7 +25,7 @@ from . import _private
 from .conversion import Conversion, Match, listed, match
 from .files import Saved, open_saved
 from .held import Held, held_in, of_shard
-from .parts import slabs
+from .parts import Part, slabs
 from .transfers import STAGED_NBYTES, OpenFiles, Reader, read_all, transfers_of
 
 #: Which ranks have the files.
@@ -91,6 +91,8 @@ def load_through(
     reads = ranks == "all" or coordinates(collectives)
     saved: Saved | None = None
     found: Match | None = None
+    kept: set[str] = set()
+    different: list[str] = []
     with together(collectives, f"Opening {path}"):
         if ranks not in ("all", "first"):
             raise ConfigError(f"ranks must be 'all' or 'first', not {ranks!r}.")
@@ -114,15 +116,18 @@ def load_through(
             )
             if open_files is not None:
                 open_files.open(dict.fromkeys(each.file for each in saved.tensors.values()))
-            _refuse_unset(found.kept, root.rank)
-            _refuse_different_ties(found, saved, reader, whole=ranks == "first", rank=root.rank)
+            different = _different_ties(found, saved, reader, whole=ranks == "first")
+            kept = {each.names[0] for each in found.kept}
+    if ranks == "first":
+        kept = from_first(collectives, kept)
+    _refuse_together(root, path, _unset(held, kept), different)
     if ranks == "all":
         with together(collectives, f"Reading {path}"):
             assert saved is not None
             assert found is not None
             _read(held, found, saved, reader)
     else:
-        _read_for_all(root, held, found, saved, reader)
+        _read_for_all(root, held, kept, found, saved, reader)
     root.events.on_load(model, path)
 
 
@@ -138,12 +143,16 @@ def _read(held: Iterable[Held], found: Match, saved: Saved, reader: Reader) -> N
     )
 
 
-def _read_for_all(root: Root, held: Iterable[Held], found: Match | None, saved: Saved | None, reader: Reader) -> None:
-    """Rank 0 reads, and sends to each rank what it keeps: one shard of one unit at a time."""
+def _read_for_all(
+    root: Root,
+    held: Iterable[Held],
+    kept: Collection[str],
+    found: Match | None,
+    saved: Saved | None,
+    reader: Reader,
+) -> None:
+    """Rank 0 reads, and sends to each rank what it keeps: one shard of one unit at a time. ``kept``: not sent."""
     collectives = root.collectives
-    # What keeps its values is in rank 0's memory alone, as far as that is rank 0's own shard: nothing is sent of it.
-    kept = {each.names[0] for each in found.kept} if found is not None else set()
-    (kept, *_) = collectives.all_gather_object(kept) if speaks(collectives) else [kept]
     for unit in root.units:
         for shard_rank in range(unit.layout.world_size):
             shard = torch.zeros(unit.layout.shard_numel, dtype=unit.master.dtype, device=unit.spec.device)
@@ -192,34 +201,51 @@ def _refuse_text(**patterns: Collection[str]) -> None:
             raise ConfigError(f"{name} must be several patterns, such as {name}=[{given!r}], not one text.")
 
 
-def _refuse_unset(kept: Iterable[Held], rank: int) -> None:
-    unset = [
+def _unset(held: Iterable[Held], kept: Collection[str]) -> list[str]:
+    """Which of ``kept`` have no values on this rank."""
+    return [
         each.names[0]
-        for each in kept
-        for chunk in each.chunks
-        if chunk.view.is_floating_point() and chunk.view.numel() and bool(chunk.view.isnan().all())
+        for each in held
+        if each.names[0] in kept
+        and any(chunk.view.is_floating_point() and bool(chunk.view.isnan().all()) for chunk in each.chunks)
     ]
-    if unset:
-        names = list(dict.fromkeys(unset))
-        raise ConfigError(
-            f"{listed(names)} may be missing from the files, and have no values either (rank {rank}). Name them in "
-            "to_be_loaded(model, fresh=...) too, so that shard() initialises them."
-        )
 
 
-def _refuse_different_ties(found: Match, saved: Saved, reader: Reader, *, whole: bool, rank: int) -> None:
-    """Compare what the files have of tied tensors under several names: this rank's elements, or all."""
+def _different_ties(found: Match, saved: Saved, reader: Reader, *, whole: bool) -> list[str]:
+    """Tied tensors that have several values in the files: looked for in this rank's elements, or in all."""
+    different = []
     for held, name, parts, other, others in found.ties:
         boxes = [Box((0,) * len(held.shape), held.shape)] if whole else [chunk.box for chunk in held.chunks]
-        for outer in boxes:
-            for box in slabs(held.shape, outer, STAGED_NBYTES // held.dtype.itemsize, gaps=True):
-                values = []
-                for recipe in (parts, others):
-                    values.append(torch.empty(box.sizes, dtype=held.dtype))
-                    read_all(transfers_of([Chunk(box, values[-1])], recipe, saved.tensors), reader)
-                if not torch.equal(values[0], values[1]):
-                    raise ConfigError(
-                        f"The model ties '{name}' and '{other}', but {saved.path} has different values for them (rank "
-                        f"{rank}). Build the model without the tie (tie_word_embeddings=False in its configuration), "
-                        f"or leave one out by a convert function."
-                    )
+        most = STAGED_NBYTES // held.dtype.itemsize
+        pieces = (box for outer in boxes for box in slabs(held.shape, outer, most, gaps=True))
+        if any(not _equal(box, held.dtype, (parts, others), saved, reader) for box in pieces):
+            different.append(f"'{name}' and '{other}'")
+    return different
+
+
+def _equal(box: Box, dtype: torch.dtype, recipes: Iterable[Sequence[Part]], saved: Saved, reader: Reader) -> bool:
+    values = []
+    for recipe in recipes:
+        values.append(torch.empty(box.sizes, dtype=dtype))
+        read_all(transfers_of([Chunk(box, values[-1])], recipe, saved.tensors), reader)
+    return torch.equal(values[0], values[1])
+
+
+def _refuse_together(root: Root, path: Path, unset: list[str], different: list[str]) -> None:
+    """Raise on all ranks alike what any of them found in its elements."""
+    everyone = [(unset, different)]
+    if speaks(root.collectives):
+        everyone = root.collectives.all_gather_object((unset, different))
+    names = list(dict.fromkeys(name for each, _ in everyone for name in each))
+    if names:
+        raise ConfigError(
+            f"{path} lacks {listed(names)}, which load() was told may be missing, but there are no values to keep "
+            f"(rank {root.rank}). Name them in to_be_loaded(model, fresh=...) too, so that shard() initialises them."
+        )
+    pairs = list(dict.fromkeys(pair for _, each in everyone for pair in each))
+    if pairs:
+        raise ConfigError(
+            f"The model ties {'; '.join(pairs)}, but {path} has different values for them (rank {root.rank}). Build "
+            "the model without the tie (tie_word_embeddings=False in its configuration), or leave one of them out by "
+            "a convert function."
+        )

@@ -167,6 +167,9 @@ def _planned(
     shapes = {name: each.shape for each in held for name in each.names}
     away, left_out = _private.tied_away(module), _private.left_out_of_files(module)
     kept = {_name_to_keep(each, away): each for each in held}
+    # As the model names them: what is computed with together is written together.
+    order = [name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())]
+    kept = {name: kept[name] for name in dict.fromkeys(order) if name in kept} | kept
     tensors = {name: (each.shape, each.dtype) for name, each in kept.items()}
     made = converted(convert or _private.to_files(module, shapes), tensors, "the model")
     if not made:
