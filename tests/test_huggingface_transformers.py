@@ -45,7 +45,9 @@ _LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-_ENCODER = {key: _LLAMA[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
+_ENCODER = {
+    key: _LLAMA[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+}
 
 #: Model, configuration and layers, by what is special about each.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any], str]] = {
@@ -275,7 +277,10 @@ def test_an_untied_checkpoint_is_not_read_into_a_tied_model(transformers: Module
 
 
 def test_what_transformers_reorders_inside_of_rows_is_refused_by_name(transformers: ModuleType, tmp_path: Path) -> None:
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        register_checkpoint_conversion_mapping,
+    )
     from transformers.core_model_loading import Interleave, WeightConverter
 
     class Interleaved(transformers.LlamaForCausalLM):  # type: ignore[name-defined, misc]

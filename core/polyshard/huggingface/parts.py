@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -124,21 +123,6 @@ def span(shape: Sequence[int], box: Box) -> tuple[int, int]:
         first = first * extent + offset
         last = last * extent + offset + size - 1
     return first, last + 1
-
-
-def runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
-    """``(first, numel)`` of each contiguous run of ``box`` in a row-major tensor of ``shape``, in their order."""
-    inner, numel = len(shape), 1
-    while inner and (numel == 1 or box.sizes[inner] == shape[inner]) and box.numel:
-        inner -= 1
-        numel *= box.sizes[inner]
-    steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    base = sum(offset * step for offset, step in zip(box.offsets, steps, strict=True))
-    starts = [base]
-    for dim in range(inner):
-        starts = [start + index * steps[dim] for start in starts for index in range(box.sizes[dim])]
-    for start in starts:
-        yield start, numel
 
 
 def slabs(shape: Sequence[int], box: Box, most: int, *, gaps: bool) -> Iterator[Box]:

@@ -157,7 +157,9 @@ def write_all(transfers: Iterable[Transfer], writer: Writer) -> None:
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the host."""
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    # A dimension of extent 1 may have any stride, which view(-1) would keep where there is one element.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _in_threads(
