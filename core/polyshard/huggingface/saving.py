@@ -196,7 +196,8 @@ def _planned(
     nameless = [f"'{name}' ({each})" for name, (each, _) in written.items() if name_of(each) is None]
     if nameless:
         raise UnsupportedError(f"Safetensors files cannot hold the dtypes of {', '.join(nameless)}.")
-    parameters = sum(each.numel for each in held if each.unit is not None)
+    named = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    parameters = sum(each.numel for each in held if each.names[0] in named)
     return _Plan(divided(written, most), recipes, parameters)
 
 
