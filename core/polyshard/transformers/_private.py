@@ -129,26 +129,10 @@ def refuse_other_trainers(trainer: TrainerHooks) -> None:
         )
 
 
-def initializer_of(model: nn.Module) -> Callable[[nn.Module], None]:
-    """What fills a module's own parameters and buffers that are on the meta device, as the model's class does.
-
-    A module that is in a ``PreTrainedModel`` is initialised by the innermost one around it, others by their
-    ``reset_parameters()``.
-    """
-    owners: dict[nn.Module, Callable[[nn.Module], None]] = {}
-    for owner in model.modules():
-        initialize = getattr(owner, "_init_weights", None)
-        if callable(initialize):
-            owners.update(dict.fromkeys(owner.modules(), initialize))
-
-    def initialize_one(module: nn.Module) -> None:
-        with torch.no_grad():
-            if module in owners:
-                owners[module](module)
-            else:
-                module.reset_parameters()  # type: ignore[operator]
-
-    return initialize_one
+def init_weights_of(module: nn.Module) -> Callable[[nn.Module], None] | None:
+    """How a model of Transformers fills what a module in it holds; None where ``module`` is no such model."""
+    initialize = getattr(module, "_init_weights", None)
+    return initialize if callable(initialize) else None
 
 
 def prepared_optimizers(accelerator: Accelerator) -> Sequence[torch.optim.Optimizer]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..checkpoint import latest, load, save
-from ..composable import outermost_root
+from ..checkpoint.state import resting_root
 from ..engine.surface.gathered import gather_whole
 from ..engine.surface.state_dicts import state_dicts_of_pieces
 from ..engine.transport.buffer import view_of
@@ -65,10 +65,9 @@ def whole_state_dict(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]
     All ranks call it: units are gathered one after the other. ``keep``: whether this rank wants the values; elsewhere
     the result is empty. Tensors that are tied share memory.
     """
-    root = outermost_root(model, "save_model()")
+    root = resting_root(model, "save_model()")
     whole: dict[str, torch.Tensor] = {}
     for unit in root.units:
-        unit.take_up_changes()
         flat = gather_whole(unit, unit.master)
         if keep:
             for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,12 @@ import transformers
 from torch import nn
 
 from ..composable import close, placement, shard
-from ..config import ShardConfig
-from ._private import TrainerHooks, initializer_of, plain_optimizer, refuse_other_trainers
+from ..config import ShardConfig, Strategy
+from ._private import TrainerHooks, plain_optimizer, refuse_other_trainers
 from .accelerator import ShardedAccelerator
 from .checkpoints import SCHEDULER, load_state, require_state, save_state, whole_state_dict
 from .generation import register_generate
+from .initialization import initializer_of
 from .precision import with_precision
 from .refusals import (
     is_sharded,
@@ -26,7 +29,9 @@ from .refusals import (
     refuse_engines,
     refuse_model,
     refuse_optimizer,
+    refuse_other_precision,
     refuse_other_ranks,
+    refuse_whole_optimizers,
 )
 
 
@@ -56,7 +61,11 @@ class PolyshardMixin(TrainerHooks):
         self._whole_numel = 0
         super().__init__(*args, **kwargs)
         refuse_model(self.model, shard)
-        refuse_optimizer(self.optimizer, self.model)
+        if is_sharded(self.model):
+            refuse_other_precision(self.model, self.args.mixed_precision)
+        refuse_optimizer(self.optimizer, self.model, whole=self._keeps_whole())
+        if not self._keeps_whole():
+            refuse_whole_optimizers(self.args.optim)
 
     def create_accelerator_and_postprocess(self) -> None:
         refuse_arguments(self.args)
@@ -85,11 +94,28 @@ class PolyshardMixin(TrainerHooks):
             self._prepared = None
         if not is_sharded(model):
             refuse_model(model, self.shard_config)
-            shard(model, self._config(), initializer=initializer_of(model))
+            with self._seeded_alike(model):
+                shard(model, self._config(), initializer=initializer_of(model))
         if hasattr(model, "generate") and "generate" not in model.__dict__:
             register_generate(model)
         self._whole_numel = _numel_without_embeddings(model)
         self._prepared = model
+
+    @contextmanager
+    def _seeded_alike(self, model: nn.Module) -> Iterator[None]:
+        """Random numbers of the run's seed, where parameters have no values yet: each rank makes whole units."""
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            yield
+            return
+        device = self.args.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(self.args.seed)
+            yield
+
+    def _keeps_whole(self) -> bool:
+        """Whether each rank holds whole parameters."""
+        strategy = (self.shard_config or ShardConfig()).strategy
+        return self.args.world_size == 1 or strategy is Strategy.NO_SHARD
 
     def _config(self) -> ShardConfig:
         config = self.shard_config or ShardConfig(policy="transformers")
