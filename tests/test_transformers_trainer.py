@@ -25,6 +25,9 @@ from transformers_runs import (
     sharded_trainer,
 )
 
+#: Two ranks import Transformers.
+pytestmark = pytest.mark.slow
+
 #: Of losses and norms in fp32 over 20 steps.
 CLOSE = {"rel": 2e-5, "abs": 2e-5}
 
