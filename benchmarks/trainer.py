@@ -168,6 +168,10 @@ def train(turn: Turn) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "device": torch.cuda.get_device_name() if on_cuda else "CPU",
     }
+    if turn.peer != "fsdp2":
+        import polyshard
+
+        polyshard.close(trainer.model)
     dist.destroy_process_group()
     return found
 

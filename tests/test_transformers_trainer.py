@@ -55,8 +55,10 @@ def train_both(rank: int, folder: str, family: str, settings: dict[str, Any]) ->
         trainer = sharded_trainer(**given(make_model(family)), folder=folder, family=family)
         trainer.train()
         ours = outcome(trainer)
+        trainer.save_model(f"{folder}/exported")
     if rank:
         return ours, {}
+    ours["read"] = parameters(type(trainer.model).from_pretrained(f"{folder}/exported"))
     trainer = plain_trainer(**given(make_model(family)), folder=f"{folder}-plain", family=family)
     trainer.train()
     return ours, outcome(trainer)
@@ -74,6 +76,7 @@ def require_alike(
         assert ours["evaluated"] == pytest.approx(plain["evaluated"], rel=rel)
         assert ours["flos"] == plain["flos"]
         torch.testing.assert_close(ours["predicted"], plain["predicted"], rtol=10 * rel, atol=10 * abs)
+        assert_equal(ours.get("read", ours["parameters"]), ours["parameters"])
         for name, whole in plain["parameters"].items():
             torch.testing.assert_close(ours["parameters"][name], whole, rtol=10 * rel, atol=10 * abs, msg=name)
 

@@ -53,8 +53,8 @@ class TrainerHooks(_Trainer):  # type: ignore[misc]
         """Training, or evaluation, is about to use ``self.model``."""
         raise NotImplementedError
 
-    def whole_state(self) -> dict[str, torch.Tensor] | None:
-        """What ``self.model`` saves, whole, on ranks that write; None where the model saves by itself."""
+    def save_whole(self, folder: Path) -> bool:
+        """Write what ``from_pretrained`` reads, and what belongs to it; False where ``Trainer`` is to do that."""
         raise NotImplementedError
 
     def save_training(self, folder: Path) -> None:
@@ -93,8 +93,9 @@ class TrainerHooks(_Trainer):  # type: ignore[misc]
         return sharded
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        # All ranks come by here; those that do not write leave in the method overridden.
-        super()._save(output_dir, state_dict=self.whole_state() if state_dict is None else state_dict)
+        # All ranks come by here.
+        if state_dict is not None or not self.save_whole(Path(output_dir or self.args.output_dir)):
+            super()._save(output_dir, state_dict=state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self.save_training(Path(output_dir))

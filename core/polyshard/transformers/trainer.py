@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
+from transformers.trainer import TRAINING_ARGS_NAME
 
 from ..composable import close, placement, shard
 from ..config import ShardConfig, Strategy
 from ._private import TrainerHooks, plain_optimizer, refuse_other_trainers
 from .accelerator import ShardedAccelerator
-from .checkpoints import SCHEDULER, load_state, require_state, save_state, whole_state_dict
+from .checkpoints import SCHEDULER, load_state, require_state, save_state
+from .export import export
 from .generation import register_generate
 from .initialization import initializer_of
 from .precision import with_precision
@@ -81,6 +83,12 @@ class PolyshardMixin(TrainerHooks):
         main: torch.Tensor | None = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
         return 0 if main is None else 6 * main.numel() * self._whole_numel
 
+    def end(self) -> None:
+        """As ``Trainer``, which ends the process group; the model, which holds it, is closed before."""
+        if self._prepared is not None:
+            close(self._prepared)
+        super().end()
+
     def ensure_sharded(self, *, training: bool) -> None:
         """Shard ``self.model``, unless it was prepared already. ``training``: whether that comes next."""
         model = self.model
@@ -127,9 +135,17 @@ class PolyshardMixin(TrainerHooks):
             config = dataclasses.replace(config, collectives={"name": "fake", "world_size": 1})
         return config
 
-    def whole_state(self) -> dict[str, torch.Tensor] | None:
-        """What the model saves, on ranks that write; None where nothing is sharded yet."""
-        return whole_state_dict(self.model, keep=self.args.should_save) if is_sharded(self.model) else None
+    def save_whole(self, folder: Path) -> bool:
+        """Write the model for ``from_pretrained``, tokenizer and arguments; False where it is not sharded."""
+        if not is_sharded(self.model):
+            return False
+        export(self.model, folder, writes=self.args.should_save)
+        if self.args.should_save:
+            beside = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if beside is not None:
+                beside.save_pretrained(folder)
+            torch.save(self.args, folder / TRAINING_ARGS_NAME)
+        return True
 
     def save_training(self, folder: Path) -> None:
         """Write model, optimizer and schedule into a checkpoint's folder."""
