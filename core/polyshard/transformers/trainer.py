@@ -129,7 +129,9 @@ class PolyshardMixin(TrainerHooks):
         config = self.shard_config or ShardConfig(policy="transformers")
         config = with_precision(config, self.args.mixed_precision)
         if config.device is None:
-            config = dataclasses.replace(config, device=self.args.device)
+            # Accelerate's CPU has a number, which no tensor's has.
+            device = self.args.device
+            config = dataclasses.replace(config, device=torch.device("cpu") if device.type == "cpu" else device)
         if config.collectives == "auto" and not dist.is_initialized():
             # A script that was started without a launcher: one rank, and nothing to exchange.
             config = dataclasses.replace(config, collectives={"name": "fake", "world_size": 1})
