@@ -80,7 +80,8 @@ def refuse_engines() -> None:
     Raises:
         ConfigError: it did.
     """
-    for variable in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"):
+    for engine in ("fsdp", "deepspeed", "megatron_lm"):
+        variable = f"ACCELERATE_USE_{engine.upper()}"
         if os.environ.get(variable, "false").lower() == "true":
             raise ConfigError(
                 f"Accelerate was told by {variable}=true to shard the model, and PolyshardTrainer does that itself. "
