@@ -69,8 +69,7 @@ def refuse_whole_optimizers(optim: Any) -> None:
     if any(name.startswith(each) for each in _WHOLE):
         raise UnsupportedError(
             f"TrainingArguments.optim={name!r} computes with whole parameters, of which each rank holds a piece. "
-            "Choose one that treats elements alike ('adamw_torch_fused', 'sgd', ...), give optimizers=(...) one of "
-            "polyshard.optim, or set strategy='no_shard'."
+            "Choose one that treats elements alike ('adamw_torch_fused', 'sgd', ...), or set strategy='no_shard'."
         )
 
 
