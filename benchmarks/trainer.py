@@ -97,7 +97,6 @@ def train(turn: Turn) -> dict[str, Any]:
     """Train as one of the ranks that the environment names; what all of them found."""
     import torch
     import torch.distributed as dist
-    import polyshard
     import transformers
 
     on_cuda = turn.device == "cuda"
@@ -170,8 +169,9 @@ def train(turn: Turn) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if on_cuda else "CPU",
     }
     if turn.peer != "fsdp2":
-        # Before the group is destroyed, over which the model has groups of its own.
-        polyshard.close(model)
+        import polyshard
+
+        polyshard.close(trainer.model)
     dist.destroy_process_group()
     return found
 

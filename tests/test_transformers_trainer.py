@@ -25,6 +25,9 @@ from transformers_runs import (
     sharded_trainer,
 )
 
+#: Two ranks import Transformers.
+pytestmark = pytest.mark.slow
+
 #: Of losses and norms in fp32 over 20 steps.
 CLOSE = {"rel": 2e-5, "abs": 2e-5}
 
@@ -42,13 +45,21 @@ def ranks() -> Iterator[KeptRanks]:
 def train_both(rank: int, folder: str, family: str, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """A sharded run; on rank 0, the plain one, too."""
     quiet()
+    own = settings.pop("own_optimizer", False)
+
+    def given(model: Any) -> dict[str, Any]:
+        optimizers = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), None)
+        return {"model": model, **settings, **({"optimizers": optimizers} if own else {})}
+
     with launched(rank, 2):
-        trainer = sharded_trainer(make_model(family), folder, family, **settings)
+        trainer = sharded_trainer(**given(make_model(family)), folder=folder, family=family)
         trainer.train()
         ours = outcome(trainer)
+        trainer.save_model(f"{folder}/exported")
     if rank:
         return ours, {}
-    trainer = plain_trainer(make_model(family), f"{folder}-plain", family, **settings)
+    ours["read"] = parameters(type(trainer.model).from_pretrained(f"{folder}/exported"))
+    trainer = plain_trainer(**given(make_model(family)), folder=f"{folder}-plain", family=family)
     trainer.train()
     return ours, outcome(trainer)
 
@@ -65,6 +76,7 @@ def require_alike(
         assert ours["evaluated"] == pytest.approx(plain["evaluated"], rel=rel)
         assert ours["flos"] == plain["flos"]
         torch.testing.assert_close(ours["predicted"], plain["predicted"], rtol=10 * rel, atol=10 * abs)
+        assert_equal(ours.get("read", ours["parameters"]), ours["parameters"])
         for name, whole in plain["parameters"].items():
             torch.testing.assert_close(ours["parameters"][name], whole, rtol=10 * rel, atol=10 * abs, msg=name)
 
@@ -75,9 +87,9 @@ def require_alike(
         ("llama", {}),
         ("qwen", {"gradient_accumulation_steps": 2}),
         ("mixtral", {"activation_checkpointing": True}),
-        ("gpt2", {}),
+        ("gpt2", {"own_optimizer": True}),
         # T5 computes a mean that Trainer takes for a share of all ranks' tokens.
-        ("t5", {"average_tokens_across_devices": False}),
+        ("t5", {"average_tokens_across_devices": False, "predict_with_generate": True, "generation_max_length": 7}),
         ("vit", {"max_grad_norm": 0.0}),
     ],
     ids=lambda given: given if isinstance(given, str) else "-".join(given),
@@ -281,6 +293,36 @@ def test_generate_gathers_each_unit_once_whatever_the_lengths(ranks: KeptRanks, 
         assert found["gathers"] == found["units"]
 
 
+# Models without values
+
+
+def begin_from_meta(rank: int, folder: str) -> dict[str, Any]:
+    """T5, which chooses first values of a layer by the module around it, on meta; and rank 0's values for all."""
+    quiet()
+    plain = make_model("t5")
+
+    def without_values() -> Any:
+        with torch.device("meta"):
+            return type(plain)(plain.config)
+
+    with launched(rank, 2):
+        made = sharded_trainer(without_values(), folder, "t5")
+        torch.manual_seed(rank)
+        made.evaluate()
+        one_has_them = make_model("t5") if rank == 0 else without_values()
+        sent = sharded_trainer(one_has_them, folder, "t5", shard=shard_config(sync_module_states=True))
+        sent.evaluate()
+        return {"plain": parameters(plain), "made": parameters(made.model), "sent": parameters(sent.model)}
+
+
+def test_models_on_meta_begin_as_their_class_says(ranks: KeptRanks, tmp_path: Path) -> None:
+    first, second = ranks.run(2, begin_from_meta, str(tmp_path))
+    assert_equal(first["made"], second["made"])
+    for name, value in first["plain"].items():
+        assert first["made"][name].std().item() == pytest.approx(value.std().item(), rel=0.2, abs=1e-6), name
+        assert torch.equal(second["sent"][name], value), name
+
+
 # Wrong uses
 
 
@@ -288,6 +330,7 @@ def misuse(rank: int, folder: str) -> dict[str, str]:
     """What each wrong use is told, by name; at the end a model that was refused trains."""
     quiet()
     import polyshard
+    from polyshard.transformers import PolyshardMixin
     from torch.distributed.fsdp import fully_shard
 
     told: dict[str, str] = {}
@@ -320,7 +363,10 @@ def misuse(rank: int, folder: str) -> dict[str, str]:
         told_by("precision", lambda: train(make_model("llama"), bf16=True, shard=shard_config(precision="fp32")))
         told_by("no precision", lambda: train(make_model("llama"), shard=shard_config(precision="fp16")))
         told_by("sharded", lambda: train(polyshard.shard(make_model("llama"), shard_config())))
+        bf16 = shard_config(precision="bf16")
+        told_by("sharded bf16", lambda: train(polyshard.shard(make_model("llama"), bf16), shard=None))
         told_by("optim", lambda: train(make_model("llama"), optim="adafactor"))
+        told_by("trainer", lambda: type("Odd", (PolyshardMixin,), {})(model=make_model("llama")))
         told_by("compile", lambda: train(make_model("llama"), torch_compile=True))
         dropping = make_model("llama")
         dropping.config.layerdrop = 0.1
@@ -345,6 +391,8 @@ REFUSED = {
     "precision": "ConfigError: The ShardConfig's precision='fp32' computes in fp32, but .* have bf16=True",
     "no precision": "ConfigError: The ShardConfig's precision='fp16' computes in fp16, but .* neither bf16 nor fp16",
     "sharded": "AlreadyShardedError: This LlamaForCausalLM is sharded already, and shard= was given",
+    "sharded bf16": "ConfigError: This LlamaForCausalLM was sharded to compute in bf16, but .* mixed precision 'no'",
+    "trainer": "UnsupportedError: Odd has no _build_accelerator_args, .* of its own to override",
     "optim": "UnsupportedError: TrainingArguments.optim='adafactor' computes with whole parameters",
     "compile": "ConfigError: TrainingArguments.torch_compile is set",
     "layerdrop": r"UnsupportedError: LlamaConfig\.layerdrop=0\.1 lets each rank drop other layers",

@@ -122,6 +122,7 @@ def plain_trainer(model: Any, folder: str, family: str, **settings: Any) -> Any:
     """On one rank, with the batches of two."""
     from transformers import Seq2SeqTrainer, Trainer
 
+    extra = {key: settings.pop(key) for key in ("optimizers",) if key in settings}
     made = Seq2SeqTrainer if family == "t5" else Trainer
     return made(
         model=model,
@@ -129,6 +130,7 @@ def plain_trainer(model: Any, folder: str, family: str, **settings: Any) -> Any:
         train_dataset=samples(family, equal=family == "t5"),
         # The loss of an evaluation is the mean of its batches'.
         eval_dataset=samples(family, 16, equal=True),
+        **extra,
     )
 
 

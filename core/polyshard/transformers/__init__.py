@@ -4,6 +4,7 @@ Needs ``polyshard[transformers]``. Nothing else in polyshard imports it.
 """
 
 from .generation import register_generate
+from .initialization import initializer_of
 from .trainer import PolyshardMixin, PolyshardSeq2SeqTrainer, PolyshardTrainer
 
-__all__ = ["PolyshardMixin", "PolyshardSeq2SeqTrainer", "PolyshardTrainer", "register_generate"]
+__all__ = ["PolyshardMixin", "PolyshardSeq2SeqTrainer", "PolyshardTrainer", "initializer_of", "register_generate"]

@@ -53,8 +53,8 @@ class TrainerHooks(_Trainer):  # type: ignore[misc]
         """Training, or evaluation, is about to use ``self.model``."""
         raise NotImplementedError
 
-    def whole_state(self) -> dict[str, torch.Tensor] | None:
-        """What ``self.model`` saves, whole, on ranks that write; None where the model saves by itself."""
+    def save_whole(self, folder: Path) -> bool:
+        """Write what ``from_pretrained`` reads, and what belongs to it; False where ``Trainer`` is to do that."""
         raise NotImplementedError
 
     def save_training(self, folder: Path) -> None:
@@ -93,8 +93,9 @@ class TrainerHooks(_Trainer):  # type: ignore[misc]
         return sharded
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        # All ranks come by here; those that do not write leave in the method overridden.
-        super()._save(output_dir, state_dict=self.whole_state() if state_dict is None else state_dict)
+        # All ranks come by here.
+        if state_dict is not None or not self.save_whole(Path(output_dir or self.args.output_dir)):
+            super()._save(output_dir, state_dict=state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self.save_training(Path(output_dir))
@@ -129,26 +130,10 @@ def refuse_other_trainers(trainer: TrainerHooks) -> None:
         )
 
 
-def initializer_of(model: nn.Module) -> Callable[[nn.Module], None]:
-    """What fills a module's own parameters and buffers that are on the meta device, as the model's class does.
-
-    A module that is in a ``PreTrainedModel`` is initialised by the innermost one around it, others by their
-    ``reset_parameters()``.
-    """
-    owners: dict[nn.Module, Callable[[nn.Module], None]] = {}
-    for owner in model.modules():
-        initialize = getattr(owner, "_init_weights", None)
-        if callable(initialize):
-            owners.update(dict.fromkeys(owner.modules(), initialize))
-
-    def initialize_one(module: nn.Module) -> None:
-        with torch.no_grad():
-            if module in owners:
-                owners[module](module)
-            else:
-                module.reset_parameters()  # type: ignore[operator]
-
-    return initialize_one
+def init_weights_of(module: nn.Module) -> Callable[[nn.Module], None] | None:
+    """How a model of Transformers fills what a module in it holds; None where ``module`` is no such model."""
+    initialize = getattr(module, "_init_weights", None)
+    return initialize if callable(initialize) else None
 
 
 def prepared_optimizers(accelerator: Accelerator) -> Sequence[torch.optim.Optimizer]:

@@ -9,10 +9,6 @@ import torch
 from torch import nn
 
 from ..checkpoint import latest, load, save
-from ..composable import outermost_root
-from ..engine.surface.gathered import gather_whole
-from ..engine.surface.state_dicts import state_dicts_of_pieces
-from ..engine.transport.buffer import view_of
 from ..errors import ConfigError
 
 #: The folder of ``polyshard.checkpoint`` inside of a checkpoint's folder.
@@ -57,25 +53,3 @@ def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer 
         ConfigError: ``folder`` has no state, or that of another model or optimizer.
     """
     load(require_state(folder), model, optimizer)
-
-
-def whole_state_dict(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
-    """What ``model.state_dict()`` would hold if nothing were sharded, on the CPU, in the parameters' own dtypes.
-
-    All ranks call it: units are gathered one after the other. ``keep``: whether this rank wants the values; elsewhere
-    the result is empty. Tensors that are tied share memory.
-    """
-    root = outermost_root(model, "save_model()")
-    whole: dict[str, torch.Tensor] = {}
-    for unit in root.units:
-        unit.take_up_changes()
-        flat = gather_whole(unit, unit.master)
-        if keep:
-            for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
-                value = view_of(flat, slot.shape, slot.stride, slot.offset).to("cpu", copy=True).contiguous()
-                whole.update(dict.fromkeys(parameter.names, value))
-    if not keep:
-        return {}
-    with state_dicts_of_pieces():
-        pieces = model.state_dict()
-    return {name: whole[name] if name in whole else piece.detach().cpu() for name, piece in pieces.items()}

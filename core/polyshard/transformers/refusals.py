@@ -11,7 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from transformers import Adafactor
 
+from ..composable import outermost_root
 from ..config import ShardConfig
 from ..engine.planning.plan import STAGE_ATTRIBUTE
 from ..errors import AlreadyShardedError, ConfigError, UnsupportedError
@@ -19,13 +21,14 @@ from ..errors import AlreadyShardedError, ConfigError, UnsupportedError
 #: How values of ``TrainingArguments.optim`` begin whose update of an element depends on others of its parameter.
 _WHOLE = ("adafactor", "galore", "apollo", "lomo", "adalomo", "stable_adamw", "grokadamw")
 
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
 
 def refuse_arguments(args: Any) -> None:
     """Raise where ``TrainingArguments`` ask for what another engine does, or what sharded parameters cannot do.
 
     Raises:
         ConfigError: two engines are asked for, or a setting that needs whole parameters.
-        UnsupportedError: an optimizer that computes with whole parameters.
     """
     for name in ("fsdp", "deepspeed", "parallelism_config"):
         if getattr(args, name, None):
@@ -54,12 +57,19 @@ def refuse_arguments(args: Any) -> None:
             "load_best_model_at_end reads the sharded state of a checkpoint, which save_only_model=True leaves out. "
             "Set one of them."
         )
-    optim = str(getattr(args.optim, "value", args.optim))
-    if any(optim.startswith(name) for name in _WHOLE):
+
+
+def refuse_whole_optimizers(optim: Any) -> None:
+    """Raise where ``optim``, of ``TrainingArguments``, names an optimizer that computes with whole parameters.
+
+    Raises:
+        UnsupportedError: it does.
+    """
+    name = str(getattr(optim, "value", optim))
+    if any(name.startswith(each) for each in _WHOLE):
         raise UnsupportedError(
-            f"TrainingArguments.optim={optim!r} computes with whole parameters, of which each rank holds a piece. "
-            "Choose one that treats elements alike ('adamw_torch_fused', 'sgd', ...), or give optimizers=(...) one of "
-            "polyshard.optim."
+            f"TrainingArguments.optim={name!r} computes with whole parameters, of which each rank holds a piece. "
+            "Choose one that treats elements alike ('adamw_torch_fused', 'sgd', ...), or set strategy='no_shard'."
         )
 
 
@@ -69,7 +79,8 @@ def refuse_engines() -> None:
     Raises:
         ConfigError: it did.
     """
-    for variable in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"):
+    for engine in ("fsdp", "deepspeed", "megatron_lm"):
+        variable = f"ACCELERATE_USE_{engine.upper()}"
         if os.environ.get(variable, "false").lower() == "true":
             raise ConfigError(
                 f"Accelerate was told by {variable}=true to shard the model, and PolyshardTrainer does that itself. "
@@ -126,14 +137,19 @@ def refuse_model(model: nn.Module, config: ShardConfig | None) -> None:
         )
 
 
-def refuse_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
-    """Raise where ``optimizer`` was made over parameters that are not the model's.
+def refuse_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module, *, whole: bool) -> None:
+    """Raise where ``optimizer`` was made over parameters that are not the model's, or computes with whole ones.
+
+    ``whole``: each rank will hold whole parameters.
 
     Raises:
-        ConfigError: it was.
+        ConfigError: it holds others.
+        UnsupportedError: it is the Adafactor of Transformers.
     """
     if optimizer is None:
         return
+    if isinstance(optimizer, Adafactor) and not whole:
+        refuse_whole_optimizers("adafactor")
     own = set(model.parameters())
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
@@ -143,6 +159,25 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) 
                     f"number {position} of group {index}, of shape {tuple(parameter.shape)}. Make it over the "
                     "parameters of the model that the trainer is given: sharding keeps these objects."
                 )
+
+
+def refuse_other_precision(model: nn.Module, mixed_precision: str) -> None:
+    """Raise where a model that is sharded already computes in another dtype than ``TrainingArguments`` ask for.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    units = outermost_root(model, "PolyshardTrainer").units
+    computes = {
+        _NAMES.get(unit.dtypes.compute, "fp32"): unit.dtypes.compute != unit.spec.master_dtype for unit in units
+    }
+    casts = any(computes.get(name, False) for name in _NAMES.values())
+    if casts if mixed_precision == "no" else mixed_precision not in computes:
+        raise ConfigError(
+            f"This {type(model).__name__} was sharded to compute in {' and '.join(sorted(computes))}, but "
+            f"TrainingArguments ask for mixed precision {mixed_precision!r}. Shard it with that precision, or set "
+            "bf16= and fp16= to what it computes in."
+        )
 
 
 def refuse_dropped_layers(model: nn.Module) -> None:

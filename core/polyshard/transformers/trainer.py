@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,16 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
+from transformers.trainer import TRAINING_ARGS_NAME
 
 from ..composable import close, placement, shard
-from ..config import ShardConfig
-from ._private import TrainerHooks, initializer_of, plain_optimizer, refuse_other_trainers
+from ..config import ShardConfig, Strategy
+from ._private import TrainerHooks, plain_optimizer, refuse_other_trainers
 from .accelerator import ShardedAccelerator
-from .checkpoints import SCHEDULER, load_state, require_state, save_state, whole_state_dict
+from .checkpoints import SCHEDULER, load_state, require_state, save_state
+from .export import export
 from .generation import register_generate
+from .initialization import initializer_of
 from .precision import with_precision
 from .refusals import (
     is_sharded,
@@ -26,7 +31,9 @@ from .refusals import (
     refuse_engines,
     refuse_model,
     refuse_optimizer,
+    refuse_other_precision,
     refuse_other_ranks,
+    refuse_whole_optimizers,
 )
 
 
@@ -56,7 +63,11 @@ class PolyshardMixin(TrainerHooks):
         self._whole_numel = 0
         super().__init__(*args, **kwargs)
         refuse_model(self.model, shard)
-        refuse_optimizer(self.optimizer, self.model)
+        if is_sharded(self.model):
+            refuse_other_precision(self.model, self.args.mixed_precision)
+        refuse_optimizer(self.optimizer, self.model, whole=self._keeps_whole())
+        if not self._keeps_whole():
+            refuse_whole_optimizers(self.args.optim)
 
     def create_accelerator_and_postprocess(self) -> None:
         refuse_arguments(self.args)
@@ -72,6 +83,12 @@ class PolyshardMixin(TrainerHooks):
         main: torch.Tensor | None = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
         return 0 if main is None else 6 * main.numel() * self._whole_numel
 
+    def end(self) -> None:
+        """As ``Trainer``, which ends the process group; the model, which holds it, is closed before."""
+        if self._prepared is not None:
+            close(self._prepared)
+        super().end()
+
     def ensure_sharded(self, *, training: bool) -> None:
         """Shard ``self.model``, unless it was prepared already. ``training``: whether that comes next."""
         model = self.model
@@ -85,25 +102,52 @@ class PolyshardMixin(TrainerHooks):
             self._prepared = None
         if not is_sharded(model):
             refuse_model(model, self.shard_config)
-            shard(model, self._config(), initializer=initializer_of(model))
+            with self._seeded_alike(model):
+                shard(model, self._config(), initializer=initializer_of(model))
         if hasattr(model, "generate") and "generate" not in model.__dict__:
             register_generate(model)
         self._whole_numel = _numel_without_embeddings(model)
         self._prepared = model
 
+    @contextmanager
+    def _seeded_alike(self, model: nn.Module) -> Iterator[None]:
+        """Random numbers of the run's seed, where parameters have no values yet: each rank makes whole units."""
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            yield
+            return
+        device = self.args.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(self.args.seed)
+            yield
+
+    def _keeps_whole(self) -> bool:
+        """Whether each rank holds whole parameters."""
+        strategy = (self.shard_config or ShardConfig()).strategy
+        return self.args.world_size == 1 or strategy is Strategy.NO_SHARD
+
     def _config(self) -> ShardConfig:
         config = self.shard_config or ShardConfig(policy="transformers")
         config = with_precision(config, self.args.mixed_precision)
         if config.device is None:
-            config = dataclasses.replace(config, device=self.args.device)
+            # Accelerate's CPU has a number, which no tensor's has.
+            device = self.args.device
+            config = dataclasses.replace(config, device=torch.device("cpu") if device.type == "cpu" else device)
         if config.collectives == "auto" and not dist.is_initialized():
             # A script that was started without a launcher: one rank, and nothing to exchange.
             config = dataclasses.replace(config, collectives={"name": "fake", "world_size": 1})
         return config
 
-    def whole_state(self) -> dict[str, torch.Tensor] | None:
-        """What the model saves, on ranks that write; None where nothing is sharded yet."""
-        return whole_state_dict(self.model, keep=self.args.should_save) if is_sharded(self.model) else None
+    def save_whole(self, folder: Path) -> bool:
+        """Write the model for ``from_pretrained``, tokenizer and arguments; False where it is not sharded."""
+        if not is_sharded(self.model):
+            return False
+        export(self.model, folder, writes=self.args.should_save)
+        if self.args.should_save:
+            beside = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if beside is not None:
+                beside.save_pretrained(folder)
+            torch.save(self.args, folder / TRAINING_ARGS_NAME)
+        return True
 
     def save_training(self, folder: Path) -> None:
         """Write model, optimizer and schedule into a checkpoint's folder."""
