@@ -10,8 +10,8 @@ It loads at another world size or strategy, and into an unsharded model by ``tor
     torch.distributed.checkpoint.load(state, checkpoint_id=directory, no_dist=True)
 """
 
+from ..state.contents import model_state, optimizer_state
 from .folder import latest
-from .state import model_state, optimizer_state
 from .store import load, save
 
 __all__ = ["latest", "load", "model_state", "optimizer_state", "save"]

@@ -14,17 +14,18 @@ from torch import nn
 from ..engine.step.root import Root
 from ..errors import ConfigError, PolyshardError, RankMismatchError, StateError
 from ..interfaces import Collectives, PrecisionCaster
-from .agreement import together
+from ..state.agreement import together
+from ..state.contents import model_state, optimizer_state
+from ..state.exchange import coordinates, from_first, speaks
+from ..state.kind import described
+from ..state.optimizers import Joint, Optimizers
+from ..state.resting import resting_root
+from ..state.restore import MODEL, OPTIMIZER, OptimizerRestore, model_targets
+from ..state.sharded import CheckpointTensor
 from .attempt import Attempt, attempt_in
-from .exchange import coordinates, from_first, speaks
+from .directory import DirectorySource
 from .folder import Line
-from .kind import described
 from .marker import Marker
-from .optimizers import Joint, Optimizers
-from .restore import MODEL, OPTIMIZER, OptimizerRestore, model_targets
-from .sharded import CheckpointTensor
-from .source import Source
-from .state import model_state, optimizer_state, resting_root
 from .transfer import read_metadata, write_state
 
 _SMALL = "extra.pt"
@@ -131,7 +132,7 @@ def load(directory: Path, model: nn.Module, optimizer: Optimizers | None = None)
             marker.require_files(directory)
         # One rank holds an element of everything.
         may_stand_still = marker.format == 1 and marker.complete and marker.world_size > 1
-        source = Source(directory, read_metadata(directory), marker.complete, may_stand_still)
+        source = DirectorySource(directory, read_metadata(directory), marker.complete, may_stand_still)
         small = torch.load(directory / _SMALL, map_location="cpu", weights_only=False)
     _require_same(directory, marker, collectives)
     with together(collectives, f"Matching the checkpoint {directory}"), _readable(directory, collectives):

@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ..interfaces import Collectives
-from .agreement import together
-from .exchange import coordinates, gather_to_first, scatter_from_first
+from ..state.agreement import together
+from ..state.exchange import coordinates, gather_to_first, scatter_from_first
 
 
 def write_state(directory: Path, state: dict[str, Any], collectives: Collectives) -> dict[str, int]:
