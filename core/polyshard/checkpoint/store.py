@@ -19,8 +19,9 @@ from ..state.contents import model_state, optimizer_state
 from ..state.exchange import coordinates, from_first, speaks
 from ..state.kind import described
 from ..state.optimizers import Joint, Optimizers
+from ..state.places import MODEL, OPTIMIZER
 from ..state.resting import resting_root
-from ..state.restore import MODEL, OPTIMIZER, OptimizerRestore, model_targets
+from ..state.restore import ModelRestore, OptimizerRestore
 from ..state.sharded import CheckpointTensor
 from .attempt import Attempt, attempt_in
 from .directory import DirectorySource
@@ -136,7 +137,7 @@ def load(directory: Path, model: nn.Module, optimizer: Optimizers | None = None)
         small = torch.load(directory / _SMALL, map_location="cpu", weights_only=False)
     _require_same(directory, marker, collectives)
     with together(collectives, f"Matching the checkpoint {directory}"), _readable(directory, collectives):
-        targets = model_targets(source, model, collectives.rank)
+        targets = ModelRestore(source, model, collectives.rank).targets
         restore = None
         if optimizer is not None:
             restore = OptimizerRestore(source, owner, Joint(optimizer), small.get("optimizer"))

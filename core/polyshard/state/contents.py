@@ -92,6 +92,12 @@ def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {names[0]: tuple(names) for names in found.values()}
 
 
+def frozen_names(model: nn.Module) -> list[str]:
+    """First names of the parameters that need no gradient."""
+    module = resting_root(model, "frozen_names()").stages[0].module
+    return [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+
+
 def _managed(root: Root) -> Iterator[nn.Parameter]:
     for unit in root.units:
         for parameter in unit.parameters:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,58 +13,75 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..engine.step.root import Root
 from ..errors import ConfigError
-from .contents import model_state, names_of
+from .contents import frozen_names, model_state, names_of
 from .flat_state import FlatState
 from .kind import IMPLEMENTATION, Kind, require_same_kinds
 from .optimizers import Joint
-from .places import Holding, holdings
+from .places import MODEL, OPTIMIZER, Holding, holdings
 from .sharded import CheckpointTensor
 from .source import SavedState, Source, listed, opening, problem_with
 from .state_tensors import fits, kept_beside, require_dtype
 
-MODEL, OPTIMIZER = "model", "optimizer"
+#: Lines of one error.
+_MOST_PROBLEMS = 8
 
 
-def model_targets(source: Source, model: nn.Module, rank: int) -> dict[str, Any]:
-    """Where the model's values are to be read into, by key of the source.
+@dataclass(frozen=True, slots=True)
+class Unmatched:
+    """Names of a model and of a state dict that the other one lacks."""
 
-    A tied parameter is taken from any of its names.
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
 
-    Raises:
-        ConfigError: the source lacks parameters or buffers, has more, or has some of another shape or dtype: all that
-            is wrong.
-    """
-    wanted = model_state(model)
-    saved = {".".join(map(str, path[1:])): key for key, path in source.paths(MODEL).items()}
-    names = names_of(model)
-    where = f"(rank {rank})"
-    found: dict[str, tuple[str, Any]] = {}
-    missing, wrong = [], []
-    for name, value in wanted.items():
-        key = next((saved[each] for each in names.get(name, (name,)) if each in saved), None)
-        if key is not None:
-            found[key] = name, value
-            problem = problem_with(source, key, f"'{name}'", value, where)
-            if problem is not None:
-                wrong.append(problem)
-        elif source.complete or not _wants_nothing(value):
-            missing.append(name)
-    known = {each for name in wanted for each in names.get(name, (name,))}
-    unexpected = [name for name in saved if name not in known]
-    if unexpected:
-        wrong.insert(
-            0,
-            f"{opening(source)} has {listed(unexpected)}, which the model lacks {where}. Load it into the model that "
-            "it was saved from.",
-        )
-    if missing:
-        wrong.insert(
-            0,
-            f"{opening(source)} has no {listed(missing)} {where}. Load it into the model that it was saved from.",
-        )
-    if wrong:
-        raise ConfigError("\n".join(wrong))
-    return {key: value for key, (_, value) in found.items()}
+
+class ModelRestore:
+    """A model's values on their way out of a source. Made before anything is read; ``targets`` are to be filled."""
+
+    def __init__(
+        self, source: Source, model: nn.Module, rank: int, *, strict: bool = True, frozen: bool = True
+    ) -> None:
+        """Match ``model`` with the source's.
+
+        A tied parameter is taken from any of its names.
+
+        Args:
+            source: What is to be loaded.
+            model: The outermost sharded module.
+            rank: For errors.
+            strict: Whether all names must be in both.
+            frozen: Whether parameters that need no gradient must be in the source.
+
+        Raises:
+            ConfigError: the source lacks parameters or buffers, has more, or has some of another shape or dtype: all
+                that is wrong.
+        """
+        wanted = model_state(model)
+        saved = {".".join(map(str, path[1:])): key for key, path in source.paths(MODEL).items()}
+        names = names_of(model)
+        optional = set() if frozen else set(frozen_names(model))
+        where = f"(rank {rank})"
+        remedy = "Load it into the model that it was saved from."
+        self.targets: dict[str, Any] = {}
+        missing: list[str] = []
+        wrong: list[str] = []
+        for name, value in wanted.items():
+            key = next((saved[each] for each in names.get(name, (name,)) if each in saved), None)
+            if key is not None:
+                self.targets[key] = value
+                problem = problem_with(source, key, f"'{name}'", value, where)
+                wrong += [] if problem is None else [problem]
+            elif name not in optional and (source.complete or not _wants_nothing(value)):
+                missing.append(name)
+        known = {each for name in wanted for each in names.get(name, (name,))}
+        unexpected = [name for name in saved if name not in known]
+        if unexpected and strict:
+            wrong.insert(0, f"{opening(source)} has {listed(unexpected)}, which the model lacks {where}. {remedy}")
+        if missing and strict:
+            wrong.insert(0, f"{opening(source)} has no {listed(missing)} {where}. {remedy}")
+        if wrong:
+            more = len(wrong) - _MOST_PROBLEMS
+            raise ConfigError("\n".join([*wrong[:_MOST_PROBLEMS], *([f"and {more} more"] if more > 0 else [])]))
+        self.unmatched = Unmatched(tuple(missing), tuple(unexpected))
 
 
 class OptimizerRestore:
@@ -94,6 +112,7 @@ class OptimizerRestore:
         #: it began with.
         self._taken: list[nn.Parameter] = []
         saved = self._saved(root, held)
+        wrong: list[str] = []
         for group in optimizer.groups:
             for parameter in group["params"]:
                 holding, present = held[parameter], optimizer.state_of(parameter)
@@ -107,8 +126,13 @@ class OptimizerRestore:
                     continue
                 self._taken.append(parameter)
                 for name, key in saved.get(holding.names[0], {}).items():
-                    self.targets[key] = self._target(key, name, holding, present, group)
+                    try:
+                        self.targets[key] = self._target(key, name, holding, present, group)
+                    except ConfigError as error:
+                        wrong.append(str(error))
                     self._entries.append((parameter, name, key))
+        if wrong:
+            raise ConfigError("\n".join(wrong[:_MOST_PROBLEMS]))
         self._read_scalars()
 
     def commit(self) -> None:

@@ -32,7 +32,8 @@ class CheckpointTensor(torch.Tensor):
     ``DTensor`` too tells them about its chunks: a plain object with these methods would be written but not found again.
     """
 
-    chunks: tuple[Chunk, ...]
+    #: None for a stand-in that ``torch.distributed.checkpoint.async_save`` makes, and gives those of its copy.
+    chunks: tuple[Chunk, ...] = ()
 
     @staticmethod
     def __new__(
@@ -60,6 +61,10 @@ class CheckpointTensor(torch.Tensor):
                 "parameters inside polyshard.unsharded(model)."
             )
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Through chunks, which travel to a process of ``async_save`` in shared memory."""
+        return CheckpointTensor, (tuple(self.shape), self.dtype, self.device, self.chunks)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Shape, dtype and chunks."""
@@ -103,6 +108,13 @@ _DESCRIPTIONS: frozenset[Any] = frozenset(
         torch.Tensor.device.__get__,
         torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
         torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+        # What the stager of torch's async_save copies a tensor by, before it copies the tensor's attributes.
+        torch.Tensor.data_ptr,
+        torch.Tensor.new_empty,
+        torch.Tensor.set_,
+        torch.Tensor.storage_offset,
+        torch.Tensor.stride,
+        torch.Tensor.untyped_storage,
     }
 )
 

@@ -27,6 +27,10 @@ class Source(ABC):
 
     #: Whether all elements of everything are there; not so where one rank of a pretended world saved.
     complete: bool = True
+    #: Whether values of a model are converted to its dtypes, instead of refused where they are of others.
+    converts: bool = False
+    #: Why elements that a target needs may be missing, and what to do.
+    remedy: str = "one rank of a pretended world saved it. Load it on the same rank of the same world size."
 
     @property
     @abstractmethod
@@ -75,7 +79,7 @@ def problem_with(source: Source, key: str, what: str, target: Any, where: str) -
             f"{what} has shape {tuple(entry.size)} in {source.described} but {tuple(target.shape)} in the model "
             f"{where}. Load it into the model that it was saved from."
         )
-    if entry.properties.dtype != target.dtype:
+    if entry.properties.dtype != target.dtype and not source.converts:
         return (
             f"{what} is {entry.properties.dtype} in {source.described} but {target.dtype} in the model {where}. "
             f"Convert the model before sharding, by to({entry.properties.dtype}); after loading, it cannot be."
@@ -92,8 +96,7 @@ def problem_with(source: Source, key: str, what: str, target: Any, where: str) -
         if held != box.numel:
             return (
                 f"{opening(source)} holds {held} of the {box.numel} elements of "
-                f"{what} from {list(box.offsets)} on {where}: one rank of a pretended world saved it. Load it on the "
-                "same rank of the same world size."
+                f"{what} from {list(box.offsets)} on {where}: {source.remedy}"
             )
     return None
 
