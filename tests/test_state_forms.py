@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import polyshard
 import pytest
 import torch
 from parity import on_ranks, threaded, units_of
-from plain_states import Odd, Part, adamw, differing, odd, plain_state, train
+from plain_states import Odd, Part, adamw, differing, odd, plain_state
 from polyshard import state as states
-from polyshard.errors import ConfigError, RankMismatchError, StateError, UnsupportedError
 from polyshard.state import StateOptions
 from polyshard_backends.threaded import ThreadedWorld
-from torch import nn
 
 FULL, FIRST = StateOptions(form="full"), StateOptions(form="full_on_rank_0")
 SETTINGS = [

@@ -84,9 +84,13 @@ def differing(one: Any, other: Any, path: str = "") -> list[str]:
         return [] if same else [path]
     if isinstance(one, dict) and isinstance(other, dict):
         found = [f"{path}/{key}" for key in one.keys() ^ other.keys()]
-        return found + [each for key in one.keys() & other.keys() for each in differing(one[key], other[key], f"{path}/{key}")]
+        return found + [
+            each for key in one.keys() & other.keys() for each in differing(one[key], other[key], f"{path}/{key}")
+        ]
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         if len(one) != len(other):
             return [path]
-        return [each for i, (a, b) in enumerate(zip(one, other, strict=True)) for each in differing(a, b, f"{path}/{i}")]
+        return [
+            each for i, (a, b) in enumerate(zip(one, other, strict=True)) for each in differing(a, b, f"{path}/{i}")
+        ]
     return [] if one == other else [path]
