@@ -94,3 +94,10 @@ def differing(one: Any, other: Any, path: str = "") -> list[str]:
             each for i, (a, b) in enumerate(zip(one, other, strict=True)) for each in differing(a, b, f"{path}/{i}")
         ]
     return [] if one == other else [path]
+
+
+def sorted_groups(state: State) -> State:
+    """With the names of each group of the optimizer in one order."""
+    optimizer = state["optimizer"]
+    groups = [{**group, "params": sorted(group["params"])} for group in optimizer["param_groups"]]
+    return {**state, "optimizer": {**optimizer, "param_groups": groups}}
