@@ -12,10 +12,10 @@ import polyshard
 import pytest
 import torch
 from parity import on_ranks, threaded, units_of
-from plain_states import Odd, Part, adamw, differing, odd, plain_state, train
+from plain_states import Odd, Part, adamw, differing, odd, train
 from polyshard import checkpoint
 from polyshard import state as states
-from polyshard.errors import CollectiveTimeoutError, ConfigError, PolyshardError, RankMismatchError
+from polyshard.errors import CollectiveTimeoutError, ConfigError, RankMismatchError
 from polyshard.hookspecs import hookimpl
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
@@ -79,3 +79,97 @@ def test_what_was_saved_is_the_state_at_the_call(
 def world_barrier(model: nn.Module) -> None:
     """All ranks are here."""
     states.get_model_state_dict(model, states.StateOptions(form="full_on_rank_0"))
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Threads in the background that find the disk full: ``{"0"}`` for that of rank 0."""
+    ranks: set[str] = set()
+    write = filesystem.FileSystemWriter.write_data
+
+    def fails(self: Any, plan: Any, planner: Any) -> Any:
+        thread = threading.current_thread().name
+        # Rank 0 alone coordinates.
+        if thread.startswith("save of") and str(int(not planner.is_coordinator)) in ranks:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, plan, planner)
+
+    monkeypatch.setattr(filesystem.FileSystemWriter, "write_data", fails)
+    return ranks
+
+
+@pytest.mark.parametrize("full_on", [0, 1])
+@pytest.mark.parametrize("asked", [True, False], ids=["result", "next save"])
+def test_a_failure_comes_out_once_and_leaves_no_checkpoint(
+    full_on: int, asked: bool, tmp_path: Path, failing: set[str]
+) -> None:
+    def body(rank: int, world: ThreadedWorld) -> None:
+        model, optimizer = made(rank, world)
+        failing.add(str(full_on))
+        pending = checkpoint.async_save(tmp_path, 1, model, optimizer)
+        expected = OSError if rank == full_on else RankMismatchError
+        with pytest.raises(expected, match=r"No space left on device"):
+            _ = pending.result(20) if asked else checkpoint.save(tmp_path, 2, model, optimizer)
+        train(model, optimizer, 1)
+        failing.clear()
+        assert checkpoint.save(tmp_path, 3, model, optimizer) == tmp_path / "step-00000003"
+        with pytest.raises(expected, match=r"No space left on device"):
+            pending.result()
+
+    on_ranks(2, body)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000003"
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000003"}
+
+
+def test_a_save_waits_for_the_one_before_and_keep_counts_both(tmp_path: Path) -> None:
+    def body(rank: int, world: ThreadedWorld) -> list[str]:
+        model, optimizer = made(rank, world)
+        first = checkpoint.async_save(tmp_path, 1, model, optimizer, keep=2)
+        second = checkpoint.async_save(tmp_path, 2, model, optimizer, keep=2)
+        assert first.done()
+        third = checkpoint.async_save(tmp_path, 3, model, optimizer, keep=2)
+        assert [each.result(20).name for each in (second, third)] == ["step-00000002", "step-00000003"]
+        with pytest.raises((ConfigError, RankMismatchError), match="step-00000003 is committed already"):
+            checkpoint.async_save(tmp_path, 3, model, optimizer)
+        with pytest.raises((ConfigError, RankMismatchError), match="must not be negative"):
+            checkpoint.async_save(tmp_path, -1, model, optimizer)
+        return [path.name for path in sorted(tmp_path.iterdir())]
+
+    assert on_ranks(2, body) == [["step-00000002", "step-00000003"]] * 2
+
+
+def test_another_job_that_commits_meanwhile_is_told_of(tmp_path: Path, gate: threading.Event) -> None:
+    config = polyshard.ShardConfig(collectives={"name": "fake", "world_size": 2})
+    model, other = (polyshard.shard(odd(), config) for _ in range(2))
+    pending = checkpoint.async_save(tmp_path, 1, model)
+    checkpoint.save(tmp_path, 2, other)
+    gate.set()
+    with pytest.raises(ConfigError, match="Another job has committed"):
+        pending.result(20)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+class Heard:
+    """A listener."""
+
+    def __init__(self) -> None:
+        self.saved: list[str] = []
+
+    @hookimpl
+    def on_save(self, path: Path) -> None:
+        self.saved.append(path.name)
+
+
+def test_listeners_hear_of_a_checkpoint_when_it_is_there(tmp_path: Path, gate: threading.Event) -> None:
+    heard = Heard()
+    config = polyshard.ShardConfig(collectives={"name": "fake", "world_size": 2}, listeners=[heard])
+    model = polyshard.shard(odd(), config)
+    pending = checkpoint.async_save(tmp_path, 1, model)
+    assert heard.saved == []
+    gate.set()
+    pending.result()
+    pending.result()
+    assert heard.saved == ["step-00000001"]
+    checkpoint.async_save(tmp_path, 2, model)
+    checkpoint.save(tmp_path, 3, model)
+    assert heard.saved == ["step-00000001", "step-00000002", "step-00000003"]

@@ -47,6 +47,8 @@ def whole_parameters(root: Root, *, receives: bool) -> Iterator[tuple[str, torch
         flat = gather_whole(unit, unit.master)
         for place in places_of(unit) if receives else ():
             yield place.name, _on_host(_view(flat, place))
+        # Not kept while the next one is gathered.
+        del flat
 
 
 def full_model_state(model: nn.Module, root: Root, *, receives: bool) -> dict[str, Any]:
@@ -136,6 +138,8 @@ def _whole_states(
         flat = gather_whole(unit, own)
         for place in places if receives else ():
             yield place.name, key, _on_host(_view(flat, place))
+        # Not kept while the next one is gathered.
+        del flat, own
 
 
 def _put(own: torch.Tensor, holding: Holding, names: set[str], value: torch.Tensor) -> None:

@@ -112,6 +112,7 @@ class HeldSource(Source):
                 brought = value.full_tensor() if key in lacking else value
                 if key in targets:
                     _copy(targets[key], brought)
+                del brought
 
     def _here(self, key: str) -> Any:
         told = self._described[key]
@@ -169,7 +170,7 @@ class FirstRanksSource(HeldSource):
                     continue
                 value = self._values.get(key)
                 if value is None or speaks(self._collectives):
-                    carried = torch.empty(told.shape, dtype=told.dtype, device=device)
+                    carried: Any = torch.empty(told.shape, dtype=told.dtype, device=device)
                     if value is not None:
                         carried.copy_(value)
                     if carried.numel():
@@ -177,6 +178,8 @@ class FirstRanksSource(HeldSource):
                     value = carried
                 if key in targets:
                     _copy(targets[key], value)
+                # One at a time.
+                value = carried = None
 
 
 def _flattened(model: Mapping[str, Any] | None, optimizer: Mapping[str, Any] | None) -> Iterator[tuple[_Path, Any]]:

@@ -15,6 +15,12 @@ from ..engine.planning.layout import Piece, Slot
 from ..errors import StateError
 from .boxes import Box, inverse, range_boxes, storage_order
 
+#: A FileSystemWriter that is given brings a stager of its own, which makes whole tensors to copy into.
+_STAGER = (
+    " In torch's async_save, give checkpoint_id alone, or async_stager=DefaultStager(...) with a storage_writer that "
+    "copies by itself."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -56,10 +62,11 @@ class CheckpointTensor(torch.Tensor):
     ) -> Any:
         """What the tensor is like may be asked; its values are not there."""
         if func not in _DESCRIPTIONS:
+            hint = _STAGER if func is torch.Tensor.copy_ else ""
             raise StateError(
                 f"A tensor of a sharded state dict cannot be used in {getattr(func, '__name__', func)}(): this rank "
                 "holds a part of it. Pass the state dict to torch.distributed.checkpoint.save or load, or read whole "
-                "parameters inside polyshard.unsharded(model)."
+                f"parameters inside polyshard.unsharded(model).{hint}"
             )
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
