@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from ..errors import ConfigError
 from ..state.held import require_name
 from ..state.places import MODEL, OPTIMIZER
-from ..state.source import Source, listed
+from ..state.source import Source, listed, opening
 from .transfer import read_state
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
@@ -53,13 +53,23 @@ class ForeignSource(Source):
     _made: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Find everything.
+        """Find the model.
 
         Raises:
-            ConfigError: there is nothing where the model is said to be, or the optimizer's state is by numbers.
+            ConfigError: there is nothing where it is said to be.
         """
         self._paths.update(self._model_paths())
-        self._paths.update(self._optimizer_paths())
+
+    def find_optimizer(self) -> None:
+        """Know the optimizer, too.
+
+        Raises:
+            ConfigError: there is nothing where it is said to be, or its state is by numbers.
+        """
+        found = self._optimizer_paths()
+        if not found:
+            raise self._nothing("optimizer", self.keys.optimizer)
+        self._paths.update(found)
 
     @property
     def described(self) -> str:
@@ -77,7 +87,7 @@ class ForeignSource(Source):
             for other in self._aliases.get(key, ()):
                 if not _same(both[key], both[other]):
                     raise ConfigError(
-                        f"{self.described[0].upper()}{self.described[1:]} has {both[key]} as '{key}' but "
+                        f"{opening(self)} has {both[key]} as '{key}' but "
                         f"{both[other]} as '{other}', and the optimizer has both parameters in one group. Make its "
                         "groups as they were when it was saved."
                     )
@@ -138,18 +148,9 @@ class ForeignSource(Source):
     def _nothing(self, what: str, given: str | tuple[str, ...]) -> ConfigError:
         top = sorted({str(path[0]) for path in (self.metadata.planner_data or {}).values()})
         return ConfigError(
-            f"{self.described[0].upper()}{self.described[1:]} has no {what} at {given!r}; at the top it has "
+            f"{opening(self)} has no {what} at {given!r}; at the top it has "
             f"{listed(top)}. Say where it is: DcpKeys({what}=...)."
         )
-
-    def require_optimizer(self) -> None:
-        """Refuse where there is no optimizer.
-
-        Raises:
-            ConfigError: naming what there is.
-        """
-        if not self.paths(OPTIMIZER):
-            raise self._nothing("optimizer", self.keys.optimizer)
 
 
 def _like(target: Any) -> Any:

@@ -113,7 +113,7 @@ def load_dcp(
         targets = ModelRestore(source, model, collectives.rank).targets
         restore = None
         if joint is not None:
-            source.require_optimizer()
+            source.find_optimizer()
             restore = OptimizerRestore(source, owner, joint, None)
     with together(collectives, f"Reading the directory {directory}"), _readable(directory, collectives):
         source.read(targets)
