@@ -239,3 +239,20 @@ def test_torch_loads_into_an_optimizer_that_never_stepped(tmp_path: Path) -> Non
     reference = RANKS.run(4, fsdp2_writes, str(tmp_path), False)[0]
     for (found,) in RANKS.run(3, loaded_by_torch, str(tmp_path)):
         assert not differing(sorted_groups(reference), sorted_groups(found))
+
+
+def saved_while_training(rank: int, folder: str) -> State:
+    model, optimizer = native(0)
+    train(model, optimizer, 2)
+    one, other = states.get_state_dict(model, optimizer, FULL)
+    pending = checkpoint.async_save(Path(folder), 2, model, optimizer)
+    # Collectives of the same group as the model's, while the threads write.
+    train(model, optimizer, 3, first=2)
+    assert pending.result(60) == Path(folder, "step-00000002")
+    polyshard.close(model)
+    return {"model": one, "optimizer": other}
+
+
+def test_our_async_save_holds_the_state_at_the_call(tmp_path: Path) -> None:
+    reference = RANKS.run(3, saved_while_training, str(tmp_path))[0]
+    assert not differing(sorted_groups(reference), sorted_groups(read_plainly(tmp_path / "step-00000002")))
