@@ -10,10 +10,10 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from ..checkpoint.state import resting_root
 from ..engine.surface.gathered import gather_whole
 from ..engine.surface.state_dicts import state_dicts_of_pieces
 from ..engine.transport.buffer import view_of
+from ..state.resting import resting_root
 
 
 def export(model: nn.Module, folder: Path, *, writes: bool) -> None:
