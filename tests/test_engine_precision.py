@@ -78,6 +78,7 @@ def on_each_rank(
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.filterwarnings("ignore:AdamW steps without a torch.amp.GradScaler")  # As its reference does.
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(
     "settings",
