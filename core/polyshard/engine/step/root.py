@@ -157,6 +157,11 @@ class Root(Step):
             for unit in stage.units
             for leaf in unit.leaves
         )
+        if self.borrowed and self.accumulates:
+            raise StateError(
+                "A backward inside of AveragedWeights.applied() would give the parameters gradients of their averages "
+                f"(rank {self.rank}). Train outside of it; torch.autograd.grad of inputs is served."
+            )
         self._goes_on = _torch_private.queue_after_backward(self.end_backward)
 
     def arrive(self, itinerary: Itinerary[Stage], mark: Mark[Stage]) -> bool:

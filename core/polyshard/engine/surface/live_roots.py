@@ -35,8 +35,6 @@ class LiveRoots:
         self._lock = threading.Lock()
         #: How many models were sharded so far. What was found before the latest may be something else now.
         self.changes = 0
-        #: Those whose masters hold other values than training goes on with, for a while.
-        self.borrowed: weakref.WeakSet[Root] = weakref.WeakSet()
         # Places by the parameters' ids: a reference to a parameter may lead to its model, which would then never go.
         self._places: weakref.WeakKeyDictionary[Root, dict[int, tuple[int, int]]] = weakref.WeakKeyDictionary()
 

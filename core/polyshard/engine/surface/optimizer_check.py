@@ -45,7 +45,7 @@ class OptimizerCheck:
         Raises:
             UnsupportedError: it computes with whole parameters, or one of these has a hook that never fires.
             ConfigError: its parameter groups were split by the shapes of pieces, or its parameters get no gradients.
-            StateError: the model holds averaged values for a while, or its state is of whole parameters.
+            StateError: its model holds other values for a while, or its state is of whole parameters.
         """
         if torch.compiler.is_compiling():
             _hidden_look_at(self, optimizer)
@@ -61,7 +61,7 @@ class OptimizerCheck:
             [each for each in self._live.find(group["params"]) if each is not None] for group in optimizer.param_groups
         ]
         for each in (each for group in found for each in group):
-            if each.root in self._live.borrowed:
+            if each.root.borrowed:
                 raise StateError(
                     f"{type(optimizer).__name__} was to update '{_name(each)}' inside of AveragedWeights.applied() "
                     f"(rank {each.root.rank}), where the model holds its averages. Leave it first."

@@ -58,13 +58,14 @@ def follow(root: Root) -> None:
 
 @contextmanager
 def borrowing(root: Root) -> Iterator[None]:
-    """Inside, optimizers refuse to step with parameters of ``root``."""
-    live_roots.borrowed.add(root)
+    """Inside, the masters of ``root`` hold other values for a while: optimizers and backwards refuse them."""
+    root.borrowed = True
+    # Optimizers that were let through are looked at again.
     _checks[0].forget()
     try:
         yield
     finally:
-        live_roots.borrowed.discard(root)
+        root.borrowed = False
 
 
 class GradientUtilities:
