@@ -1,4 +1,4 @@
-"""Groups of parameters, hooks and states that an optimizer brings: right over pieces, or told at its first step."""
+"""Optimizers of torch, their groups, hooks and states: right over pieces, or told at an optimizer's first step."""
 
 from __future__ import annotations
 
@@ -137,6 +137,58 @@ def test_groups_that_mean_it_are_not_told_of(make: Callable[[nn.Module], torch.o
         make(model).step()
 
     on_ranks(2, on_rank)
+
+
+def training(name: str, **settings: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda model: getattr(torch.optim, name)(model.parameters(), lr=1e-2, **settings)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        training("SGD", momentum=0.9, nesterov=True, fused=True),
+        training("Adam", fused=True),
+        training("AdamW", amsgrad=True, foreach=False),
+        training("Adagrad", fused=True),
+        training("Adamax", foreach=True),
+        training("NAdam"),
+        training("RAdam"),
+        training("RMSprop", centered=True),
+        training("Rprop"),
+        training("Adadelta"),
+        training("ASGD"),
+    ],
+)
+def test_optimizers_of_torch_that_treat_elements_alike_are_right(
+    make: Callable[[nn.Module], torch.optim.Optimizer],
+) -> None:
+    assert_parity(seeded(Net), world_size=2, optimizer=make, settings=BLOCKS)
+
+
+def test_a_group_that_is_added_later_trains() -> None:
+    def train(model: nn.Module, ranks: list[int]) -> None:
+        parameters = list(model.parameters())
+        optimizer = torch.optim.AdamW(parameters[:2], lr=1e-2, weight_decay=0.5)
+        for turn in range(3):
+            if turn == 1:
+                optimizer.add_param_group({"params": parameters[2:], "weight_decay": 0.1})
+            for rank in ranks:
+                (model(draw(4, 3, turn=turn, rank=rank)).square().mean() / len(ranks)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    plain = seeded(Net)
+    train(plain, [0, 1])
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
+        train(model, [rank])
+        with polyshard.unsharded(model):
+            return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    wanted = {name: p.detach() for name, p in plain.named_parameters()}
+    for got in on_ranks(2, on_rank):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])

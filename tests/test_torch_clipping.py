@@ -114,6 +114,26 @@ def test_of_some_parameters_it_is_their_norm_also_where_a_rank_holds_none_of_the
         assert not all(holds for _, _, holds in ranks)
 
 
+@pytest.mark.parametrize(("world_size", "settings"), STRATEGIES)
+def test_values_and_given_norms_are_clipped_element_by_element(world_size: int, settings: dict[str, Any]) -> None:
+    norm = norm_of(p.grad for p in averaged(world_size).parameters())
+
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[dict[str, torch.Tensor], ...]:
+        model = sharded_copy(seeded(Net), rank, world, **BLOCKS, **settings)
+        backward(model, rank)
+        before = pieces(model)
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norm)
+        scaled = pieces(model)
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        return before, scaled, pieces(model)
+
+    for before, scaled, clamped in on_ranks(world_size, on_rank):
+        for name, gradient in before.items():
+            expected = gradient * (0.5 / (norm + 1e-6)).clamp(max=1.0)
+            torch.testing.assert_close(scaled[name], expected, rtol=1e-12, atol=0)
+            torch.testing.assert_close(clamped[name], expected.clamp(-0.01, 0.01), rtol=1e-12, atol=0)
+
+
 def test_parameters_outside_of_the_sharded_model_count_once() -> None:
     outside = torch.tensor([3.0, -4.0], dtype=torch.float64)
     norm = torch.hypot(norm_of(p.grad for p in averaged(3).parameters()), torch.tensor(5.0, dtype=torch.float64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -302,6 +303,7 @@ def test_what_is_not_sharded_is_left_to_torch() -> None:
     parametrizations.weight_norm(model.last)  # type: ignore[arg-type]
     parametrize.remove_parametrizations(model.last, "weight")  # type: ignore[arg-type]
     prune.l1_unstructured(model.last, "bias", amount=1)
+    assert list(inspect.signature(nn.init.normal_).parameters) == ["tensor", "mean", "std", "generator"]
     stacked, _ = stack_module_state([seeded(Net), seeded(Net)])
     assert stacked["first.weight"].shape == (2, 5, 3)
 
@@ -318,3 +320,44 @@ def test_constants_are_right_on_pieces() -> None:
         assert torch.equal(got["first.weight"], torch.ones(5, 3).double())
         assert torch.equal(got["last.weight"], torch.full((2, 5), 0.5).double())
         assert not got["last.bias"].any()
+
+
+def test_flat_parameters_are_pieces_too() -> None:
+    model = polyshard.shard(seeded(Net), polyshard.ShardConfig(collectives={"name": "fake", "world_size": 2}, **BLOCKS))
+    flat = polyshard.flat_parameters(model)
+    for call in (lambda: normal_(flat[1]), lambda: parameters_to_vector(flat[1:])):
+        with pytest.raises(StateError, match=r"got 'blocks\.0', of which this rank holds a piece"):
+            call()
+    normal_(torch.empty(3))
+
+
+def test_gradients_of_parameters_come_by_backward_alone() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
+        parameters = list(model.parameters())
+        with pytest.raises(RuntimeError, match="appears to not have been used"):
+            torch.autograd.grad(model(INPUTS).sum(), parameters)
+        assert not any(
+            each is not None for each in torch.autograd.grad(model(INPUTS).sum(), parameters, allow_unused=True)
+        )
+        square_step(model, 0, rank)
+
+    on_ranks(2, on_rank)
+
+
+def test_penalties_of_single_elements_count_in_the_loss() -> None:
+    def loss(model: nn.Module, rank: int) -> torch.Tensor:
+        return model(draw(4, 3, rank=rank)).square().mean() + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+    plain = seeded(Net)
+    for rank in range(2):
+        (loss(plain, rank) / 2).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+
+    def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
+        model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
+        loss(model, rank).backward()
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+
+    for got in on_ranks(2, on_rank):
+        torch.testing.assert_close(got, norm, rtol=1e-12, atol=0)

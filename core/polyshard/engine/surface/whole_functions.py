@@ -40,7 +40,7 @@ def guard_whole_functions() -> None:
     _exchange(utils.parameters_to_vector, _to_vector)
     _exchange(utils.vector_to_parameters, _from_vector)
     for name in _INITIALISERS:
-        _exchange(getattr(nn.init, name), partial(_initialise, name))
+        _guard_initialiser(name)
     _exchange(parametrize.register_parametrization, partial(_parametrize, "register_parametrization"))
     _exchange(parametrize.remove_parametrizations, partial(_parametrize, "remove_parametrizations"))
     _exchange(vars(prune.BasePruningMethod)["apply"].__func__, _prune)
@@ -68,15 +68,19 @@ def _from_vector(torchs: Callable[..., None], vec: torch.Tensor, parameters: Ite
     torchs(vec, given)
 
 
-def _initialise(
-    name: str, torchs: Callable[..., torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any
-) -> torch.Tensor:
+def _guard_initialiser(name: str) -> None:
     instead = (
         "Initialise before sharding, by shard(..., initializer=...) on the meta device, or inside of 'with "
         "polyshard.unsharded(model, writeback=True)', seeded alike on all ranks"
     )
-    _refuse_pieces(f"torch.nn.init.{name}", [tensor], instead)
-    return torchs(tensor, *args, **kwargs)
+
+    def called(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # A model is made of thousands of calls, hardly one of them of a sharded parameter.
+        if live_roots.may_hold(tensor):
+            _refuse_pieces(f"torch.nn.init.{name}", [tensor], instead)
+        return before(tensor, *args, **kwargs)
+
+    before: Callable[..., torch.Tensor] = _torch_private.exchange_body(getattr(nn.init, name), called)
 
 
 def _parametrize(
