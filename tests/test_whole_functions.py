@@ -87,7 +87,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], object], type[PolyshardError], li
         UnsupportedError,
         ["functional_call", "'first.weight'"],
     ),
-    "vmap": (lambda model: vmap(model)(INPUTS), UnsupportedError, ["torch.func (vmap, grad, jvp)", "'(root)'"]),
+    "vmap": (lambda model: vmap(model)(INPUTS), UnsupportedError, ["torch.func (vmap, grad, jvp) called 'Net'"]),
     "jacrev": (lambda model: jacrev(model)(INPUTS), UnsupportedError, ["torch.func (vmap, grad, jvp)"]),
     "jvp": (lambda model: jvp(model, (INPUTS,), (INPUTS,)), UnsupportedError, ["torch.func (vmap, grad, jvp)"]),
     "parameters_to_vector": (
@@ -125,7 +125,9 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], object], type[PolyshardError], li
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_means_whole_parameters_is_refused_for_pieces_on_every_rank(name: str) -> None:
     call, kind, words = REFUSED[name]
-    for world_size, settings in CUT[:1] if name not in ("functional_call", "apply", "parameters_to_vector") else CUT:
+    more = {"functional_call": [*CUT, WHOLE], "apply": CUT, "parameters_to_vector": CUT}
+    more |= {"vmap": [CUT[0], WHOLE], "jacrev": [CUT[0], WHOLE]}
+    for world_size, settings in more.get(name, CUT[:1]):
 
         def on_rank(rank: int, world: ThreadedWorld, settings: dict[str, Any] = settings) -> str:
             return refusal(sharded_copy(seeded(Net), rank, world, **BLOCKS, **settings), call, kind, rank)
@@ -320,6 +322,21 @@ def test_constants_are_right_on_pieces() -> None:
         assert torch.equal(got["first.weight"], torch.ones(5, 3).double())
         assert torch.equal(got["last.weight"], torch.full((2, 5), 0.5).double())
         assert not got["last.bias"].any()
+
+
+def test_buffers_alone_may_be_put_in_for_a_call() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval()
+
+    buffers = {"1.running_mean": draw(4), "1.running_var": draw(4).square() + 1}
+
+    def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
+        model = sharded_copy(seeded(make), rank, world)
+        return functional_call(model, dict(buffers), (INPUTS,)).detach()
+
+    expected = functional_call(seeded(make), dict(buffers), (INPUTS,)).detach()
+    for got in on_ranks(2, on_rank):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_flat_parameters_are_pieces_too() -> None:

@@ -85,7 +85,11 @@ class Root(Step):
         for unit in self.units:
             unit.take_up_changes()
         if _torch_private.in_transform():
-            self._refuse_transform()
+            raise UnsupportedError(
+                f"torch.func (vmap, grad, jvp) called '{type(module).__name__}', which is sharded (rank {self.rank}): "
+                "gathers and reductions cannot be a part of what it transforms. Call it inside of 'with "
+                "polyshard.unsharded(model)'."
+            )
         for unit in self.units:
             if not unit.prepared:
                 unit.prepare()
@@ -103,15 +107,6 @@ class Root(Step):
             caster.prepare([unit.spec for unit in self.units if unit.caster is caster], self.collectives)
         if self.events.active:
             self.events.step_begin(module)
-
-    def _refuse_transform(self) -> None:
-        cut = next((unit for unit in self.units if unit.grid.shard is not None), None)
-        if cut is not None:
-            raise UnsupportedError(
-                f"torch.func (vmap, grad, jvp) called the model, of which unit '{cut.name}' is sharded (rank "
-                f"{self.rank}): gathers cannot be a part of what it transforms. Call it inside of 'with "
-                "polyshard.unsharded(model)'."
-            )
 
     def end_forward(self, output: object) -> None:
         """The outermost forward ended and returns ``output``, which may hold no memory of a unit."""
