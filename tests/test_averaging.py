@@ -221,6 +221,8 @@ def test_nothing_trains_on_averages_and_an_error_inside_gives_the_weights_back()
         refused(lambda: average.applied().__enter__())
         refused(lambda: AveragedWeights(model, 0.9))
         refused(lambda: model(draw(4, 3)).sum().backward())
+        step = polyshard.CapturedStep(model, optimizer, lambda x: model(x).sum(), fallback="eager")
+        refused(lambda: step(draw(4, 3)))
         with polyshard.unsharded(model), pytest.raises(StateError, match=r"inside of polyshard\.unsharded"):
             average.applied().__enter__()
         with polyshard.unsharded(model), pytest.raises(StateError, match=r"update\(\) came inside of"):
@@ -237,7 +239,8 @@ def test_nothing_trains_on_averages_and_an_error_inside_gives_the_weights_back()
         return messages
 
     for rank, messages in enumerate(on_ranks(2, on_rank)):
-        stepped, updated, entered, made, backward = messages
+        stepped, updated, entered, made, backward, captured = messages
+        assert "A CapturedStep was called inside AveragedWeights.applied()" in captured
         assert f"SGD was to update 'first.weight' inside of AveragedWeights.applied() (rank {rank})" in stepped
         assert f"AveragedWeights.update() came inside of AveragedWeights.applied() (rank {rank})" in updated
         assert "AveragedWeights.applied() came inside of AveragedWeights.applied()" in entered

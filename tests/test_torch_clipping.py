@@ -13,7 +13,7 @@ import polyshard
 import pytest
 import torch
 from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, units_of
-from polyshard.errors import ConfigError, StateError, UnsupportedError
+from polyshard.errors import CollectiveTimeoutError, ConfigError, StateError, UnsupportedError
 from polyshard.interfaces import Arrangement, Layout, UnitGeometry
 from polyshard_backends.threaded import ThreadedWorld
 from processes import RankPool
@@ -276,6 +276,23 @@ def test_what_is_not_finite_on_one_rank_is_an_error_on_all_where_that_is_asked_f
         torch.testing.assert_close(one, torch.tensor(bad, dtype=torch.float64), equal_nan=True)
         # The first call has multiplied by it.
         assert not torch.isfinite(other)
+
+
+def test_ranks_wait_for_one_that_leaves_its_empty_parameters_out_and_say_so() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> str:
+        # Six elements, two to a rank.
+        model = sharded_copy(seeded(lambda: nn.Linear(3, 2, bias=False)), rank, world)
+        backward(model, rank)
+        given = [parameter for parameter in model.parameters() if parameter.numel()]
+        if not given:
+            return ""
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            clip_grad_norm_(given, 1.0)
+        return str(caught.value)
+
+    *others, missing = ThreadedWorld(4, timeout=0.5).run(on_rank, timeout=30.0)
+    assert not missing
+    assert all("waiting for ranks [3]" in message for message in others)
 
 
 def test_an_order_that_does_not_combine_is_refused_and_nothing_is_sent() -> None:

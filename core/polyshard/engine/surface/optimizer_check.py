@@ -38,6 +38,7 @@ class OptimizerCheck:
         # And how many parameter groups they had.
         self._passed: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         self._guarded: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._warned: WeakSet[torch.optim.Optimizer] = WeakSet()
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """To be called before each step of each optimizer.
@@ -67,14 +68,18 @@ class OptimizerCheck:
                     f"(rank {each.root.rank}), where the model holds its averages. Leave it first."
                 )
         _refuse_dead_hooks(each for group in found for each in group)
-        _warn_of_underflow(optimizer, found)
+        first_look = optimizer not in self._warned
+        self._warned.add(optimizer)
+        if first_look:
+            _warn_of_underflow(optimizer, found)
         groups = [[each for each in group if each.unit.grid.shard is not None] for group in found]
         if any(groups):
             _refuse_whole_matrices(optimizer, groups)
             _refuse_replaced(optimizer, groups)
             _refuse_whole_states(optimizer, groups)
             _refuse_split_of_pieces(optimizer, groups)
-            _warn_of_lost_decay(optimizer, groups)
+            if first_look:
+                _warn_of_lost_decay(optimizer, groups)
             if optimizer not in self._guarded:
                 self._guarded.add(optimizer)
                 # That module makes the first step itself to have a state at all.
