@@ -16,10 +16,12 @@ from parity import units_of
 from plain_states import Odd, Part, State, adamw, differing, odd, sorted_groups, train
 from polyshard import checkpoint
 from polyshard import state as states
+from polyshard.errors import RankMismatchError
 from processes import KeptRanks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_state_dict,
     set_state_dict,
 )
@@ -141,6 +143,21 @@ def dtensors_of_fsdp2(rank: int, layout: Any) -> list[State]:
 def test_dtensors_of_fsdp2_are_taken_without_a_file(layout: Any) -> None:
     for theirs, ours in RANKS.run(3, dtensors_of_fsdp2, layout):
         assert not differing(sorted_groups(theirs), sorted_groups(ours))
+
+
+def dtensors_on_one_rank(rank: int) -> None:
+    theirs, _ = fsdp2(0)
+    model, _ = native(1)
+    before = states.get_model_state_dict(model, FULL)
+    whole = get_model_state_dict(theirs, options=StateDictOptions(full_state_dict=True))
+    with pytest.raises(RankMismatchError, match=r"DTensors on some ranks and not on others"):
+        states.set_model_state_dict(model, get_model_state_dict(theirs) if rank == 0 else whole)
+    assert not differing(before, states.get_model_state_dict(model, FULL))
+    polyshard.close(model)
+
+
+def test_ranks_that_give_different_kinds_of_tensors_are_told() -> None:
+    RANKS.run(3, dtensors_on_one_rank)
 
 
 class Even(nn.Sequential):
