@@ -105,7 +105,7 @@ def train(turn: Turn) -> dict[str, Any]:
     device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
     transformers.utils.logging.set_verbosity_error()
 
-    class Clock(transformers.TrainerCallback):
+    class Clock(transformers.TrainerCallback):  # type: ignore[misc]
         """Times steps behind the warm-up."""
 
         def __init__(self) -> None:
@@ -416,7 +416,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 )
                 found = {"error": "skipped: the deadline was reached"} if late else launch(turn, given.ranks)
                 rows.append({"case": case.name, "peer": peer, "round": number, **found})
-                told = found.get("error") or f"{found['ms']['median']:.1f} ms, {found['tokens_per_s']:,.0f} tokens/s"
+                ms: Any = found.get("ms")
+                told = found.get("error") or f"{ms['median']:.1f} ms, {found['tokens_per_s']:,.0f} tokens/s"
                 elapsed = time.monotonic() - began
                 print(f"{elapsed:5.0f} s  round {number}  {case.name:26} {peer:10} {told}", file=sys.stderr, flush=True)
                 report["summary"] = summarise(rows)

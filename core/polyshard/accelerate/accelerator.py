@@ -314,7 +314,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole state dict of a sharded ``model``, in host memory, on the main process; empty on the others.
 
-        Every rank calls it. It takes the memory of the whole model on every rank's device while it runs.
+        Every rank calls it. Units are gathered one after the other.
 
         Raises:
             StateError: inside a step.
@@ -323,7 +323,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if module is None:
             state: dict[str, Any] = super().get_state_dict(model, unwrap)
             return state
-        return export.whole_state_dict(module, keep=self.is_main_process)
+        return export.whole_state_dict(module)
 
     def save_model(
         self,

@@ -6,29 +6,17 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
-from ..composable import unsharded
+from ..state import StateForm, StateOptions, get_model_state_dict
 
 
-def whole_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Any]:
-    """The state dict of the sharded ``module`` as it was before sharding, in host memory; every rank calls it.
+def whole_state_dict(module: nn.Module) -> dict[str, Any]:
+    """The state dict of the sharded ``module`` as it was before sharding, in host memory of rank 0; empty elsewhere.
 
-    Names that share a tensor share one here. Nothing where not ``keep``, which is this rank's alone.
+    Every rank calls it. Names that share a tensor share one here.
     """
-    with unsharded(module):
-        if not keep:
-            return {}
-        copies: dict[torch.Tensor, torch.Tensor] = {}
-        state: dict[str, Any] = {}
-        for name, value in module.state_dict(keep_vars=True).items():
-            if isinstance(value, torch.Tensor):
-                if value not in copies:
-                    copies[value] = value.detach().to("cpu", copy=True)
-                value = copies[value]
-            state[name] = value
-        return state
+    return get_model_state_dict(module, StateOptions(form=StateForm.FULL_ON_RANK_0))
 
 
 def save_model(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -33,8 +33,7 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     for name, parameter in module.named_parameters():
         if id(parameter) not in managed:
             state[name] = parameter.detach()
-    with state_dicts_of_pieces():
-        persistent = module.state_dict().keys()
+    persistent = _state_dict_names(module)
     for name, buffer in module.named_buffers():
         if name in persistent:
             state[name] = buffer.detach()
@@ -80,6 +79,15 @@ def optimizer_state(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
+def in_order(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """What ``model_state`` gave, under all names of a parameter or buffer, as ``model.state_dict()`` orders them."""
+    module = resting_root(model, "in_order()").stages[0].module
+    names = names_of(model)
+    named = {name: value for first, value in state.items() for name in names.get(first, (first,))}
+    known = [name for name in _state_dict_names(module) if name in named]
+    return {name: named[name] for name in dict.fromkeys((*known, *named))}
+
+
 def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """All names of each parameter and buffer, by the one under which ``model_state`` has it."""
     module = resting_root(model, "names_of()").stages[0].module
@@ -96,6 +104,11 @@ def frozen_names(model: nn.Module) -> list[str]:
     """First names of the parameters that need no gradient."""
     module = resting_root(model, "frozen_names()").stages[0].module
     return [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+
+
+def _state_dict_names(module: nn.Module) -> Collection[str]:
+    with state_dicts_of_pieces():
+        return module.state_dict().keys()
 
 
 def _managed(root: Root) -> Iterator[nn.Parameter]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..engine.step.root import Root
 from .agreement import together
-from .contents import frozen_names, model_state, names_of, optimizer_state
+from .contents import frozen_names, in_order, model_state, optimizer_state
 from .dtensors import parameters_as_dtensors, state_like
 from .full import full_model_state, full_optimizer_state, require_whole
 from .optimizers import Joint, Optimizers
@@ -43,8 +43,7 @@ def get_model_state_dict(model: nn.Module, options: StateOptions | None = None) 
     if not options.frozen:
         for name in frozen_names(model):
             state.pop(name, None)
-    names = names_of(model)
-    return {name: value for first, value in state.items() for name in names.get(first, (first,))}
+    return in_order(model, state)
 
 
 def get_optimizer_state_dict(

@@ -5,24 +5,35 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from safetensors.torch import save_file
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from ..engine.surface.gathered import gather_whole
-from ..engine.surface.state_dicts import state_dicts_of_pieces
-from ..engine.transport.buffer import view_of
-from ..state.resting import resting_root
+from .. import huggingface
+from ..state import StateForm, StateOptions, get_model_state_dict
 
 
-def export(model: nn.Module, folder: Path, *, writes: bool) -> None:
+def export(model: nn.Module, folder: Path, *, writes: bool, one_folder: bool) -> None:
     """Write weights and configuration of ``model`` into ``folder``; of an adapter's wrapper the adapter's.
 
-    All ranks call it: units are gathered one after the other. ``writes``: whether this rank writes, for which it needs
-    host memory for the whole model. Parameters are written in their own dtypes.
+    All ranks call it. Where all see one ``folder``, each writes what it holds of a model of Transformers. Else, and of
+    what is wrapped, units are gathered one after the other for the ranks that write, which need host memory for the
+    whole model. Parameters are written in their own dtypes.
+
+    Args:
+        model: The outermost sharded module.
+        folder: Made where missing.
+        writes: Whether this rank writes where each rank does not write its own.
+        one_folder: Whether ``folder`` is the same on all ranks.
     """
-    state = whole_state_dict(model, keep=writes)
+    if one_folder and isinstance(model, PreTrainedModel):
+        huggingface.save(model, folder)
+        return
+    # Several ranks may write, each on a machine of its own; which do is not told to the others.
+    state = get_model_state_dict(
+        model, StateOptions(form=StateForm.FULL if not one_folder else StateForm.FULL_ON_RANK_0)
+    )
     if not writes:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -30,24 +41,3 @@ def export(model: nn.Module, folder: Path, *, writes: bool) -> None:
         cast("Any", model).save_pretrained(folder, state_dict=state)
     else:
         save_file(state, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
-
-
-def whole_state_dict(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
-    """What ``model.state_dict()`` would hold if nothing were sharded, on the CPU, in the parameters' own dtypes.
-
-    All ranks call it: units are gathered one after the other. ``keep``: whether this rank wants the values; elsewhere
-    the result is empty. Tensors that are tied share memory.
-    """
-    root = resting_root(model, "save_model()")
-    whole: dict[str, torch.Tensor] = {}
-    for unit in root.units:
-        flat = gather_whole(unit, unit.master)
-        if keep:
-            for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
-                value = view_of(flat, slot.shape, slot.stride, slot.offset).to("cpu", copy=True).contiguous()
-                whole.update(dict.fromkeys(parameter.names, value))
-    if not keep:
-        return {}
-    with state_dicts_of_pieces():
-        pieces = model.state_dict()
-    return {name: whole[name] if name in whole else piece.detach().cpu() for name, piece in pieces.items()}

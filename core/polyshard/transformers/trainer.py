@@ -141,7 +141,7 @@ class PolyshardMixin(TrainerHooks):
         """Write the model for ``from_pretrained``, tokenizer and arguments; False where it is not sharded."""
         if not is_sharded(self.model):
             return False
-        export(self.model, folder, writes=self.args.should_save)
+        export(self.model, folder, writes=self.args.should_save, one_folder=not self.args.save_on_each_node)
         if self.args.should_save:
             beside = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if beside is not None:
