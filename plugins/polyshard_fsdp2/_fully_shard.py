@@ -7,6 +7,7 @@ from typing import TypeVar, overload
 
 from polyshard.engine.planning.plan import STAGE_ATTRIBUTE, refuse_unshardable
 from polyshard.engine.step.root import root_of
+from polyshard.engine.surface.live_roots import live_roots
 from polyshard.errors import AlreadyShardedError, ConfigError, ConfigTypeError, StateError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -89,6 +90,7 @@ def fully_shard(
     for each in modules:
         _refuse_unreduced(each)
         named = _unsharded_parameters(each, ignored | shared)
+        _refuse_sharded_elsewhere(each, named)
         refuse_placements(named.items(), shard_placement_fn)
     for each in modules:
         own = frozenset(parameter for parameter in each.parameters() if parameter in shared)
@@ -178,6 +180,16 @@ def _unsharded_parameters(module: nn.Module, ignored: frozenset[nn.Parameter]) -
         for name, parameter in module.named_parameters()
         if parameter not in ignored and (parameter not in inside or parameter in left)
     }
+
+
+def _refuse_sharded_elsewhere(module: nn.Module, named: dict[str, nn.Parameter]) -> None:
+    for name, found in zip(named, live_roots.find(list(named.values())), strict=True):
+        if found is not None:
+            raise AlreadyShardedError(
+                f"Parameter '{name}' of this {type(module).__name__} is shared with a module that is sharded already: "
+                f"it is that of unit '{found.unit.name}' (rank {found.root.rank}). Give both modules to fully_shard as "
+                "one list, and call it on the module around them."
+            )
 
 
 def _refuse_unreduced(module: nn.Module) -> None:

@@ -57,13 +57,16 @@ class State:
         return stage
 
     def cut(self) -> None:
-        """Shard what in the module is not sharded yet."""
+        """Shard what in the module is not sharded yet; what was on the meta device gets memory, and no values."""
+        initializer = _leave_as_it_is if self.waits else None
         self.waits = False
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
         if has_something(self.module, self.asked.ignored):
-            polyshard.fully_shard(self.module, self.asked.config, ignored_parameters=self.asked.ignored)
+            polyshard.fully_shard(
+                self.module, self.asked.config, initializer=initializer, ignored_parameters=self.asked.ignored
+            )
             stage = self.stage
             assert stage is not None
             root = root_of(stage)
@@ -154,6 +157,10 @@ def outermost(state: State, call: str) -> Root:
             "the module that was given to fully_shard last, around all others."
         )
     return root_of(stage)
+
+
+def _leave_as_it_is(module: nn.Module) -> None:
+    """Whoever called ``to_empty`` initialises."""
 
 
 def target_device(fn: object) -> torch.device:
