@@ -4,6 +4,7 @@ A program that uses it moves over by changing the line that imports it.
 """
 
 from ._fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
+from ._install import install
 from .fsdp_module import FSDPModule, UnshardHandle
 from .policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
@@ -15,6 +16,7 @@ __all__ = [
     "OffloadPolicy",
     "UnshardHandle",
     "fully_shard",
+    "install",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]

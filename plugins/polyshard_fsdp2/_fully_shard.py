@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 from polyshard.engine.planning.plan import STAGE_ATTRIBUTE, refuse_unshardable
 from polyshard.engine.step.root import root_of
@@ -104,7 +104,8 @@ def fully_shard(
         else:
             state.cut()
         each.__dict__[STATE_ATTRIBUTE] = state
-        each.__class__ = class_of(type(each))
+        kind: Any = type(each)
+        each.__class__ = class_of(kind)
     return module
 
 
@@ -118,9 +119,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if state is None:
         return
     if not hasattr(module, method_name):
-        raise ConfigError(
-            f"{type(module)} does not have a method {method_name}. Name a method that computes."
-        )
+        raise ConfigError(f"{type(module)} does not have a method {method_name}. Name a method that computes.")
     state.methods.append(method_name)
     state.apply()
 
@@ -200,5 +199,3 @@ def _refuse_unreduced(module: nn.Module) -> None:
                 f"set_requires_gradient_sync(False) was called on '{name}' before fully_shard around it. Call it on "
                 "the outermost module."
             )
-
-

@@ -1,8 +1,8 @@
 """Parameters that have memory and no values yet: what initialises them sees each of them whole.
 
 [Note: initialising]
-A model from the meta device is sharded, given memory by ``to_empty``, and initialised by methods of its own. These look at
-shapes (fans) and draw random numbers, so over pieces they would be wrong in silence. From ``to_empty`` to the first
+A model from the meta device is sharded, given memory by ``to_empty``, and initialised by methods of its own. These look
+at shapes (fans) and draw random numbers, so over pieces they would be wrong in silence. From ``to_empty`` to the first
 forward, reading a parameter as an attribute of its module therefore gives a whole tensor. All of one ``fully_shard``
 call's are kept, until one of another is read; then this rank keeps its own rows. The first time nothing is there to
 gather. A parameter that was let go of is gathered when it is read again, which every rank must do alike.
@@ -51,7 +51,7 @@ class _Settled(dict[str, Any]):
 
 
 def watch(modules: Iterable[nn.Module]) -> list[WatchedParameters]:
-    """Let the ``_parameters`` of ``modules`` be watched. To be called before these are sharded, which refers to them."""
+    """Let the ``_parameters`` of ``modules`` be watched. To be called before these are sharded."""
     watched = []
     for module in modules:
         if module._parameters:

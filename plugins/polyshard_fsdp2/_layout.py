@@ -19,6 +19,12 @@ class RowsOfEach(Layout):
     def arrange(self, unit: UnitGeometry) -> Sequence[Arrangement]:
         return tuple(
             # Of nothing, too, a slice has an element.
-            Arrangement((index,), (0,), max(1, -(-each.shape[0] // unit.shards) * (each.row_numel or 0)), frozenset({index}), exact=True)
+            Arrangement(
+                (index,),
+                (0,),
+                max(1, -(-each.shape[0] // unit.shards) * (each.row_numel or 0)),
+                frozenset({index}),
+                exact=True,
+            )
             for index, each in enumerate(unit.parameters)
         )

@@ -41,7 +41,9 @@ def mesh_for(mesh: DeviceMesh | None, dp_mesh_dims: object) -> DeviceMesh:
             dist.init_process_group()
         return init_device_mesh((accelerator or torch.device("cpu")).type, (dist.get_world_size(),))
     if not isinstance(mesh, DeviceMesh):
-        raise ConfigTypeError(f"fully_shard expects a DeviceMesh as mesh, but got {mesh!r}. Make one with init_device_mesh.")
+        raise ConfigTypeError(
+            f"fully_shard expects a DeviceMesh as mesh, but got {mesh!r}. Make one with init_device_mesh."
+        )
     if mesh.ndim not in (1, 2):
         raise ConfigError(
             f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}. Give (shard,) or (replicate, shard)."

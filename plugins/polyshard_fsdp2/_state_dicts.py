@@ -23,7 +23,7 @@ def answer_state_dicts(units: Iterable[Unit]) -> None:
         answers = _Answers(by_key)
         module.register_state_dict_pre_hook(answers.before_save)  # type: ignore[no-untyped-call]
         # Torch leaves a mark on the hook, which a method takes none of.
-        module.register_state_dict_post_hook(partial(answers.after_save))
+        module.register_state_dict_post_hook(partial(answers.after_save))  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(answers.before_load)  # type: ignore[no-untyped-call]
 
 

@@ -43,9 +43,9 @@ class FSDPModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An object of the class that the module had before: a slice of a ``Sequential`` is made by its class."""
-        original = cls.__mro__[2]
+        original: Any = cls.__mro__[2]
         made = original.__new__(original)
-        cast("Any", made).__init__(*args, **kwargs)
+        made.__init__(*args, **kwargs)
         return made
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -284,8 +284,8 @@ class FSDPModule:
 
 
 @cache
-def class_of(original: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of ``original`` that its modules get."""
+def class_of(original: Any) -> Any:
+    """The subclass of ``original`` that its modules get: the same for all of them."""
     return type(f"FSDP{original.__name__}", (FSDPModule, original), {"__module__": original.__module__})
 
 
@@ -299,7 +299,8 @@ def _give_memory(module: nn.Module, waiting: Sequence[State], fn: Callable[..., 
     stages = [state.stage for state in waiting if state.stage is not None]
     made: dict[torch.Tensor, torch.Tensor] = {}
     for inner in module.modules():
-        for held in (inner._parameters, inner._buffers):
+        tensors: tuple[dict[str, Any], ...] = (inner._parameters, inner._buffers)
+        for held in tensors:
             for key, tensor in list(held.items()):
                 if tensor is None or not tensor.is_meta:
                     continue

@@ -11,7 +11,22 @@ import polyshard
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp2_models import FACES, OURS, WIDTH, Block, Words, batches, both, cpu_mesh, loss_of, make, same, shard_all, train, wholes
+from fsdp2_models import (
+    FACES,
+    OURS,
+    WIDTH,
+    Block,
+    Words,
+    batches,
+    both,
+    cpu_mesh,
+    loss_of,
+    make,
+    same,
+    shard_all,
+    train,
+    wholes,
+)
 from polyshard_fsdp2 import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from processes import KeptRanks
 from torch import nn
@@ -160,13 +175,11 @@ def _groups_of_ranks(rank: int) -> None:
         OURS.fully_shard(make(), mesh=cpu_mesh(), reshard_after_forward=2)
     # One model over the first two ranks, another over the rest, as pipelines have them.
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))["shard"]
+    told = []
     for face in FACES:
-        model = make()
-        shard_all(face, model, mesh)
-        told = [train(model), wholes(model)]
-        if face is OURS:
-            same(told, theirs)
-        theirs = told
+        model = shard_all(face, make(), mesh)
+        told.append([train(model), wholes(model)])
+    same(*told)
 
 
 def test_some_of_the_ranks(ranks: KeptRanks) -> None:

@@ -16,7 +16,6 @@ from fsdp2_models import (
     OURS,
     WIDTH,
     Block,
-    Words,
     as_whole,
     batches,
     both,
