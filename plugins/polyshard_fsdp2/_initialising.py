@@ -5,7 +5,8 @@ A model from the meta device is sharded, given memory by ``to_empty``, and initi
 at shapes (fans) and draw random numbers, so over pieces they would be wrong in silence. From ``to_empty`` to the first
 forward, reading a parameter as an attribute of its module therefore gives a whole tensor. All of one ``fully_shard``
 call's are kept, until one of another is read; then this rank keeps its own rows. The first time nothing is there to
-gather. A parameter that was let go of is gathered when it is read again, which every rank must do alike.
+gather. A parameter that may have values, since it was let go of, loaded, assigned or handed out as a piece, is gathered
+when it is read, which every rank must do alike.
 """
 
 from __future__ import annotations
@@ -31,17 +32,25 @@ class WatchedParameters(dict[str, Any]):
         value = super().__getitem__(key)
         return value if self.watcher is None else self.watcher.whole(value)
 
+    def __setitem__(self, key: str, value: Any) -> None:
+        if self.watcher is not None and key in self:
+            self.watcher.forget(super().__getitem__(key))
+        super().__setitem__(key, value)
+
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        self._settle()
+        self.hand_out()
         return super().items()
 
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        self._settle()
+        self.hand_out()
         return super().values()
 
-    def _settle(self) -> None:
+    def hand_out(self) -> None:
+        """Whoever is given the pieces may write to them."""
         if self.watcher is not None:
             self.watcher.let_go()
+            for value in super().values():
+                self.watcher.forget(value)
 
 
 class _Settled(dict[str, Any]):
@@ -113,6 +122,13 @@ class Initialising:
                 self._filled.add(unit)
         self._shown.clear()
         self._stage = None
+
+    def forget(self, original: torch.Tensor) -> None:
+        """Drop what is shown for ``original``: its piece gets values in another way."""
+        self._shown.pop(original, None)
+        place = self._places.get(original)
+        if place is not None:
+            self._filled.add(place[1])
 
     def end(self) -> None:
         """From now on modules hold pieces."""

@@ -67,6 +67,17 @@ def as_dtensor(unit: Unit, local: torch.Tensor) -> DTensor:
     )
 
 
+def hollow_dtensor(placed: Placed, whole: torch.Tensor) -> DTensor:
+    """What ``whole``, on the meta device, will be once it is sharded: no values, and its pieces' shapes."""
+    last = placed.mesh.ndim - 1
+    each = -(-whole.shape[0] // placed.mesh.size(last))
+    start = placed.mesh.get_local_rank(last) * each
+    local = whole.detach()[min(start, whole.shape[0]) : start + each]
+    return DTensor.from_local(
+        local, placed.mesh, placed.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
 def piece_of(unit: Unit, value: torch.Tensor, what: str) -> torch.Tensor:
     """This rank's rows of ``value``, a ``DTensor`` that lies as the parameter of ``unit`` does, or a whole tensor.
 

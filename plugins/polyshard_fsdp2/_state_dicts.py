@@ -9,6 +9,7 @@ from typing import Any
 from polyshard.engine.step.unit import Unit
 from torch import nn
 
+from ._initialising import WatchedParameters
 from ._placed import as_dtensor, is_whole_now, piece_of
 
 
@@ -25,6 +26,7 @@ def answer_state_dicts(units: Iterable[Unit]) -> None:
         # Torch leaves a mark on the hook, which a method takes none of.
         module.register_state_dict_post_hook(partial(answers.after_save))  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(answers.before_load)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_post_hook(answers.after_load)  # type: ignore[no-untyped-call]
 
 
 class _Answers:
@@ -41,10 +43,16 @@ class _Answers:
     def after_save(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
         for key, unit in self._units.items():
             value = state_dict.get(prefix + key)
-            if value is not None and not is_whole_now(unit):
-                state_dict[prefix + key] = as_dtensor(unit, value)
+            if value is None or is_whole_now(unit):
+                continue
+            if value.shape != unit.originals.tensors[0].shape:
+                # What the user put there, which the next forward takes up.
+                value = piece_of(unit, value, f"state_dict(): '{unit.parameters[0].names[0]}'")
+            state_dict[prefix + key] = as_dtensor(unit, value)
 
     def before_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+        if isinstance(module._parameters, WatchedParameters):
+            module._parameters.hand_out()
         # A copy that is load_state_dict's own.
         for key, unit in self._units.items():
             value = state_dict.get(prefix + key)
@@ -53,3 +61,10 @@ class _Answers:
             if unit.ahead:
                 unit.reshard()
             state_dict[prefix + key] = piece_of(unit, value, f"load_state_dict(): '{unit.parameters[0].names[0]}'")
+
+    def after_load(self, module: nn.Module, incompatible_keys: object) -> None:
+        # What assign=True put there goes into the parameters that were there before: an optimizer that is made next
+        # would hold others.
+        for unit in self._units.values():
+            if not is_whole_now(unit):
+                unit.take_up_changes()

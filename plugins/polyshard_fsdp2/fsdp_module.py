@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NoReturn, cast
 
@@ -13,8 +13,10 @@ from polyshard.engine.step.step import Phase
 from polyshard.engine.step.unit import Unit
 from polyshard.errors import ConfigError, ConfigTypeError, StateError, UnsupportedError
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ._initialising import Initialising, watch
+from ._placed import hollow_dtensor
 from ._state import State, outermost, state_of, target_device
 
 
@@ -257,20 +259,46 @@ class FSDPModule:
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """``nn.Module.state_dict``, of ``DTensor`` where parameters are sharded. Nothing is communicated.
 
-        Raises:
-            StateError: the parameters have no memory yet.
+        Of parameters on the meta device, which are not sharded yet, these are on the meta device too.
         """
-        _refuse_waiting(_state(self), "state_dict()")
-        return cast("Any", super()).state_dict(*args, **kwargs)
+        state = _state(self)
+        found = cast("Any", super()).state_dict(*args, **kwargs)
+        if state.waits:
+            # Inner ones have answered for theirs.
+            prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+            for name, parameter in cast("nn.Module", self).named_parameters(remove_duplicate=False):
+                value = found.get(prefix + name)
+                if value is not None and parameter not in state.asked.ignored and not isinstance(value, DTensor):
+                    found[prefix + name] = hollow_dtensor(state.asked.placed, value)
+        return found
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """``nn.Module.load_state_dict``, of such ``DTensor`` or of whole tensors, of which each rank keeps its part.
 
+        With ``assign`` parameters on the meta device get memory for it, and are sharded; buffers that ``state_dict``
+        does not have stay there.
+
         Raises:
-            StateError: the parameters have no memory yet, or a tensor is neither.
+            StateError: the parameters have no memory yet and ``assign`` is False, or a tensor is none of these.
         """
-        _refuse_waiting(_state(self), "load_state_dict()")
-        return cast("Any", super()).load_state_dict(*args, **kwargs)
+        module = cast("nn.Module", self)
+        waiting = [state for state in _states(self, True) if state.waits]
+        if not waiting:
+            return cast("Any", super()).load_state_dict(state_dict, strict=strict, assign=assign)
+        missing = [name for name, each in module.named_parameters() if each.is_meta and name not in state_dict]
+        if not assign or missing:
+            why = f"'{missing[0]}' and {len(missing) - 1} more are not in it" if missing else "assign=True is not given"
+            raise StateError(
+                f"load_state_dict() of this {type(self).__name__}, whose parameters are on the meta device, would leave "
+                f"some without values: {why}. Call to_empty(device=...) first, or give all with assign=True."
+            )
+        hollow = [(inner, key) for inner in module.modules() for key, each in inner._buffers.items() if is_meta(each)]
+        before = {(inner, key): inner._buffers[key] for inner, key in hollow}
+        device = waiting[0].asked.config.device
+        module.to_empty(device=device or "cpu")
+        for (inner, key), buffer in before.items():
+            inner._buffers[key] = buffer
+        return cast("Any", super()).load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         module = cast("nn.Module", self)

@@ -225,7 +225,13 @@ def _meta(rank: int, per_module: bool) -> None:
     model.blocks[0].set_reshard_after_forward(False)
     with pytest.raises(RuntimeError, match=re.escape("still on meta device: ['embedding.weight'")):
         model(torch.zeros(1, 1, dtype=torch.long))
-    for early in (model.state_dict, lambda: model.load_state_dict({}), model.unshard):
+    theirs = [value for name, value in model.state_dict().items() if name != "scale"]
+    for value, whole in zip(theirs, plain.parameters(), strict=True):
+        pieces = torch.chunk(whole, dist.get_world_size())
+        expected = tuple(pieces[rank].shape) if rank < len(pieces) else (0, *whole.shape[1:])
+        assert value.is_meta
+        assert (value.placements, value.shape, tuple(value.to_local().shape)) == ((Shard(0),), whole.shape, expected)
+    for early in (lambda: model.load_state_dict({}), lambda: model.load_state_dict({}, assign=True), model.unshard):
         with pytest.raises(RuntimeError, match="to_empty"):
             early()
     assert model.to_empty(device="cpu") is model
@@ -273,6 +279,14 @@ def _meta_loaded(rank: int) -> None:
     shard_all(OURS, model, cpu_mesh(2, 2), ignored_params=ignored, offload_policy=CPUOffloadPolicy(pin_memory=False))
     model.to_empty(device="cpu")
     model.load_state_dict(whole)
+    # Reading shows them, and drops nothing; so does writing to pieces.
+    same(model.head.weight.detach(), whole["head.weight"])
+    with torch.no_grad():
+        dict(model.named_parameters())["head.weight"].mul_(2.0)
+        same(model.head.weight.detach(), 2 * whole["head.weight"])
+        model.head.weight.mul_(0.5)
+        model.norm.bias = nn.Parameter(torch.full_like(model.norm.bias, 3.0))
+    whole["norm.bias"] = torch.full((WIDTH,), 3.0, dtype=torch.float64)
     same(wholes(model), whole)
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     loss_of(model, next(batches(1))).backward()
@@ -280,6 +294,30 @@ def _meta_loaded(rank: int) -> None:
 
 def test_meta_model_is_loaded(ranks: KeptRanks) -> None:
     ranks.run(4, _meta_loaded)
+
+
+def _meta_assigned(rank: int) -> None:
+    """As Accelerate does: all from one rank, through what the state dict says of the placement."""
+    whole = dict(make().state_dict())
+    with torch.device("meta"):
+        model = Words().double()
+    shard_all(OURS, model)
+    given = {
+        name: distribute_tensor(whole[name], value.device_mesh, value.placements)
+        for name, value in model.state_dict().items()
+        if name != "scale"
+    }
+    before = list(model.parameters())
+    model.load_state_dict(given, strict=False, assign=True)
+    assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
+    assert model.scale.is_meta
+    model.scale = torch.ones(1, dtype=torch.float64)
+    same(wholes(model), whole)
+    loss_of(model, next(batches(1))).backward()
+
+
+def test_meta_model_takes_tensors_that_are_assigned(ranks: KeptRanks) -> None:
+    ranks.run(3, _meta_assigned)
 
 
 def _moved(rank: int) -> None:
