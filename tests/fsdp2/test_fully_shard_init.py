@@ -126,6 +126,7 @@ def _refusals(rank: int) -> None:
         (ValueError, "scalar parameters", _scalar),
         (NotImplementedError, "non-contiguous", _transposed),
         (ValueError, "DTensor", _parallel),
+        (ValueError, "_Quantized, not a plain tensor", _quantized),
     ]
     for kind, words, call in cases:
         model = make()
@@ -133,7 +134,7 @@ def _refusals(rank: int) -> None:
             call(model)
         # As it was, and to be sharded all the same.
         assert type(model) is Words
-        for name in ("scalar", "turned", "parallel"):
+        for name in ("scalar", "turned", "parallel", "quantized"):
             model._parameters.pop(name, None)
         shard_all(OURS, model)
     loss_of(model, next(batches(1))).backward()
@@ -163,6 +164,15 @@ def _transposed(model: nn.Module) -> None:
 
 def _parallel(model: nn.Module) -> None:
     model.parallel = nn.Parameter(distribute_tensor(torch.randn(4, 4), cpu_mesh(), [Shard(1)]))
+    OURS.fully_shard(model, mesh=cpu_mesh())
+
+
+class _Quantized(torch.Tensor):
+    """A subclass with methods of its own for gathers."""
+
+
+def _quantized(model: nn.Module) -> None:
+    model.quantized = nn.Parameter(torch.randn(4, 4).as_subclass(_Quantized))
     OURS.fully_shard(model, mesh=cpu_mesh())
 
 

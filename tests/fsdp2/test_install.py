@@ -112,6 +112,14 @@ def test_fully_shard_in_torchs_place(ranks: KeptRanks) -> None:
 def _accelerated(rank: int, folder: str) -> None:
     # Accelerate's own import, and what it says of torch's settings that it passes.
     warnings.simplefilter("ignore")
+    # It asks the launcher's variables whether there are several processes.
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("RANK", rank), ("WORLD_SIZE", 2), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", 2)):
+            patch.setenv(name, str(value))
+        _both_versions(rank, folder)
+
+
+def _both_versions(rank: int, folder: str) -> None:
     import polyshard_fsdp
     import polyshard_fsdp2
 
@@ -168,6 +176,7 @@ def _with_accelerate(version: int, folder: str, lean: bool) -> tuple[list[float]
         cpu_ram_efficient_loading=lean,
     )
     accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == 2
     try:
         # Accelerate takes up the plugin on devices other than CPUs alone.
         for state in (accelerator.state, PartialState()):
