@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from polyshard.interfaces import Arrangement, Layout, UnitGeometry
+from polyshard.interfaces import Arrangement, Layout, ParameterGeometry, UnitGeometry
 
 
 class RowsOfEach(Layout):
     """Each parameter in a buffer of its own: rank ``k`` holds rows ``[k * each, (k + 1) * each)``, ``each`` being the
     number of rows over that of ranks, rounded up.
 
-    So every piece is the local tensor of a ``DTensor`` with ``Shard(0)``. Rows must lie together in memory.
+    So every piece is the local tensor of a ``DTensor`` with ``Shard(0)``. What has no rows that lie together is cut
+    anywhere; ``fully_shard`` refuses it.
     """
 
     api_version = 1
 
     def arrange(self, unit: UnitGeometry) -> Sequence[Arrangement]:
-        return tuple(
-            # Of nothing, too, a slice has an element.
-            Arrangement(
-                (index,),
-                (0,),
-                max(1, -(-each.shape[0] // unit.shards) * (each.row_numel or 0)),
-                frozenset({index}),
-                exact=True,
-            )
-            for index, each in enumerate(unit.parameters)
-        )
+        return tuple(_alone(unit, index, each) for index, each in enumerate(unit.parameters))
+
+
+def _alone(unit: UnitGeometry, index: int, parameter: ParameterGeometry) -> Arrangement:
+    row = parameter.row_numel
+    if row is None:
+        return Arrangement((index,), (0,), unit.aligned_slice(-(-parameter.numel // unit.shards)))
+    # Of nothing, too, a slice has an element.
+    each = max(1, -(-parameter.shape[0] // unit.shards) * row)
+    return Arrangement((index,), (0,), each, frozenset({index}), exact=True)

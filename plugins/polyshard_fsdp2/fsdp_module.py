@@ -289,8 +289,8 @@ class FSDPModule:
         if not assign or missing:
             why = f"'{missing[0]}' and {len(missing) - 1} more are not in it" if missing else "assign=True is not given"
             raise StateError(
-                f"load_state_dict() of this {type(self).__name__}, whose parameters are on the meta device, would leave "
-                f"some without values: {why}. Call to_empty(device=...) first, or give all with assign=True."
+                f"load_state_dict() of this {type(self).__name__}, whose parameters are on the meta device, would "
+                f"leave some without values: {why}. Call to_empty(device=...) first, or give all with assign=True."
             )
         hollow = [(inner, key) for inner in module.modules() for key, each in inner._buffers.items() if is_meta(each)]
         before = {(inner, key): inner._buffers[key] for inner, key in hollow}

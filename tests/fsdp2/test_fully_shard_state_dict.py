@@ -104,7 +104,8 @@ def _taken_over(rank: int, source: int, whole: bool, mesh: tuple[int, ...]) -> N
 
 
 @pytest.mark.parametrize(
-    ("source", "whole", "world_size", "mesh"), [(0, False, 2, ()), (1, False, 2, ()), (0, True, 3, ()), (1, True, 2, ())]
+    ("source", "whole", "world_size", "mesh"),
+    [(0, False, 2, ()), (1, False, 2, ()), (0, True, 3, ()), (1, True, 2, ())],
 )
 def test_what_one_saved_the_other_goes_on_with(
     ranks: KeptRanks, source: int, whole: bool, world_size: int, mesh: tuple[int, ...]

@@ -345,6 +345,32 @@ def test_ignored_parameters(ranks: KeptRanks) -> None:
     ranks.run(2, _ignored)
 
 
+class _TwoDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(4, 6).double(), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.narrow(self.wide(x).float())
+        return out
+
+
+def _two_dtypes(rank: int) -> None:
+    torch.manual_seed(0)
+    model, plain = _TwoDtypes(), _TwoDtypes()
+    plain.load_state_dict(model.state_dict())
+    OURS.fully_shard(model, mesh=cpu_mesh())
+    x = torch.ones(1, 4, dtype=torch.float64)
+    for each in (model, plain):
+        each(x).sum().backward()
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    same(wholes(model), dict(plain.state_dict()))
+
+
+def test_parameters_of_several_dtypes(ranks: KeptRanks) -> None:
+    ranks.run(2, _two_dtypes)
+
+
 class _Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -528,6 +554,44 @@ def _ours_alone(rank: int) -> None:
 
 def test_what_the_engine_decides_and_what_is_refused(ranks: KeptRanks) -> None:
     ranks.run(2, _ours_alone)
+
+
+def _one_rank_divides(rank: int) -> None:
+    model: Any = shard_all(OURS, make())
+    model.set_gradient_divide_factor(1.0)
+    with pytest.raises(NotImplementedError, match="Divide the loss instead"):
+        model.set_gradient_divide_factor(2.0)
+    words = next(batches(1))
+    loss_of(model, words).backward()
+    plain = make()
+    loss_of(plain, words).backward()
+    same([each.grad for each in model.parameters()], [each.grad for each in plain.parameters()])
+
+
+def test_one_rank_has_nothing_to_divide(ranks: KeptRanks) -> None:
+    ranks.run(1, _one_rank_divides)
+
+
+class _Event:
+    """Stands for an event of a GPU, which this machine may not have."""
+
+    def __init__(self) -> None:
+        self.waited = 0
+
+    def wait(self) -> None:
+        self.waited += 1
+
+
+def _event(rank: int) -> None:
+    model: Any = shard_all(OURS, make())
+    event = _Event()
+    model.set_post_optim_event(event)
+    assert event.waited == 1
+    train(model, 1)
+
+
+def test_event_behind_the_optimizer(ranks: KeptRanks) -> None:
+    ranks.run(1, _event)
 
 
 def _compiled(rank: int) -> None:

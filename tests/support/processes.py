@@ -34,7 +34,15 @@ _GRACE = 2.0
 #: Seconds for a process to import torch and join the group.
 _STARTUP = 90.0
 #: What a fork server imports once, and each rank would take seconds for. A rank forked from it finds them there.
-_PRELOADED = ("torch", "torch._dynamo", "polyshard_backends.gloo", "polyshard_fsdp", "polyshard_fsdp2", "hypothesis", "pytest")
+_PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "polyshard_backends.gloo",
+    "polyshard_fsdp",
+    "polyshard_fsdp2",
+    "hypothesis",
+    "pytest",
+)
 
 
 class RankError(RuntimeError):
