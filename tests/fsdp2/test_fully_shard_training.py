@@ -114,7 +114,7 @@ def test_accumulating_without_communication(ranks: KeptRanks) -> None:
 
 
 def test_accumulating_without_all_reduce(ranks: KeptRanks) -> None:
-    ranks.run(4, _accumulates, (2, 2), "set_requires_all_reduce")
+    ranks.run(2, _accumulates, (2, 1), "set_requires_all_reduce")
 
 
 def test_accumulating_with_parameters_kept(ranks: KeptRanks) -> None:
@@ -228,20 +228,19 @@ def test_several_roots(ranks: KeptRanks) -> None:
     ranks.run(2, _roots)
 
 
-def _checkpointed(rank: int, reentrant: bool) -> None:
+def _checkpointed(rank: int) -> None:
     def run(face: ModuleType) -> Any:
         model = make()
         for block in model.blocks:
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=reentrant)  # type: ignore[method-assign]
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
         shard_all(face, model)
         return train(model), wholes(model)
 
     both(run)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(ranks: KeptRanks, reentrant: bool) -> None:
-    ranks.run(2, _checkpointed, reentrant)
+def test_activation_checkpointing(ranks: KeptRanks) -> None:
+    ranks.run(2, _checkpointed)
 
 
 def _mixed(rank: int, policy: dict[str, Any], tolerance: float) -> None:
@@ -268,7 +267,6 @@ def _mixed(rank: int, policy: dict[str, Any], tolerance: float) -> None:
     ("policy", "tolerance"),
     [
         ({"param_dtype": torch.bfloat16}, 2e-2),
-        ({"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, 2e-3),
         ({"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "output_dtype": torch.float32}, 2e-3),
         ({"reduce_dtype": torch.bfloat16}, 2e-2),
     ],
