@@ -4,6 +4,7 @@ A script moves over by changing the line that imports it.
 """
 
 from ._flat_param import FlatParameter
+from ._install import install
 from .api import (
     BackwardPrefetch,
     CPUOffload,
@@ -40,4 +41,5 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "install",
 ]

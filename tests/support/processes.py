@@ -39,6 +39,7 @@ _PRELOADED = (
     "torch._dynamo",
     "polyshard_backends.gloo",
     "polyshard_fsdp",
+    "polyshard_fsdp2",
     "hypothesis",
     "pytest",
     "transformers.trainer",

@@ -90,6 +90,9 @@ class Arrangement:
     by_rows: frozenset[int] = frozenset()
     """Indices of parameters that are cut between rows of dimension 0 only. This rank's piece of one is shown as
     ``(rows, ...)``; of any other as 1-D."""
+    exact: bool = False
+    """Whether ``shard_numel`` is meant as it is, although ``UnitGeometry.slice_alignment`` does not divide it: for
+    layouts that others prescribe. Gathers of large slices may be slower then."""
 
 
 class Layout(ABC):

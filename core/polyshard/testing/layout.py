@@ -151,7 +151,8 @@ class LayoutSuite:
         layout = self.make()
         for unit in self.units():
             for each in layout.arrange(unit):
-                assert each.shard_numel % unit.slice_alignment(each.shard_numel) == 0, _about(unit)
+                aligned = each.shard_numel % unit.slice_alignment(each.shard_numel) == 0
+                assert aligned or each.exact, _about(unit)
 
     def test_what_is_cut_by_rows_has_whole_rows_in_every_slice(self) -> None:
         layout = self.make()

@@ -56,6 +56,8 @@ class Gradients:
         self.bare: frozenset[int] = frozenset()
         #: Which had a gradient on no rank, when that was asked last.
         self.unused: frozenset[int] = frozenset()
+        #: What the mean over ranks is multiplied by; None for nothing.
+        self.scale: float | None = None
         self._reduced_once = False
         # Where the gradients that are reduced next were computed, and those that wait for them kept.
         self._places: list[object] = []
@@ -196,6 +198,8 @@ class Gradients:
     def _deliver(self, result: torch.Tensor) -> None:
         if result.dtype != self._dtypes.grad:
             result = result.to(self._dtypes.grad)
+        if self.scale is not None:
+            result.mul_(self.scale)
         whole = self.delivered
         if whole is not None and not self._parks:
             whole.add_(result)

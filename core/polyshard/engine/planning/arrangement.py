@@ -93,7 +93,7 @@ def _fault_of(unit: UnitGeometry, arrangement: Arrangement) -> str:
             f"slices of {size} elements, {size * unit.shards} together, but '{before}' ends at {end}. Make slices "
             "longer"
         )
-    if size != unit.aligned_slice(size):
+    if size != unit.aligned_slice(size) and not arrangement.exact:
         return (
             f"slices of {size} elements, which is no multiple of {unit.slice_alignment(size)}. Round it up by "
             "UnitGeometry.aligned_slice"

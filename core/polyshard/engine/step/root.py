@@ -62,6 +62,8 @@ class Root(Step):
         self.rest: Resting | None = None
         #: Collectives that were made for this model, to be closed with it, in this order on every rank.
         self.owned: tuple[Collectives, ...] = ()
+        #: Whether state dicts of the model, and of its optimizers, are made whole by what drives it from outside.
+        self.answers_state_dicts = False
         #: What ``checkpoint`` saved or loaded last; it alone knows what that is.
         self.checkpoint_line: object | None = None
         for stage in self.stages:

@@ -129,6 +129,8 @@ class Unit:
         #: Where it was used since its gather, as ``Lanes.here`` says: one place, unless the model computes on several
         #: streams.
         self.places: list[object] = []
+        #: Gathered between steps because somebody asked for it: the next forward uses that gather, and makes no other.
+        self.ahead = False
         self._settle(master)
 
     def _settle(self, master: torch.Tensor) -> None:
@@ -397,6 +399,7 @@ class Unit:
     def reshard(self) -> None:
         """Release the gather buffer."""
         self.hide()
+        self.ahead = False
         if self.permanent or self.state is UnitState.SHARDED:
             return
         assert self.step is not None
@@ -409,7 +412,8 @@ class Unit:
 
     def expire(self) -> None:
         """A new step: parameters left unsharded may be older than the master, and are gathered again before use."""
-        self._expired = self.state is not UnitState.SHARDED
+        self._expired = self.state is not UnitState.SHARDED and not self.ahead
+        self.ahead = False
         if self.permanent:
             self.places.clear()
         self.gradients.let_go()
@@ -424,6 +428,9 @@ class Unit:
         Raises:
             ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
         """
+        if self.ahead:
+            # What modules hold may be views, which are no changes.
+            self.hide()
         if self.flat is not None:
             self.flat.take_up_changes()
         if self.originals.take_up_changes() and self.prepared:

@@ -80,7 +80,8 @@ class OptimizerCheck:
             _refuse_split_of_pieces(optimizer, groups)
             if first_look:
                 _warn_of_lost_decay(optimizer, groups)
-            if optimizer not in self._guarded:
+            answered = all(each.root.answers_state_dicts for group in groups for each in group)
+            if optimizer not in self._guarded and not answered:
                 self._guarded.add(optimizer)
                 # That module makes the first step itself to have a state at all.
                 guard = _StateGuard(fresh=_asked_for_states())

@@ -99,7 +99,9 @@ class _Guard:
     def _shows_pieces(self) -> bool:
         root = self.unit.step
         assert isinstance(root, Root)
-        return self.unit.grid.shard is not None and not root.unsharded and not _of_pieces.get()
+        if self.unit.grid.shard is None or root.unsharded or root.answers_state_dicts:
+            return False
+        return not _of_pieces.get()
 
     def _parameter(self, index: int) -> str:
         return self.unit.parameters[index].names[0]

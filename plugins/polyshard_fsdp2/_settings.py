@@ -1,0 +1,174 @@
+"""What ``fully_shard`` is given, checked, as a configuration of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from polyshard.config import PluginChoice, ShardConfig, Strategy
+from polyshard.errors import ConfigAssertionError, ConfigError, ConfigTypeError, UnsupportedError
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
+
+from ._layout import RowsOfEach
+from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+#: Torch's own are taken by value: a program may import them from there and ``fully_shard`` from here.
+_PRECISIONS = (MixedPrecisionPolicy, torch_fsdp.MixedPrecisionPolicy)
+_ON_HOST = (CPUOffloadPolicy, torch_fsdp.CPUOffloadPolicy)
+_NOWHERE = (OffloadPolicy, torch_fsdp.OffloadPolicy)
+
+
+def mesh_for(mesh: DeviceMesh | None, dp_mesh_dims: object) -> DeviceMesh:
+    """``mesh``, or one over all ranks.
+
+    Raises:
+        UnsupportedError: ``dp_mesh_dims`` is given.
+        ConfigTypeError, ConfigError, ConfigAssertionError: ``mesh`` is none of one or of two named dimensions.
+    """
+    if dp_mesh_dims is not None:
+        raise UnsupportedError(
+            f"fully_shard got dp_mesh_dims={dp_mesh_dims}, for parameters that are DTensors on a mesh of several "
+            "parallelisms, which the engine does not shard. Leave it out, and give the one or two data-parallel "
+            "dimensions as mesh."
+        )
+    if mesh is None:
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if not dist.is_initialized():
+            dist.init_process_group()
+        return init_device_mesh((accelerator or torch.device("cpu")).type, (dist.get_world_size(),))
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigTypeError(
+            f"fully_shard expects a DeviceMesh as mesh, but got {mesh!r}. Make one with init_device_mesh."
+        )
+    if mesh.ndim not in (1, 2):
+        raise ConfigError(
+            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}. Give (shard,) or (replicate, shard)."
+        )
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise ConfigAssertionError(
+            f"fully_shard got the 2D mesh {mesh} without names. Please init the 2D mesh for HSDP with mesh_dim_names "
+            "specified."
+        )
+    return mesh
+
+
+def config_for(
+    mesh: DeviceMesh,
+    reshard_after_forward: bool | int | None,
+    mp_policy: object,
+    offload_policy: object,
+) -> ShardConfig:
+    """The engine's settings.
+
+    Raises:
+        ConfigError, ConfigTypeError: an argument is of the wrong type, or a value that it cannot take.
+        UnsupportedError: parameters are to be kept on some of the ranks after forward, or offloaded in an own way.
+    """
+    releases = _releases(reshard_after_forward, mesh.size(mesh.ndim - 1))
+    strategy, over = Strategy.FULL_SHARD, mesh
+    if mesh.size() == 1:
+        strategy = Strategy.NO_SHARD
+        if mesh.ndim == 2 and mesh.mesh_dim_names is not None:
+            over = mesh[mesh.mesh_dim_names[1]]
+    elif mesh.ndim == 2:
+        strategy = Strategy.HYBRID_SHARD
+    return ShardConfig(
+        mesh=over,
+        strategy=strategy,
+        reshard_after_forward=releases,
+        precision=_precision(mp_policy),
+        offload=_offload(offload_policy),
+        layout=RowsOfEach(),
+        device=_device(mesh),
+        # Here modules are units because the program says so, and others are not.
+        split_root=False,
+    )
+
+
+def refuse_placements(
+    named: Iterable[tuple[str, nn.Parameter]], shard_placement_fn: Callable[[nn.Parameter], object] | None
+) -> None:
+    """Raise for what does not lie, or is not to lie, in memory by rows. ``named``: parameters and their names.
+
+    Raises:
+        UnsupportedError: a parameter is not contiguous, or to be sharded otherwise than ``Shard(0)`` over the mesh.
+        ConfigTypeError: ``shard_placement_fn`` answered nothing that is known.
+    """
+    for name, parameter in named:
+        if not parameter.is_contiguous():
+            raise UnsupportedError(
+                f"fully_shard does not support non-contiguous parameters yet: '{name}' has shape "
+                f"{tuple(parameter.shape)} and strides {parameter.stride()}. Make it contiguous, pass it in "
+                "ignored_params, or shard the model with polyshard.shard."
+            )
+        placement = shard_placement_fn(parameter) if shard_placement_fn is not None else None
+        if placement is None or placement in (Shard(0), Shard(-parameter.ndim)):
+            continue
+        if isinstance(placement, Shard) or type(placement).__name__ == "ShardPlacementResult":
+            raise UnsupportedError(
+                f"shard_placement_fn answered {placement} for '{name}', and the engine cuts parameters by rows, all of "
+                "one call over one mesh. Answer Shard(0) or None; for parameters over another mesh call fully_shard "
+                "with that mesh on their module."
+            )
+        raise ConfigTypeError(
+            f"shard_placement_fn answered {placement!r} for '{name}'. Answer None or torch.distributed.tensor.Shard(0)."
+        )
+
+
+def _releases(reshard_after_forward: bool | int | None, shards: int) -> bool | None:
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward
+    if not isinstance(reshard_after_forward, int):
+        raise ConfigError(
+            "reshard_after_forward should be a bool or an int representing the group size to reshard to, not "
+            f"{reshard_after_forward!r}. Give True, False or None."
+        )
+    if reshard_after_forward < 1 or shards % reshard_after_forward:
+        raise ConfigError(
+            f"If passing reshard_after_forward as an int, it should be a factor of {shards}, not "
+            f"{reshard_after_forward}. Give True, False or None."
+        )
+    if reshard_after_forward in (1, shards):
+        # Kept whole, or released.
+        return reshard_after_forward != 1
+    raise UnsupportedError(
+        f"reshard_after_forward={reshard_after_forward} keeps parameters on groups of {reshard_after_forward} of "
+        f"{shards} ranks after forward, which the engine does not do. Give True to release them, False to keep them, "
+        "or shard over two mesh dimensions (replicate, shard) with as many ranks in the second."
+    )
+
+
+def _precision(policy: object) -> PluginChoice:
+    if not isinstance(policy, _PRECISIONS):
+        raise ConfigTypeError(f"mp_policy should be a MixedPrecisionPolicy, not {policy!r}.")
+    return {
+        "name": "mixed",
+        "param": policy.param_dtype,
+        "reduce": policy.reduce_dtype,
+        "output": policy.output_dtype,
+        "cast_inputs": policy.cast_forward_inputs,
+        "cast_root_inputs": policy.cast_forward_inputs,
+    }
+
+
+def _offload(policy: object) -> PluginChoice:
+    if isinstance(policy, _ON_HOST):
+        return {"name": "cpu", "pin_memory": policy.pin_memory}
+    if type(policy) in _NOWHERE:
+        return "none"
+    if isinstance(policy, _NOWHERE):
+        raise UnsupportedError(
+            f"fully_shard does not know the offload policy {type(policy).__name__}, and would offload nothing. Give "
+            "CPUOffloadPolicy, or shard with polyshard.shard and an offload manager of your own."
+        )
+    raise ConfigTypeError(f"offload_policy should be an OffloadPolicy, not {policy!r}.")
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())

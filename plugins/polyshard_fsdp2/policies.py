@@ -1,0 +1,44 @@
+"""Settings of ``fully_shard``, with the names and defaults of ``torch.distributed.fsdp``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """In which dtypes one ``fully_shard`` call's module computes and reduces."""
+
+    param_dtype: torch.dtype | None = None
+    """Of whole parameters, and so of compute and of gathers; None for the parameters' own."""
+    reduce_dtype: torch.dtype | None = None
+    """In which gradients add up over ranks and microbatches; None for ``param_dtype``."""
+    output_dtype: torch.dtype | None = None
+    """Of floating-point outputs of the module's forward; None leaves them alone."""
+    cast_forward_inputs: bool = True
+    """Whether floating-point inputs of the module's forward are cast to ``param_dtype``."""
+
+
+@dataclass
+class OffloadPolicy:
+    """Nothing is offloaded; the base of what is."""
+
+
+@dataclass
+class CPUOffloadPolicy(OffloadPolicy):
+    """Shards, gradients and so the optimizer live in host memory."""
+
+    pin_memory: bool = True
+    """Whether that memory is page-locked, where the mesh is of CUDA devices."""
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Which dimensions of a mesh of several parallelisms are for data. ``fully_shard`` refuses it by name."""
+
+    shard: str | tuple[str, ...] | None = None
+    """Names of the dimensions to shard over."""
+    replicate: str | tuple[str, ...] | None = None
+    """Names of the dimensions to replicate over."""

@@ -1,0 +1,184 @@
+"""The methods of ``FSDPModule``, and the functions beside ``fully_shard``."""
+
+from __future__ import annotations
+
+import contextlib
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp2_models import FACES, OURS, WIDTH, batches, both, loss_of, make, same, shard_all, train, wholes
+from processes import KeptRanks
+from torch import nn
+
+
+def _methods(rank: int) -> None:
+    x = torch.ones(2, WIDTH, dtype=torch.float64)
+    expected = make().blocks[0].doubled(x)
+    for face in FACES:
+        model: Any = shard_all(face, make())
+        face.register_fsdp_forward_method(model.blocks[0], "doubled")
+        face.register_fsdp_forward_method(nn.Linear(1, 1), "nothing of ours")
+        same(model.blocks[0].doubled(x), expected)
+        with pytest.raises(ValueError, match="does not have a method"):
+            face.register_fsdp_forward_method(model, "encode")
+
+
+def test_forward_methods(ranks: KeptRanks) -> None:
+    ranks.run(2, _methods)
+
+
+def _unshards(rank: int, asynchronous: bool) -> None:
+    model: Any = shard_all(OURS, make())
+    plain = make()
+    words = next(batches(1))
+    for _ in range(2):
+        block = model.blocks[0]
+        handle = block.unshard(async_op=asynchronous)
+        assert (handle is None) is not asynchronous
+        if handle is not None:
+            handle.wait()
+        same(block.up.weight, plain.blocks[0].up.weight)
+        assert model.blocks[1].up.weight.shape != plain.blocks[1].up.weight.shape
+        same(model(words), plain(words))
+        block.unshard()
+        block.reshard()
+        assert block.up.weight.shape == (25, 12) if rank == 0 else (24, 12)
+        same(loss_of(model, words), loss_of(plain, words))
+    # What a forward uses is what was gathered.
+    block = model.blocks[0]
+    before = model(words)
+    block.unshard()
+    pieces = [parameter for name, parameter in model.named_parameters() if name.startswith("blocks.0")]
+    del pieces
+    block.reshard()
+    block.unshard(async_op=True)
+    with torch.no_grad():
+        block.up.weight.zero_()
+    same(model(words), before)
+    assert not torch.equal(model(words), before)
+    train(model, 2)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_unshard_and_reshard(ranks: KeptRanks, asynchronous: bool) -> None:
+    ranks.run(2, _unshards, asynchronous)
+
+
+def _failed(rank: int) -> None:
+    def run(face: ModuleType) -> Any:
+        model: Any = shard_all(face, make())
+
+        def fails(*_: object) -> None:
+            raise ValueError("of the user")
+
+        hook = model.blocks[1].down.register_forward_hook(fails)
+        with pytest.raises(ValueError, match="of the user"):
+            model(next(batches(1)))
+        hook.remove()
+        model.reset_iter_state()
+        with contextlib.suppress(RuntimeError):
+            model.blocks[0].reset_iter_state()
+            raise AssertionError("an inner module has nothing to reset")
+        return train(model), wholes(model)
+
+    both(run)
+
+
+@pytest.mark.skipif(not hasattr(FACES[0].FSDPModule, "reset_iter_state"), reason="torch 2.11 has no such method")
+def test_recovery_from_an_exception(ranks: KeptRanks) -> None:
+    ranks.run(2, _failed)
+
+
+def _hints(rank: int) -> None:
+    def run(face: ModuleType) -> Any:
+        model: Any = shard_all(face, make())
+        blocks = list(model.blocks)
+        model.set_modules_to_forward_prefetch(blocks)
+        blocks[1].set_modules_to_backward_prefetch([blocks[0]])
+        model.set_reshard_after_forward(True)
+        model.set_reshard_after_backward(True)
+        blocks[0].set_force_sum_reduction_for_comms(True)
+        model.embedding.set_unshard_in_backward(False)
+        if hasattr(model, "set_reduce_scatter_unused_params"):
+            model.set_reduce_scatter_unused_params(True)
+        for wrong in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch):
+            with pytest.raises(ValueError, match="Expects FSDPModule"):
+                wrong([nn.Linear(1, 1)])
+        with pytest.raises(ValueError, match="should be a bool"):
+            model.set_reshard_after_forward(1)
+        return train(model), wholes(model)
+
+    both(run)
+
+
+def test_hints_change_no_number(ranks: KeptRanks) -> None:
+    ranks.run(2, _hints)
+
+
+def _ours_alone(rank: int) -> None:
+    model: Any = shard_all(OURS, make())
+    words = next(batches(1))
+    expected = model(words)
+    model.set_reduce_scatter_max_input_buffers(2)
+    model.set_separate_reduce_scatter_group()
+    model.set_allocate_memory_from_process_group_for_comm(True)
+    model.set_symm_mem_for_comm()
+    model.set_reduce_scatter_divide_factor(dist.get_world_size())
+    OURS.share_comm_ctx([model])
+    for name in ("set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook"):
+        with pytest.raises(NotImplementedError, match=f"{name}: what moves bytes is a plugin"):
+            getattr(model, name)(None)
+    with pytest.raises(TypeError, match="max_input_buffers must be an int"):
+        model.set_reduce_scatter_max_input_buffers(True)
+    with pytest.raises(ValueError, match="positive int"):
+        model.set_reduce_scatter_max_input_buffers(0)
+    with pytest.raises(ValueError, match="above 0"):
+        model.set_gradient_divide_factor(0)
+    with pytest.raises(ValueError, match="FSDPModules"):
+        OURS.share_comm_ctx([nn.Linear(1, 1)])  # type: ignore[list-item]
+    same(model(words), expected)
+
+
+def test_what_the_engine_decides_and_what_is_refused(ranks: KeptRanks) -> None:
+    ranks.run(2, _ours_alone)
+
+
+def _one_rank_divides(rank: int) -> None:
+    model: Any = shard_all(OURS, make())
+    model.set_gradient_divide_factor(1.0)
+    with pytest.raises(NotImplementedError, match="Divide the loss instead"):
+        model.set_gradient_divide_factor(2.0)
+    words = next(batches(1))
+    loss_of(model, words).backward()
+    plain = make()
+    loss_of(plain, words).backward()
+    same([each.grad for each in model.parameters()], [each.grad for each in plain.parameters()])
+
+
+def test_one_rank_has_nothing_to_divide(ranks: KeptRanks) -> None:
+    ranks.run(1, _one_rank_divides)
+
+
+class _Event:
+    """Stands for an event of a GPU, which this machine may not have."""
+
+    def __init__(self) -> None:
+        self.waited = 0
+
+    def wait(self) -> None:
+        self.waited += 1
+
+
+def _event(rank: int) -> None:
+    model: Any = shard_all(OURS, make())
+    event = _Event()
+    model.set_post_optim_event(event)
+    assert event.waited == 1
+    train(model, 1)
+
+
+def test_event_behind_the_optimizer(ranks: KeptRanks) -> None:
+    ranks.run(1, _event)

@@ -1,0 +1,463 @@
+"""``fully_shard`` trains as torch's does, number by number, both on gloo and in fp64 unless a test says otherwise."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp2_models import (
+    FACES,
+    OURS,
+    Block,
+    as_whole,
+    batches,
+    both,
+    cpu_mesh,
+    loss_of,
+    make,
+    same,
+    shard_all,
+    train,
+    wholes,
+)
+from processes import KeptRanks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+def _trains(rank: int, settings: dict[str, Any]) -> None:
+    def run(face: ModuleType) -> Any:
+        model = shard_all(face, make(), **settings)
+        return train(model), wholes(model)
+
+    both(run)
+
+
+@pytest.mark.parametrize(("world_size", "releases"), [(3, None), (2, True), (2, False), (2, 1)])
+def test_parity_with_torch(ranks: KeptRanks, world_size: int, releases: bool | int | None) -> None:
+    ranks.run(world_size, _trains, {"reshard_after_forward": releases} if releases is not None else {})
+
+
+def _one_rank(rank: int) -> None:
+    def run(face: ModuleType) -> Any:
+        model = shard_all(face, make())
+        return train(model), wholes(model)
+
+    both(run)
+
+
+def test_one_rank(ranks: KeptRanks) -> None:
+    ranks.run(1, _one_rank)
+
+
+def _unsharded_reference(rank: int) -> None:
+    sharded, plain = shard_all(OURS, make()), make()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (sharded, plain)]
+    for words in batches(3):
+        loss_of(sharded, words).backward()
+        loss_of(plain, words).backward()
+        for parameter in plain.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    same(wholes(sharded), dict(plain.state_dict()), rtol=0, atol=1e-12)
+
+
+def test_parity_with_the_unsharded_model(ranks: KeptRanks) -> None:
+    ranks.run(3, _unsharded_reference)
+
+
+def _hybrid(rank: int) -> None:
+    def run(face: ModuleType) -> Any:
+        model = shard_all(face, make(), cpu_mesh(2, 2))
+        return train(model), wholes(model)
+
+    both(run)
+
+
+def test_replicas_of_shards(ranks: KeptRanks) -> None:
+    ranks.run(4, _hybrid)
+
+
+def _accumulates(rank: int, mesh_shape: tuple[int, ...], setter: str) -> None:
+    def run(face: ModuleType) -> Any:
+        model: Any = shard_all(face, make(), cpu_mesh(*mesh_shape))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        told = []
+        for start in (0, 10):
+            for number, words in enumerate(batches(3, seed=start)):
+                last = number == 2
+                model.set_is_last_backward(last)
+                getattr(model, setter)(last)
+                loss = loss_of(model, words)
+                loss.backward()
+                told.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return told, wholes(model)
+
+    both(run)
+
+
+def test_accumulating_without_communication(ranks: KeptRanks) -> None:
+    ranks.run(2, _accumulates, (), "set_requires_gradient_sync")
+
+
+def test_accumulating_without_all_reduce(ranks: KeptRanks) -> None:
+    ranks.run(2, _accumulates, (2, 1), "set_requires_all_reduce")
+
+
+def test_accumulating_with_parameters_kept(ranks: KeptRanks) -> None:
+    ranks.run(2, _accumulates, (), "set_reshard_after_backward")
+
+
+def _hides_waiting_gradients(rank: int) -> None:
+    model: Any = shard_all(OURS, make())
+    model.set_requires_gradient_sync(False)
+    loss_of(model, next(batches(1))).backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with pytest.raises(RuntimeError, match="root FSDP module"):
+        model.blocks[0].set_requires_gradient_sync(True)
+    with pytest.raises(NotImplementedError, match="recurse=False"):
+        model.set_requires_gradient_sync(True, recurse=False)
+    model.set_requires_gradient_sync(True)
+    loss_of(model, next(batches(1))).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.numel())
+
+
+def test_gradient_sync_is_of_the_whole_model(ranks: KeptRanks) -> None:
+    ranks.run(2, _hides_waiting_gradients)
+
+
+def _frozen(rank: int) -> None:
+    def run(face: ModuleType) -> Any:
+        model = make()
+        model.embedding.requires_grad_(False)
+        for block in model.blocks:
+            assert isinstance(block, Block)
+            block.up.requires_grad_(False)
+        shard_all(face, model)
+        told = train(model)
+        model.blocks[1].requires_grad_(False)
+        return told + train(model), wholes(model)
+
+    both(run)
+
+
+def test_frozen_parameters(ranks: KeptRanks) -> None:
+    ranks.run(2, _frozen)
+
+
+def _tied(rank: int, listed: bool) -> None:
+    def run(face: ModuleType) -> Any:
+        model, mesh = make(tied=True), cpu_mesh()
+        for block in model.blocks:
+            face.fully_shard(block, mesh=mesh)
+        if listed:
+            pair = face.fully_shard([model.embedding, model.head], mesh=mesh)
+            assert all(isinstance(each, face.FSDPModule) for each in pair)
+        face.fully_shard(model, mesh=mesh)
+        return train(model), wholes(model)
+
+    both(run)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_tied_weights(ranks: KeptRanks, listed: bool) -> None:
+    ranks.run(2, _tied, listed)
+
+
+def _left_alone(rank: int) -> None:
+    model = make(tied=True)
+    OURS.fully_shard([model.embedding, model.head], mesh=cpu_mesh())
+    with pytest.raises(RuntimeError, match="module around both"):
+        model(next(batches(1)))
+    OURS.fully_shard(model, mesh=cpu_mesh())
+    loss_of(model, next(batches(1))).backward()
+
+
+def test_tied_weights_that_nothing_shards_are_refused(ranks: KeptRanks) -> None:
+    ranks.run(2, _left_alone)
+
+
+def _list(rank: int) -> None:
+    def run(face: ModuleType) -> Any:
+        model, mesh = make(), cpu_mesh()
+        face.fully_shard(list(model.blocks), mesh=mesh)
+        face.fully_shard([model.norm, model.head], mesh=mesh)
+        face.fully_shard(model, mesh=mesh)
+        return train(model), wholes(model)
+
+    both(run)
+
+
+def test_list_of_modules(ranks: KeptRanks) -> None:
+    ranks.run(2, _list)
+
+
+def _roots(rank: int) -> None:
+    def run(face: ModuleType) -> Any:
+        model, mesh = make(), cpu_mesh()
+        ignored = set(model.norm.parameters()) | set(model.embedding.parameters()) | set(model.head.parameters())
+        for block in model.blocks:
+            face.fully_shard(block, mesh=mesh)
+        trained = [parameter for parameter in model.parameters() if parameter not in ignored]
+        optimizer, told = torch.optim.SGD(trained, lr=0.1), []
+        for words in batches(3):
+            loss = loss_of(model, words)
+            loss.backward()
+            optimizer.step()
+            model.zero_grad()
+            told.append(loss.item())
+        return told, wholes(model)
+
+    both(run)
+
+
+def test_several_roots(ranks: KeptRanks) -> None:
+    ranks.run(2, _roots)
+
+
+def _checkpointed(rank: int) -> None:
+    def run(face: ModuleType) -> Any:
+        model = make()
+        for block in model.blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+        shard_all(face, model)
+        return train(model), wholes(model)
+
+    both(run)
+
+
+def test_activation_checkpointing(ranks: KeptRanks) -> None:
+    ranks.run(2, _checkpointed)
+
+
+def _mixed(rank: int, policy: dict[str, Any], tolerance: float) -> None:
+    def run(face: ModuleType) -> Any:
+        seen: list[torch.dtype] = []
+        model = make(dtype=torch.float32)
+        model.blocks[0].up.register_forward_hook(lambda _, args, out: seen.append(out.dtype))
+        inner = {key: value for key, value in policy.items() if key != "output_dtype"}
+        for block in model.blocks:
+            face.fully_shard(block, mesh=cpu_mesh(), mp_policy=face.MixedPrecisionPolicy(**inner))
+        face.fully_shard(model, mesh=cpu_mesh(), mp_policy=face.MixedPrecisionPolicy(**policy))
+        told = train(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        seen.append(model(next(batches(1))).dtype)
+        kinds.append(seen)
+        return told, wholes(model)
+
+    kinds: list[list[torch.dtype]] = []
+    both(run, rtol=tolerance, atol=tolerance)
+    assert kinds[0] == kinds[1]
+
+
+@pytest.mark.parametrize(
+    ("policy", "tolerance"),
+    [
+        ({"param_dtype": torch.bfloat16}, 2e-2),
+        ({"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "output_dtype": torch.float32}, 2e-3),
+        ({"reduce_dtype": torch.bfloat16}, 2e-2),
+    ],
+)
+def test_mixed_precision(ranks: KeptRanks, policy: dict[str, Any], tolerance: float) -> None:
+    ranks.run(2, _mixed, policy, tolerance)
+
+
+def _without_casts(rank: int) -> None:
+    for face in FACES:
+        layer = nn.Linear(4, 4)
+        policy = face.MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+        face.fully_shard(layer, mesh=cpu_mesh(), mp_policy=policy)
+        with pytest.raises(RuntimeError, match="dtype"):
+            layer(torch.randn(2, 4))
+
+
+def test_inputs_that_are_not_cast(ranks: KeptRanks) -> None:
+    ranks.run(2, _without_casts)
+
+
+def _factor(rank: int, factor: float) -> None:
+    def run(face: ModuleType) -> Any:
+        model: Any = shard_all(face, make())
+        for module in model.modules():
+            if isinstance(module, face.FSDPModule):
+                module.set_gradient_divide_factor(factor)
+        told = train(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
+        model.blocks[0].set_gradient_divide_factor(dist.get_world_size())
+        loss_of(model, next(batches(1))).backward()
+        loss_of(model, next(batches(1))).backward()
+        grads = [parameter.grad for parameter in model.parameters()]
+        # Rows of the same ranks, and so the same pieces.
+        pieces = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
+        return told, {**wholes(model), **{str(index): piece for index, piece in enumerate(pieces) if piece is not None}}
+
+    both(run)
+
+
+def test_gradient_divide_factor(ranks: KeptRanks) -> None:
+    ranks.run(2, _factor, 5.0)
+
+
+def _offloaded(rank: int) -> None:
+    def run(face: ModuleType) -> Any:
+        model = shard_all(face, make(), offload_policy=face.CPUOffloadPolicy(pin_memory=False))
+        return train(model), wholes(model)
+
+    both(run)
+
+
+def test_cpu_offload(ranks: KeptRanks) -> None:
+    ranks.run(2, _offloaded)
+
+
+def _ignored(rank: int) -> None:
+    def run(face: ModuleType) -> Any:
+        model = make()
+        ignored = {model.head.weight, *model.blocks[0].parameters()}
+        shapes = [parameter.shape for parameter in ignored]
+        shard_all(face, model, ignored_params=ignored)
+        assert [parameter.shape for parameter in ignored] == shapes
+        others = [parameter for parameter in model.parameters() if parameter not in ignored]
+        for words in batches(2):
+            loss_of(model, words).backward()
+        told = [as_whole(parameter.grad).norm().item() for parameter in ignored if parameter.grad is not None]
+        torch.optim.SGD(others, lr=0.1).step()
+        return sorted(told), wholes(model)
+
+    both(run)
+
+
+def test_ignored_parameters(ranks: KeptRanks) -> None:
+    ranks.run(2, _ignored)
+
+
+class _TwoDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(4, 6).double(), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.narrow(self.wide(x).float())
+        return out
+
+
+def _two_dtypes(rank: int) -> None:
+    torch.manual_seed(0)
+    model, plain = _TwoDtypes(), _TwoDtypes()
+    plain.load_state_dict(model.state_dict())
+    OURS.fully_shard(model, mesh=cpu_mesh())
+    x = torch.ones(1, 4, dtype=torch.float64)
+    for each in (model, plain):
+        each(x).sum().backward()
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    same(wholes(model), dict(plain.state_dict()))
+
+
+def test_parameters_of_several_dtypes(ranks: KeptRanks) -> None:
+    ranks.run(2, _two_dtypes)
+
+
+class _Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused, self.mine = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        out: torch.Tensor = self.used(x)
+        return out + self.mine(x) if both else out
+
+
+def _unused(rank: int) -> None:
+    torch.manual_seed(0)
+    model: Any = _Branches()
+    OURS.fully_shard(model, mesh=cpu_mesh())
+    model(torch.ones(2, 4), both=rank == 0).sum().backward()
+    assert model.unused.weight.grad is None
+    # Rank 1 did not use it, and rank 0's gradient of ones is halved all the same.
+    same(model.mine.weight.grad, torch.ones(2, 4))
+
+
+def test_parameters_without_gradients(ranks: KeptRanks) -> None:
+    ranks.run(2, _unused)
+
+
+def _scaled(rank: int) -> None:
+    def run(face: ModuleType) -> Any:
+        model = make(dtype=torch.float32)
+        shard_all(face, model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+        told = []
+        for number, words in enumerate(batches(3)):
+            loss = loss_of(model, words)
+            scaler.scale(loss).backward()
+            if number == 1 and dist.get_rank() == 0:
+                # An overflow that one rank alone sees.
+                first = next(parameter for parameter in model.parameters() if parameter.grad is not None)
+                grad: Any = first.grad
+                (grad.to_local() if hasattr(grad, "to_local") else grad).fill_(float("inf"))
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            told.append(scaler.get_scale())
+        return told, wholes(model)
+
+    both(run, rtol=1e-5, atol=1e-6)
+
+
+def test_gradient_scaler(ranks: KeptRanks) -> None:
+    ranks.run(2, _scaled)
+
+
+def _compiled(rank: int) -> None:
+    # Importing the compiler does this in some versions.
+    warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")
+    # The compiler looks at .grad of the tensors that a frame takes in.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    model: Any = make()
+    expected = [loss_of(model, words).item() for words in batches(2)]
+    for block in model.blocks:
+        block.compile(backend="eager")
+    shard_all(OURS, model)
+    same([loss_of(model, words).item() for words in batches(2)], expected)
+    train(model, 1)
+
+
+def test_compiled_blocks(ranks: KeptRanks) -> None:
+    ranks.run(2, _compiled)
+
+
+def _pieces(rank: int, releases: bool) -> None:
+    model = shard_all(OURS, make(), reshard_after_forward=releases)
+    optimizer = torch.optim.AdamW(model.parameters())
+    # As torch cuts them: ranks of ceil(rows / ranks).
+    shapes = [tuple(torch.chunk(each, 2)[rank].shape) for each in make().parameters() if each.shape[0] > 1]
+    whole: list[bool] = []
+    model.blocks[0].up.register_forward_hook(lambda up, args, out: whole.append(up.weight.shape == (49, 12)))
+    for words in batches(2):
+        for now in (None, loss_of(model, words)):
+            assert [tuple(parameter.shape) for parameter in model.parameters()] == shapes
+            if now is not None:
+                now.backward()
+                gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+                assert [tuple(gradient.shape) for gradient in gradients] == shapes
+        optimizer.step()
+        assert [tuple(optimizer.state[parameter]["exp_avg"].shape) for parameter in model.parameters()] == shapes
+        optimizer.zero_grad()
+    assert whole == [True, True]
+
+
+@pytest.mark.parametrize("releases", [True, False])
+def test_parameters_are_pieces_outside_of_forward(ranks: KeptRanks, releases: bool) -> None:
+    ranks.run(2, _pieces, releases)

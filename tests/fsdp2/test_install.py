@@ -1,0 +1,206 @@
+"""Both faces in torch's place: programs that import from torch get them, Accelerate among these."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from fsdp2_models import Block, batches, cpu_mesh, loss_of, make, same, wholes
+from processes import KeptRanks
+from torch import nn
+
+_PROGRAM = """
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, FSDPModule, MixedPrecision, fully_shard
+from torch.distributed.fsdp.fully_sharded_data_parallel import ShardingStrategy
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+def wrap(model, block):
+    return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({block}), sharding_strategy=ShardingStrategy.FULL_SHARD)
+
+def shard(model, mesh):
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+"""
+
+
+def _program(name: str) -> ModuleType:
+    """A program that cannot be edited, imported now."""
+    module = ModuleType(name)
+    sys.modules[name] = module
+    exec(_PROGRAM, vars(module))
+    return module
+
+
+def _steps(model: nn.Module) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    told = []
+    for words in batches(3):
+        loss = loss_of(model, words)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    return told
+
+
+def _wraps(rank: int) -> None:
+    import polyshard_fsdp
+    import torch.distributed.fsdp as theirs
+
+    own = theirs.FullyShardedDataParallel
+    with polyshard_fsdp.install():
+        program = _program("a_program")
+        wrapped = program.wrap(make(), Block)
+        assert isinstance(wrapped, polyshard_fsdp.FullyShardedDataParallel)
+        assert theirs.MixedPrecision is polyshard_fsdp.MixedPrecision
+        assert theirs.fully_shard is program.fully_shard
+        with pytest.raises(RuntimeError, match="called twice"):
+            polyshard_fsdp.install()
+    assert theirs.FullyShardedDataParallel is own
+    told = _steps(wrapped)
+    sharded = program.shard(make(), cpu_mesh())
+    same(_steps(sharded), told)
+    # What was imported from torch goes on being torch's, in silence.
+    late = _program("a_late_program")
+    with pytest.raises(RuntimeError, match=r"a_late_program \(FullyShardedDataParallel, ShardedGradScaler\)"):
+        polyshard_fsdp.install()
+    assert theirs.FullyShardedDataParallel is own is late.FSDP
+    del sys.modules["a_late_program"], sys.modules["a_program"]
+    handle = polyshard_fsdp.install()
+    handle.undo()
+    handle.undo()
+    assert theirs.FullyShardedDataParallel is own
+
+
+def test_the_wrapper_in_torchs_place(ranks: KeptRanks) -> None:
+    ranks.run(2, _wraps)
+
+
+def _shards(rank: int) -> None:
+    import polyshard_fsdp2
+    import torch.distributed.fsdp as theirs
+
+    own = theirs.fully_shard
+    reference = _program("of_torch").shard(make(), cpu_mesh())
+    with pytest.raises(RuntimeError, match=r"of_torch \(FSDPModule, fully_shard\)"):
+        polyshard_fsdp2.install()
+    del sys.modules["of_torch"]
+    with polyshard_fsdp2.install():
+        program = _program("a_program")
+        older = importlib.import_module("torch.distributed._composable.fsdp")
+        assert older.fully_shard is theirs.fully_shard is polyshard_fsdp2.fully_shard
+        model = program.shard(make(), cpu_mesh())
+        assert isinstance(model, program.FSDPModule)
+        assert isinstance(model, polyshard_fsdp2.FSDPModule)
+    assert theirs.fully_shard is own is older.fully_shard
+    same(_steps(model), _steps(reference))
+    same(wholes(model), wholes(reference))
+    del sys.modules["a_program"]
+
+
+def test_fully_shard_in_torchs_place(ranks: KeptRanks) -> None:
+    ranks.run(2, _shards)
+
+
+def _accelerated(rank: int, folder: str) -> None:
+    # Accelerate's own import, and what it says of torch's settings that it passes.
+    warnings.simplefilter("ignore")
+    # It asks the launcher's variables whether there are several processes.
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("RANK", rank), ("WORLD_SIZE", 2), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", 2)):
+            patch.setenv(name, str(value))
+        _both_versions(rank, folder)
+
+
+def _both_versions(rank: int, folder: str) -> None:
+    import polyshard_fsdp
+    import polyshard_fsdp2
+
+    for version, face, lean in ((1, polyshard_fsdp, False), (2, polyshard_fsdp2, False), (2, polyshard_fsdp2, True)):
+        with face.install():
+            told, whole = _with_accelerate(version, f"{folder}/{version}{lean}", lean)
+        plain = make(dtype=torch.float32)
+        reference = torch.nn.parallel.DistributedDataParallel(plain)
+        same(told, _clipped_steps(reference), rtol=1e-4, atol=1e-5)
+        # Accelerate gives a whole model to one rank.
+        assert bool(whole) is (rank == 0)
+        if whole:
+            same(whole, dict(plain.named_parameters()), rtol=1e-4, atol=1e-5)
+
+
+def _clipped_steps(model: nn.Module) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    told = []
+    for words in batches(3):
+        loss = loss_of(model, words)
+        loss.backward()
+        told += [loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return told
+
+
+def _steps_of(accelerator: Any, model: nn.Module, optimizer: Any) -> list[float]:
+    told = []
+    for words in batches(3):
+        loss = loss_of(model, words)
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        told += [loss.item(), norm.item()]
+    return told
+
+
+def _with_accelerate(version: int, folder: str, lean: bool) -> tuple[list[float], dict[str, Any]]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import DistributedType
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=version,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+        reshard_after_forward=True if version == 2 else "FULL_SHARD",
+        # An optimizer that was made before holds the parameters.
+        use_orig_params=True if version == 1 else None,
+        state_dict_type="FULL_STATE_DICT",
+        # Through the meta device.
+        cpu_ram_efficient_loading=lean,
+    )
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == 2
+    try:
+        # Accelerate takes up the plugin on devices other than CPUs alone.
+        for state in (accelerator.state, PartialState()):
+            state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
+        model = make(dtype=torch.float32)
+        # Accelerate takes every tensor of a state dict for a parameter.
+        del model.scale
+        model.scale = 1.0  # type: ignore[assignment]
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        prepared: Any
+        prepared, optimizer = accelerator.prepare(model, optimizer)
+        told = _steps_of(accelerator, prepared, optimizer)
+        whole = accelerator.get_state_dict(prepared)
+        accelerator.save_state(folder)
+        after = _steps_of(accelerator, prepared, optimizer)
+        accelerator.load_state(folder)
+        same(_steps_of(accelerator, prepared, optimizer), after)
+        return told, whole
+    finally:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+
+
+def test_accelerate(ranks: KeptRanks, tmp_path: Any) -> None:
+    pytest.importorskip("accelerate")
+    ranks.run(2, _accelerated, str(tmp_path))
