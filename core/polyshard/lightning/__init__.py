@@ -1,0 +1,17 @@
+"""Sharding in Lightning: a strategy for ``lightning.Trainer``, and one for ``lightning.Fabric``.
+
+::
+
+    trainer = lightning.Trainer(strategy=polyshard.lightning.PolyshardStrategy(ShardConfig(...)), devices=8)
+    fabric = lightning.Fabric(strategy=polyshard.lightning.PolyshardFabricStrategy(ShardConfig(...)), devices=8)
+
+For the distribution ``lightning``; ``pytorch-lightning`` and ``lightning-fabric`` have classes of their own, which
+these are not.
+"""
+
+from ._settings import StateDictType
+from .fabric import PolyshardFabricStrategy
+from .registry import register
+from .trainer import PolyshardStrategy
+
+__all__ = ["PolyshardFabricStrategy", "PolyshardStrategy", "StateDictType", "register"]

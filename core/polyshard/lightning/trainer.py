@@ -1,0 +1,326 @@
+"""The strategy for ``lightning.Trainer``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+    TorchCheckpointIO,
+)
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+from ..composable import no_sync, register_forward_method
+from ..config import ShardConfig
+from ..engine.cutting.materialize import Initializer
+from ..errors import ConfigError, UnsupportedError
+from ._folder import has_optimizers, is_folder, load_folder, make_room, require_file, save_folder
+from ._full_state import (
+    load_whole_model_state,
+    load_whole_optimizer_state,
+    whole_model_state,
+    whole_optimizer_state,
+)
+from ._precision import with_precision
+from ._private import TrainerLauncher
+from ._processes import Processes
+from ._random_states import random_states, restore_random_state
+from ._settings import Settings, StateDictType
+from ._sharding import is_sharded, refuse_wrapped, require_parameters_of, shard_once
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
+#: What a checkpoint has beside Lightning's own.
+_OWN = "polyshard"
+
+
+class _InFolder(dict[str, Any]):
+    """Stands in a checkpoint for state that is not in it, but in the files that each rank writes and reads."""
+
+
+class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
+    """Shards the ``LightningModule`` as ``polyshard.shard`` does: ``Trainer(strategy=PolyshardStrategy(config))``.
+
+    The module stays sharded after ``fit``, for the next call of this Trainer or of another one with an equal strategy.
+    ``polyshard.close(module)`` releases what it holds.
+    """
+
+    strategy_name = "polyshard"
+
+    def __init__(
+        self,
+        config: ShardConfig | None = None,
+        *,
+        state_dict_type: StateDictType | Literal["full", "sharded"] = StateDictType.FULL,
+        initializer: Initializer | None = None,
+        process_group_backend: str | None = None,
+    ) -> None:
+        """Settings; nothing is done before the Trainer runs.
+
+        Args:
+            config: How to shard; ``ShardConfig()`` where None. ``device`` is Lightning's, and ``timeout_s`` is that of
+                Lightning's own messages, too.
+            state_dict_type: What checkpoints are. ``"full"``: one file, as Lightning writes it without shards.
+                ``"sharded"``: a directory, of which each rank writes its part.
+            initializer: Of modules on the meta device, as for ``polyshard.shard``.
+            process_group_backend: Of Lightning's own messages; by device where None.
+
+        Raises:
+            ConfigError: there is no such ``state_dict_type``.
+        """
+        self._settings = Settings(config or ShardConfig(), StateDictType.parse(state_dict_type), initializer)
+        self._precise = self._settings.config
+        Processes.__init__(self, process_group_backend, self._settings.config.timeout_s)
+        ParallelStrategy.__init__(self)
+
+    @property
+    def shard_config(self) -> ShardConfig:
+        """The configuration, with Lightning's precision in it."""
+        return self._precise
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning gives each rank its part of the data."""
+        return True
+
+    @property
+    def precision_plugin(self) -> Any:
+        """Lightning's."""
+        return Precision() if self._precision_plugin is None else self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        if plugin is not None:
+            self._precise = with_precision(self._settings.config, plugin, _PRECISIONS)
+        self._precision_plugin = plugin
+
+    def _configure_launcher(self) -> None:
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = TrainerLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        """Choose the device and form the process group."""
+        ParallelStrategy.setup_environment(self)
+        self.join()
+
+    def setup(self, trainer: Trainer) -> None:
+        """Shard the module, then let it make its optimizers.
+
+        Raises:
+            ConfigError, UnsupportedError, PolyshardError: as ``polyshard.shard``, before anything changes; an optimizer
+                holds other parameters; a callback copies the model.
+        """
+        module = self.lightning_module
+        fits = trainer.state.fn == TrainerFn.FITTING
+        _refuse_copies(trainer.callbacks)
+        refuse_wrapped(module, self.global_rank)
+        self.accelerator.setup(trainer)
+        if not is_sharded(module):
+            if fits and self._layer_sync is not None:
+                module = self._layer_sync.apply(module)
+            module = self.precision_plugin.convert_module(module)
+        self.model = self._setup_model(module)
+        self.barrier()
+        if fits:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        manual = isinstance(model, LightningModule) and not model.automatic_optimization
+        new = not is_sharded(model)
+        shard_once(
+            model,
+            self._precise,
+            self.root_device,
+            self.global_rank,
+            initializer=self._settings.initializer,
+            calls_children=manual,
+        )
+        for name in _STEPS if new else ():
+            # Gradients of an inner backward must have arrived before the forward around it ends, or never do.
+            if not (manual and name == "training_step") and callable(getattr(model, name, None)):
+                register_forward_method(model, name)
+        self._live.add(model)
+        return model
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make the module's optimizers and schedulers.
+
+        Raises:
+            ConfigError: one holds a parameter that is not the module's.
+        """
+        ParallelStrategy.setup_optimizers(self, trainer)
+        for optimizer in self.optimizers:
+            require_parameters_of(optimizer, [self.lightning_module], self.global_rank)
+
+    def model_to_device(self) -> None:
+        """Sharding does."""
+
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        """Where tensors of ``configure_model`` are made: in host memory, or on the meta device for ``empty_init``."""
+        return self._initializing(torch.device("meta") if empty_init else nullcontext())
+
+    @contextmanager
+    def _initializing(self, where: AbstractContextManager[Any]) -> Iterator[None]:
+        with where, self.precision_plugin.tensor_init_context():
+            yield
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
+        """``tensor`` reduced over ranks."""
+        return self.reduced(tensor, group, reduce_op)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Backwards inside keep their gradients on this rank, for the next one outside."""
+        with no_sync(self.lightning_module):
+            yield
+
+    def teardown(self) -> None:
+        """End what belongs to one call of the Trainer. The module stays sharded, and can be used and saved."""
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # Checkpoints.
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Each rank takes its part, which it knows once the module is sharded."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's whole parameters and buffers on rank 0, nothing on others; what a file has."""
+        module = self.lightning_module
+        if not is_sharded(module):
+            state: dict[str, Any] = module.state_dict()
+            return state
+        if self._settings.state_dict_type is StateDictType.SHARDED:
+            return _InFolder()
+        return whole_model_state(module, self.messages_device)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The state of the unsharded model's optimizer on rank 0, nothing on others."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        if self._settings.state_dict_type is StateDictType.SHARDED:
+            return _InFolder()
+        return whole_optimizer_state(self.lightning_module, optimizer, self.messages_device)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write a file, or a directory where ``state_dict_type`` says so, in the place of what was there.
+
+        Raises:
+            UnsupportedError: a directory is to be written with ``storage_options``, or a hook changed its tensors.
+            ConfigError: a file is to be written where there is a directory of something else.
+            PolyshardError, OSError: writing failed.
+        """
+        path = self.broadcast(filepath)
+        saves_optimizers = "optimizer_states" in checkpoint
+        if saves_optimizers:
+            checkpoint[_OWN] = {"random_states": random_states(self.root_device)}
+        if self._settings.state_dict_type is StateDictType.FULL:
+            make_room(path, first=self.is_global_zero, agreed=self.broadcast)
+            ParallelStrategy.save_checkpoint(self, checkpoint, path, storage_options)
+            return
+        if storage_options is not None or type(self._checkpoint_io) not in (type(None), TorchCheckpointIO):
+            raise UnsupportedError(
+                "A sharded checkpoint is a directory that polyshard writes, without storage_options and without a "
+                "CheckpointIO. Leave them out, or set state_dict_type='full'."
+            )
+        state = checkpoint.pop("state_dict")
+        optimizer_states = checkpoint.pop("optimizer_states", [])
+        if not isinstance(state, _InFolder) or state or any(optimizer_states):
+            raise UnsupportedError(
+                "on_save_checkpoint changed state_dict or optimizer_states of a sharded checkpoint, whose tensors are "
+                "not in there. Set state_dict_type='full' to change them."
+            )
+        save_folder(
+            path,
+            checkpoint.get("global_step", 0),
+            self.lightning_module,
+            self.optimizers if saves_optimizers else (),
+            checkpoint,
+            first=self.is_global_zero,
+            barrier=self.barrier,
+        )
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """What was saved; of a directory the tensors are taken into module and optimizers at once.
+
+        Raises:
+            ConfigError: there is neither a file nor such a directory, or it is of another model.
+            UnsupportedError: ``weights_only=True`` for a directory, which has pickles.
+            StateError: the directory is damaged.
+        """
+        path = self.broadcast(checkpoint_path)
+        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        if is_folder(path):
+            if weights_only:
+                raise UnsupportedError(
+                    f"The sharded checkpoint {path} holds pickles, which weights_only=True forbids. Leave it out "
+                    "where you trust the checkpoint."
+                )
+            loads_optimizers = fits and has_optimizers(path)
+            extra = load_folder(path, self.lightning_module, self.optimizers if loads_optimizers else ())
+            checkpoint = {**extra, "state_dict": _InFolder()}
+            if loads_optimizers:
+                checkpoint["optimizer_states"] = _InFolder()
+        else:
+            require_file(path)
+            checkpoint = dict(ParallelStrategy.load_checkpoint(self, path, weights_only))
+        own = checkpoint.pop(_OWN, None)
+        if own is not None and fits:
+            restore_random_state(own["random_states"], self.root_device)
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Let each rank take its part of a file's whole tensors.
+
+        Raises:
+            ConfigError: they are another model's.
+        """
+        state = checkpoint["state_dict"]
+        if not isinstance(state, _InFolder):
+            load_whole_model_state(self.lightning_module, state, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """As ``load_model_state_dict``, of optimizers.
+
+        Raises:
+            ConfigError: they are other optimizers.
+        """
+        states = checkpoint["optimizer_states"]
+        if isinstance(states, _InFolder):
+            return
+        if len(states) != len(self.optimizers):
+            raise ConfigError(
+                f"The checkpoint has {len(states)} optimizers, and configure_optimizers made {len(self.optimizers)} "
+                f"(rank {self.global_rank}). Make them as they were when it was saved."
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            load_whole_optimizer_state(self.lightning_module, optimizer, state)
+
+
+def _refuse_copies(callbacks: list[Callback]) -> None:
+    for callback in callbacks:
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            raise UnsupportedError(
+                f"{type(callback).__name__} averages a second, whole model beside the one that is trained, whose "
+                "parameters are pieces. Leave it out, and average pieces in a callback of your own, parameter by "
+                "parameter."
+            )
