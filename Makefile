@@ -22,7 +22,7 @@ PARALLEL = -n $(WORKERS) --maxprocesses 8 --dist worksteal
 RANKS ?= $$($(PY) -c 'import torch; print(torch.cuda.device_count() or 2)')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check static quick test-gpu bench clean
+.PHONY: help demo pretrain test check static quick test-gpu bench clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
@@ -30,6 +30,10 @@ help:  ## show this list
 demo: $(READY)  ## train the example: 2 CPU ranks, or one rank per GPU; RANKS=3, options in ARGS="..."
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node "$(RANKS)" $(LAUNCH) \
 	    examples/byte_lm/train.py --config examples/byte_lm/run.toml $(ARGS)
+
+pretrain: $(READY)  ## pretrain a toy Llama: 2 CPU ranks, or one rank per GPU; RANKS=4, options in ARGS="..."
+	$(PY) -m torch.distributed.run --standalone --nproc-per-node "$(RANKS)" $(LAUNCH) \
+	    examples/pretrain/train.py --config examples/pretrain/llama_toy.toml $(ARGS)
 
 test: $(READY)  ## run all tests that need no GPU; options for pytest in ARGS="..."
 	$(PY) -m pytest -m "not gpu" --ignore tests/gpu $(PARALLEL) $(ARGS)
@@ -42,6 +46,7 @@ static: $(READY)  ## run ruff, mypy and import-linter
 	$(PY) -m mypy
 	MYPYPATH=benchmarks $(PY) -m mypy benchmarks/*.py
 	MYPYPATH=examples/byte_lm $(PY) -m mypy examples/byte_lm/*.py
+	MYPYPATH=examples/pretrain $(PY) -m mypy examples/pretrain/*.py
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-logo
 
 # None of them waits: more processes than cores would only collect once more.

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ..checkpoint import model_state, optimizer_state
-from ..checkpoint.sharded import CheckpointTensor
 from ..engine.surface.state_dicts import state_dicts_of_pieces
 from ..errors import ConfigError, UnsupportedError
+from ..state.sharded import CheckpointTensor
 from ._sharding import names_of_parameters
 
 #: Bytes that are sent at once.
