@@ -1,0 +1,21 @@
+"""The trained model in the files of Transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import polyshard
+from ranks import Ranks
+from tokens import END_OF_TEXT, Tokens
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+
+def export(model: LlamaForCausalLM, tokens: Tokens, folder: Path, ranks: Ranks) -> None:
+    """Write weights, configuration and tokenizer so that ``from_pretrained(folder)`` reads them. All ranks call it."""
+    with polyshard.unsharded(model):
+        if ranks.is_first:
+            model.save_pretrained(folder)
+    if ranks.is_first:
+        end = tokens.tokenizer.id_to_token(tokens.end_of_text) or END_OF_TEXT
+        # Only what reads it with Transformers needs it: its own files of settings stand beside the tokenizer's.
+        PreTrainedTokenizerFast(tokenizer_object=tokens.tokenizer, eos_token=end, bos_token=end).save_pretrained(folder)
