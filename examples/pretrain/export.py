@@ -17,5 +17,4 @@ def export(model: LlamaForCausalLM, tokens: Tokens, folder: Path, ranks: Ranks) 
             model.save_pretrained(folder)
     if ranks.is_first:
         end = tokens.tokenizer.id_to_token(tokens.end_of_text) or END_OF_TEXT
-        # Only what reads it with Transformers needs it: its own files of settings stand beside the tokenizer's.
         PreTrainedTokenizerFast(tokenizer_object=tokens.tokenizer, eos_token=end, bos_token=end).save_pretrained(folder)

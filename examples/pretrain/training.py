@@ -151,8 +151,8 @@ class Training:
             if now.memory.retries > retries:
                 retries = now.memory.retries
                 reporter.note(
-                    f"warning: the allocator had to free cached memory and ask again, {retries} times so far and "
-                    f"{now.memory.ooms} times in vain: steps are slow. Lower training.microbatch, or keep fewer activations."
+                    f"warning: the allocator had to free cached memory and ask again, {retries} times so far, "
+                    f"{now.memory.ooms} in vain: steps are slow. Lower training.microbatch, or keep fewer activations."
                 )
             if not all(map(math.isfinite, now.losses)):
                 raise FloatingPointError(
