@@ -216,7 +216,7 @@ def test_text_that_cannot_serve_is_named(texts: Path) -> None:
     # Nothing half-made is taken for tokens later.
     assert not list((texts / "cache").iterdir())
     short = tokens.Tokens.read(tokens.prepare(data_of(files=("b.txt",))))
-    with pytest.raises(ConfigError, match="fewer than one sequence of training.context 4096"):
+    with pytest.raises(ConfigError, match=r"fewer than one sequence of training\.context 4096"):
         loader.Sequences(short.train, 4096, "data.files")
 
 

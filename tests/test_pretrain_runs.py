@@ -10,8 +10,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import polyshard
-import polyshard.checkpoint
 import pytest
 import torch
 import torch.distributed.checkpoint
