@@ -8,10 +8,25 @@ It loads at another world size or strategy, and into an unsharded model by ``tor
 
     state = {"model": dict(plain.named_parameters())}
     torch.distributed.checkpoint.load(state, checkpoint_id=directory, no_dist=True)
+
+``async_save`` writes in the background, and ``load_dcp`` reads what FSDP2 or plain torch wrote.
 """
 
+from ..state.contents import model_state, optimizer_state
 from .folder import latest
-from .state import model_state, optimizer_state
-from .store import load, save
+from .foreign import DcpKeys
+from .loading import load, load_dcp
+from .pending import PendingSave
+from .store import async_save, save
 
-__all__ = ["latest", "load", "model_state", "optimizer_state", "save"]
+__all__ = [
+    "DcpKeys",
+    "PendingSave",
+    "async_save",
+    "latest",
+    "load",
+    "load_dcp",
+    "model_state",
+    "optimizer_state",
+    "save",
+]

@@ -25,6 +25,7 @@ class Attempt:
         self.identity = uuid.uuid4().hex
         self.path = folder / f"{_UNFINISHED}{self.identity}"
         self.committed = False
+        self._stays = False
         folder.mkdir(parents=True, exist_ok=True)
         self._lock: int | None = None
         # Between the two, another job may take it for what an ended one left.
@@ -66,9 +67,13 @@ class Attempt:
         self.committed = True
         sync_directory(target.parent)
 
+    def leave_to_others(self) -> None:
+        """Let the directory stay when it is given back: others look there. The next save removes it."""
+        self._stays = True
+
     def close(self) -> None:
         """Give the directory back, and remove it where it was not committed."""
-        if not self.committed:
+        if not self.committed and not self._stays:
             shutil.rmtree(self.path, ignore_errors=True)
         self._unlock()
 

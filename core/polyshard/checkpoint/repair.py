@@ -18,18 +18,22 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from ..engine.step.unit import Unit
 from ..errors import ConfigError
-from .places import Holding
-from .source import Source, listed
+from ..state.places import Holding
+from ..state.source import SavedState, Source, listed, opening
 
 _STEP = "step"
-#: By parameter and name of the state, the checkpoint's key.
-Saved = Mapping[str, Mapping[str, str]]
 
 
 def repaired(
-    source: Source, saved: Saved, groups: Sequence[Sequence[Holding]], units: Mapping[str, str], rank: int
-) -> Saved:
+    source: Source,
+    files: Mapping[str, set[str]],
+    saved: SavedState,
+    groups: Sequence[Sequence[Holding]],
+    units: Iterable[Unit],
+    rank: int,
+) -> SavedState:
     """``saved`` with the keys of values that stood still replaced by those of a parameter beside it.
 
     All parameters of a group and unit step together, so that the highest number of steps is that of all. Other values
@@ -37,40 +41,40 @@ def repaired(
 
     Args:
         source: A checkpoint of format 1.
+        files: In which of its files each key has values.
         saved: What it says that it has.
         groups: What each of the optimizer's groups holds.
-        units: Each sharded parameter's unit.
+        units: Of the model.
         rank: For errors; the first warns.
 
     Raises:
         ConfigError: it cannot be known what a value was.
     """
-    repair = _Repair(source, saved, rank)
+    repair = _Repair(source, files, saved, rank)
+    unit_of = _units_of((holding for holdings in groups for holding in holdings), units)
     for holdings in groups:
-        names = [name for holding in holdings for name in holding.names if name in units and name in saved]
+        names = [name for holding in holdings for name in holding.names if name in unit_of and name in saved]
         steps = [repair.step(name) for name in names if _STEP in saved[name]]
-        for unit in dict.fromkeys(units[name] for name in names):
-            repair.unit(unit, [name for name in names if units[name] == unit], max(steps, default=0.0))
+        for unit in dict.fromkeys(unit_of[name] for name in names):
+            repair.unit(unit, [name for name in names if unit_of[name] == unit], max(steps, default=0.0))
     repair.warn()
     return repair.found
 
 
-def units_of(holdings: Iterable[Holding], units: Iterable[Any]) -> dict[str, str]:
+def _units_of(holdings: Iterable[Holding], units: Iterable[Unit]) -> dict[str, str]:
     """The name of each held parameter's unit."""
     known = {parameter.names[0]: unit.name for unit in units for parameter in unit.parameters}
     return {name: known[name] for holding in holdings for name in holding.names if name in known}
 
 
 class _Repair:
-    def __init__(self, source: Source, saved: Saved, rank: int) -> None:
+    def __init__(self, source: Source, files: Mapping[str, set[str]], saved: SavedState, rank: int) -> None:
         self._source = source
         self._saved = saved
         self._rank = rank
         self.found: dict[str, dict[str, str]] = {name: dict(states) for name, states in saved.items()}
         self._mended: dict[str, None] = {}
-        self._files: dict[str, set[str]] = {}
-        for index, stored in source.metadata.storage_data.items():
-            self._files.setdefault(index.fqn, set()).add(stored.relative_path)
+        self._files = files
         values: dict[str, Any] = {}
         for states in saved.values():
             for key in states.values():
@@ -103,7 +107,7 @@ class _Repair:
                 continue
             if len(agreed) != 1:
                 raise ConfigError(
-                    f"The checkpoint {self._source.directory} was written by polyshard 0.1, which could let optimizer "
+                    f"{opening(self._source)} was written by polyshard 0.1, which could let optimizer "
                     f"state '{value}' stand still: in unit '{unit}' ({listed(list(keys))}) it is "
                     f"{' or '.join(f'{each:g}' for each in self._distinct(keys))}, parameters elsewhere made {most:g} "
                     f"steps, and it cannot be known which is right (rank {self._rank}). Load it without its optimizer, "
@@ -117,7 +121,7 @@ class _Repair:
         """Tell, once, what was mended."""
         if self._mended and self._rank == 0:
             warnings.warn(
-                f"The checkpoint {self._source.directory} was written by polyshard 0.1, which let '{_STEP}' and what "
+                f"{opening(self._source)} was written by polyshard 0.1, which let '{_STEP}' and what "
                 f"follows from it stand still for {len(self._mended)} parameters, {listed(list(self._mended))}. They "
                 "are taken to have made the steps of the parameters beside them.",
                 stacklevel=2,

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..engine.step.root import Root
-from ..errors import ConfigError, PolyshardError, RankMismatchError, StateError
-from ..interfaces import Collectives, PrecisionCaster
-from .agreement import together
+from ..errors import ConfigError
+from ..state.agreement import together
+from ..state.contents import model_state, names_of, optimizer_state
+from ..state.exchange import coordinates, from_first, speaks
+from ..state.kind import described
+from ..state.optimizers import Joint, Optimizers
+from ..state.places import MODEL, OPTIMIZER
+from ..state.resting import resting_root
+from ..state.sharded import CheckpointTensor
 from .attempt import Attempt, attempt_in
-from .exchange import coordinates, from_first, speaks
+from .beside import Beside
 from .folder import Line
-from .kind import described
+from .history import History
 from .marker import Marker
-from .optimizers import Joint, Optimizers
-from .restore import MODEL, OPTIMIZER, OptimizerRestore, model_targets
-from .sharded import CheckpointTensor
-from .source import Source
-from .state import model_state, optimizer_state, resting_root
-from .transfer import read_metadata, write_state
-
-_SMALL = "extra.pt"
+from .pending import Notes, PendingSave
+from .transfer import Aliases, Writing, plan_writing, write_state
 
 
 def save(
@@ -45,7 +45,8 @@ def save(
     write to a directory of this save alone, which gets its name only when it is complete and the file ``COMMITTED`` is
     in it; what saves left in ``root`` that did not live to their end is removed. A run that was taken up at an earlier
     step and comes to one that is there already writes ``step-00000100.2``. On one rank of a pretended world
-    (collectives that cannot communicate) the directory holds that rank's part.
+    (collectives that cannot communicate) the directory holds that rank's part. A save that goes on in the background
+    is waited for.
 
     Args:
         root: Directory of all checkpoints of a run; made where missing. For one job at a time.
@@ -63,132 +64,180 @@ def save(
             cannot be saved.
         RankMismatchError: another rank failed.
         CollectiveError: another rank did not come, within the configuration's ``timeout_s``.
-        PolyshardError, OSError: writing failed; nothing is left of it.
+        PolyshardError, OSError: writing failed, or the save in the background did; nothing is left of it.
     """
     owner = resting_root(model, "checkpoint.save()")
     collectives = owner.collectives
-    what = f"the checkpoint of step {step} in {root}"
-    attempt: Attempt | None = None
-    target: Path | None = None
     with ExitStack() as stack:
-        with together(collectives, f"Preparing {what}"):
-            if step < 0 or (keep is not None and keep < 1):
-                raise ConfigError(f"step must not be negative and keep at least 1, but they are {step} and {keep}.")
-            state = _state(owner, model, optimizer)
-            if coordinates(collectives):
-                line = _line(owner, Path(root))
-                target = Path(root) / line.target(step).name
-                attempt = stack.enter_context(attempt_in(Path(root)))
-                small = {
-                    "extra": dict(extra or {}),
-                    "precision": _caster_states(owner),
-                    "optimizer": None if optimizer is None else described(Joint(optimizer)),
-                }
-                _write(attempt.path / _SMALL, small)
-        # Names alone: one file system may be mounted at several places.
-        name: str = from_first(collectives, None if attempt is None else attempt.path.name)
-        written = write_state(Path(root) / name, state, collectives)
-        with together(collectives, f"Committing {what}"):
-            if attempt is not None and target is not None:
-                marker = Marker(
-                    step=step,
-                    world_size=collectives.world_size,
-                    complete=collectives.world_size == 1 or speaks(collectives),
-                    identity=attempt.identity,
-                    parent=line.newest,
-                    turn=line.next_turn(),
-                    files=attempt.sizes(written),
-                )
-                attempt.commit(target, marker)
-                owner.checkpoint_line = line.after(marker)
-                if keep is not None:
-                    owner.checkpoint_line.prune(keep)
-    directory: Path = Path(root) / from_first(collectives, None if target is None else target.name)
-    owner.events.on_save(model, directory)
-    return directory
+        task = _prepared(owner, Path(root), step, model, optimizer, extra, keep, stack)
+        written = write_state(task.path, task.state, collectives, task.aliases)
+        with together(collectives, f"Committing {task.described}"):
+            if task.commit is not None:
+                task.commit.run(written)
+    owner.events.on_save(model, task.target)
+    return task.target
 
 
-def load(directory: Path, model: nn.Module, optimizer: Optimizers | None = None) -> Mapping[str, Any]:
-    """Read a checkpoint that ``save`` wrote into ``model`` and ``optimizer``; returns ``extra``.
+def async_save(
+    root: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: Optimizers | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+) -> PendingSave:
+    """As ``save``, with the writing in the background: returns once the state is copied to host memory.
 
-    Every rank calls it, between steps, with the optimizers that were saved, in the same order. World size and strategy
-    may differ from those of the save. Parameters and buffers change in place; an optimizer that never stepped is given
-    its state. Optimizer state that polyshard 0.1 let stand still is repaired, with a warning, where it can be known.
-    Only read checkpoints that you trust: they contain pickles.
+    What is saved is the state at the call, whatever is trained meanwhile. It is committed by a thread of rank 0, when
+    all ranks' threads have written; these use none of the training's communicators. Each rank takes the host memory of
+    what it writes until then. A save before this one that still goes on is waited for first: there is one at a time.
+    Listeners hear of the checkpoint when ``result`` is asked, or at the next save or load.
+
+    A program that ends waits for its threads. A failure is raised by ``result`` on the ranks that ask, and otherwise by
+    the next ``save``, ``async_save`` or ``load``.
+
+    Returns:
+        What tells when the checkpoint is there: ``done()`` and ``result(timeout)``.
 
     Raises:
-        StateError: the directory is not committed, or damaged; inside a step; ``model`` is not the outermost sharded
-            module.
-        ConfigError: the checkpoint is of another model or optimizer; nothing was changed.
-        RankMismatchError: another rank failed, or was given another checkpoint.
-        OSError: reading failed; the model may hold parts of the checkpoint.
+        As ``save``, but for what happens in the background.
     """
-    owner = resting_root(model, "checkpoint.load()")
-    collectives, directory = owner.collectives, Path(directory)
-    with together(collectives, f"Opening the checkpoint {directory}"), _readable(directory, collectives):
-        marker = Marker.read(directory)
-        if coordinates(collectives):
-            marker.require_files(directory)
-        # One rank holds an element of everything.
-        may_stand_still = marker.format == 1 and marker.complete and marker.world_size > 1
-        source = Source(directory, read_metadata(directory), marker.complete, may_stand_still)
-        small = torch.load(directory / _SMALL, map_location="cpu", weights_only=False)
-    _require_same(directory, marker, collectives)
-    with together(collectives, f"Matching the checkpoint {directory}"), _readable(directory, collectives):
-        targets = model_targets(source, model, collectives.rank)
-        restore = None
-        if optimizer is not None:
-            restore = OptimizerRestore(source, owner, Joint(optimizer), small.get("optimizer"))
-    with together(collectives, f"Reading the checkpoint {directory}"), _readable(directory, collectives):
-        source.read(targets)
-        if restore is not None:
-            source.read(restore.targets)
-            restore.commit()
-        for name, caster in _casters(owner).items():
-            if name in small["precision"]:
-                caster.load_state_dict(small["precision"][name])
-        if coordinates(collectives):
-            owner.checkpoint_line = Line.from_loaded(directory, marker)
-    owner.events.on_load(model, directory)
-    extra: Mapping[str, Any] = small["extra"]
-    return extra
-
-
-def _line(owner: Root, folder: Path) -> Line:
-    line = owner.checkpoint_line
-    if isinstance(line, Line) and line.folder == folder.resolve():
-        return line
-    return Line.begun(folder)
-
-
-@contextmanager
-def _readable(directory: Path, collectives: Collectives) -> Iterator[None]:
-    """Name the checkpoint and the rank where torch raises what does not.
-
-    Files of the right size may hold anything: what they then raise is torch's, pickle's and zip's.
-    """
-    try:
-        yield
-    except (PolyshardError, OSError):
-        raise
-    except Exception as error:
-        raise StateError(
-            f"{directory} is damaged: it cannot be read on rank {collectives.rank} ({type(error).__name__}: {error}). "
-            "Load an older checkpoint."
-        ) from error
-
-
-def _require_same(directory: Path, marker: Marker, collectives: Collectives) -> None:
-    """Raise RankMismatchError unless all ranks were given the same checkpoint."""
-    if not speaks(collectives):
-        return
-    everyone = collectives.all_gather_object((marker.identity, str(directory)))
-    other = next((rank for rank, (identity, _) in enumerate(everyone) if identity != marker.identity), None)
-    if other is not None:
-        raise RankMismatchError(
-            f"Ranks were given different checkpoints: {directory} on rank {collectives.rank}, {everyone[other][1]} on "
-            f"rank {other}. Let one rank ask latest() and tell the others."
+    owner = resting_root(model, "checkpoint.async_save()")
+    collectives = owner.collectives
+    with ExitStack() as stack:
+        task = _prepared(owner, Path(root), step, model, optimizer, extra, keep, stack)
+        writing = plan_writing(task.path, task.state, collectives)
+        with together(collectives, f"Copying {task.described}"):
+            writing = writing.detached()
+        notes = Notes(task.path, collectives.rank)
+        ranks = collectives.world_size if speaks(collectives) else 1
+        pending = PendingSave(
+            task.target,
+            collectives.rank,
+            partial(_in_background, writing, notes, task.commit, task.aliases, ranks, stack.pop_all()),
+            partial(_ended, owner, model, task, notes),
         )
+    History.of(owner).pending = pending
+    pending.start()
+    return pending
+
+
+@dataclass(frozen=True)
+class _Commit:
+    """What the rank that coordinates does once everything is written."""
+
+    history: History
+    attempt: Attempt
+    target: Path
+    line: Line
+    step: int
+    world_size: int
+    complete: bool
+    keep: int | None
+
+    def run(self, written: Mapping[str, int]) -> None:
+        """``written``: how many bytes each file has at least."""
+        marker = Marker(
+            step=self.step,
+            world_size=self.world_size,
+            complete=self.complete,
+            identity=self.attempt.identity,
+            parent=self.line.newest,
+            turn=self.line.next_turn(),
+            files=self.attempt.sizes(written),
+        )
+        self.attempt.commit(self.target, marker)
+        self.history.line = self.line.after(marker)
+        if self.keep is not None:
+            self.history.line.prune(self.keep)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One save, on one rank."""
+
+    described: str
+    path: Path
+    """Where it is written."""
+    target: Path
+    """Where it will be."""
+    identity: str
+    state: dict[str, Any]
+    aliases: Aliases
+    commit: _Commit | None
+    """On the rank that coordinates."""
+
+
+def _prepared(
+    owner: Root,
+    root: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: Optimizers | None,
+    extra: Mapping[str, Any] | None,
+    keep: int | None,
+    stack: ExitStack,
+) -> _Task:
+    """Everything up to the writing. ``stack`` gives the directory back."""
+    collectives = owner.collectives
+    history = History.of(owner)
+    history.settle(owner)
+    what = f"the checkpoint of step {step} in {root}"
+    commit: _Commit | None = None
+    with together(collectives, f"Preparing {what}"):
+        if step < 0 or (keep is not None and keep < 1):
+            raise ConfigError(f"step must not be negative and keep at least 1, but they are {step} and {keep}.")
+        state = _state(owner, model, optimizer)
+        if coordinates(collectives):
+            line = history.line_in(root)
+            target = root / line.target(step).name
+            attempt = stack.enter_context(attempt_in(root))
+            kind = None if optimizer is None else described(Joint(optimizer))
+            Beside.of(owner, extra, kind).write(attempt.path)
+            complete = collectives.world_size == 1 or speaks(collectives)
+            commit = _Commit(history, attempt, target, line, step, collectives.world_size, complete, keep)
+    # Names alone: one file system may be mounted at several places.
+    mine = None if commit is None else (commit.attempt.path.name, commit.target.name, commit.attempt.identity)
+    path, name, identity = from_first(collectives, mine)
+    names = names_of(model)
+    aliases = {f"{MODEL}.{first}": [(MODEL, other) for other in names[first][1:]] for first in names}
+    return _Task(what, root / path, root / name, identity, state, aliases, commit)
+
+
+def _in_background(
+    writing: Writing, notes: Notes, commit: _Commit | None, aliases: Aliases, ranks: int, held: ExitStack
+) -> None:
+    """What the thread of one rank does. ``held``: gives the directory back."""
+    with held:
+        try:
+            results = writing.write()
+        except BaseException as error:
+            # Where even that cannot be written, the first rank sees that nothing comes any more.
+            with suppress(OSError):
+                notes.leave(None, f"{type(error).__name__}: {error}")
+            if commit is not None and ranks > 1:
+                commit.attempt.leave_to_others()
+                notes.give_up(f"{type(error).__name__}: {error}")
+            raise
+        notes.leave(results, None)
+        if commit is None:
+            return
+        try:
+            everything = notes.collect(ranks)
+            commit.run(writing.finish(everything, aliases))
+        except BaseException as error:
+            if ranks > 1 and not commit.attempt.committed:
+                commit.attempt.leave_to_others()
+                notes.give_up(f"{type(error).__name__}: {error}")
+            raise
+
+
+def _ended(owner: Root, model: nn.Module, task: _Task, notes: Notes, deadline: float | None) -> None:
+    """Wait for what rank 0 makes of it."""
+    if task.commit is None:
+        notes.await_end(task.target, task.identity, deadline)
+    owner.events.on_save(model, task.target)
 
 
 def _state(owner: Root, model: nn.Module, optimizer: Optimizers | None) -> dict[str, Any]:
@@ -200,23 +249,3 @@ def _state(owner: Root, model: nn.Module, optimizer: Optimizers | None) -> dict[
     if optimizer is not None:
         state[OPTIMIZER] = optimizer_state(model, optimizer)
     return state
-
-
-def _casters(owner: Root) -> dict[str, PrecisionCaster]:
-    """Each precision caster, under the name of the first unit that it serves."""
-    found: dict[int, tuple[str, PrecisionCaster]] = {}
-    for unit in owner.units:
-        found.setdefault(id(unit.caster), (unit.name, unit.caster))
-    return dict(found.values())
-
-
-def _caster_states(owner: Root) -> dict[str, Any]:
-    states = {name: dict(caster.state_dict()) for name, caster in _casters(owner).items()}
-    return {name: state for name, state in states.items() if state}
-
-
-def _write(path: Path, value: Any) -> None:
-    with path.open("wb") as stream:
-        torch.save(value, stream)
-        stream.flush()
-        os.fsync(stream.fileno())

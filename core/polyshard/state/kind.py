@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import ConfigError
 from .optimizers import Joint
+from .source import Source, opening
 
 #: How a step is carried out, not what it computes: left as the optimizer was made.
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -31,15 +31,15 @@ def _described(optimizer: torch.optim.Optimizer) -> dict[str, str]:
 
 
 def require_same_kinds(
-    saved: Kind | None, groups: Sequence[Mapping[str, Any]], joint: Joint, directory: Path, rank: int
+    saved: Kind | None, groups: Sequence[Mapping[str, Any]], joint: Joint, source: Source, rank: int
 ) -> None:
-    """Refuse a checkpoint whose state other kinds of optimizers made.
+    """Refuse a source whose state other kinds of optimizers made.
 
     Args:
-        saved: What ``described`` gave at the save; None where the checkpoint does not tell.
+        saved: What ``described`` gave at the save; None where that is not told.
         groups: The saved settings of each group.
         joint: To be loaded, with as many groups.
-        directory: For errors.
+        source: For errors.
         rank: For errors.
 
     Raises:
@@ -49,30 +49,30 @@ def require_same_kinds(
     if saved is not None and len(kinds) != len(joint.members):
         names = ", ".join(kind["class"] for kind in kinds if kind is not None)
         raise ConfigError(
-            f"The checkpoint {directory} was saved by {len(kinds)} optimizers ({names}), and is loaded into "
+            f"{opening(source)} was saved by {len(kinds)} optimizers ({names}), and is loaded into "
             f"{len(joint.members)} (rank {rank}). Give those that saved it, in the same order."
         )
     for (optimizer, own), kind in zip(joint.parts(), kinds * (len(joint.members) // len(kinds)), strict=True):
-        require_same_kind(kind, groups[own], optimizer, directory, rank)
+        require_same_kind(kind, groups[own], optimizer, source, rank)
 
 
 def require_same_kind(
     saved: Mapping[str, str] | None,
     groups: Sequence[Mapping[str, Any]],
     optimizer: torch.optim.Optimizer,
-    directory: Path,
+    source: Source,
     rank: int,
 ) -> None:
-    """Refuse a checkpoint whose state another kind of optimizer made.
+    """Refuse a source whose state another kind of optimizer made.
 
     Numbers such as the learning rate may differ: the checkpoint's are taken. What is on or off, None or something, may
     not, nor whether there is a momentum: it decides which state there is, or what it means.
 
     Args:
-        saved: What ``described`` gave at the save; None where the checkpoint does not tell.
+        saved: What ``described`` gave at the save; None where that is not told.
         groups: The saved settings of each group.
         optimizer: To be loaded, with as many groups.
-        directory: For errors.
+        source: For errors.
         rank: For errors.
 
     Raises:
@@ -81,7 +81,7 @@ def require_same_kind(
     mine = _described(optimizer)
     if saved is not None and saved["class"] != mine["class"]:
         raise ConfigError(
-            f"The checkpoint {directory} was saved by {saved['module']}.{saved['class']}, whose state means nothing to "
+            f"{opening(source)} was saved by {saved['module']}.{saved['class']}, whose state means nothing to "
             f"{mine['module']}.{mine['class']} (rank {rank}). Load it with the optimizer that saved it, or without one."
         )
     for index, (group, settings) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
@@ -98,7 +98,7 @@ def require_same_kind(
             ]
         if different:
             raise ConfigError(
-                f"Group {index} of the optimizer does not fit the state in the checkpoint {directory} (rank {rank}): "
+                f"Group {index} of the optimizer does not fit the state in {source.described} (rank {rank}): "
                 f"{'; '.join(different)}. Make the optimizer, here {mine['class']}, as it was when it was saved, or "
                 "load without it."
             )

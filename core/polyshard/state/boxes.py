@@ -1,10 +1,12 @@
-"""Contiguous ranges of a tensor's elements as axis-aligned boxes. Pure arithmetic."""
+"""Contiguous ranges of a tensor's elements as axis-aligned boxes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,16 @@ class Box:
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.sizes)
+
+    def overlap(self, other: Box) -> Box | None:
+        """What both have; None for nothing. All of a 0-dim tensor where neither has dimensions."""
+        low = tuple(map(max, self.offsets, other.offsets))
+        high = [
+            min(start + size, begin + extent)
+            for start, size, begin, extent in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        ]
+        sizes = tuple(stop - start for start, stop in zip(low, high, strict=True))
+        return Box(low, sizes) if all(size > 0 for size in sizes) else None
 
     def permuted(self, dims: Sequence[int]) -> Box:
         """The same box after ``Tensor.permute(dims)``."""
@@ -77,3 +89,10 @@ def storage_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...
 def inverse(dims: Sequence[int]) -> tuple[int, ...]:
     """The permutation that undoes ``Tensor.permute(dims)``."""
     return tuple(sorted(range(len(dims)), key=lambda position: dims[position]))
+
+
+def box_within(view: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
+    """``part`` of a whole tensor as a view of ``view``, which is the tensor's ``box``."""
+    for dim, (start, size, origin) in enumerate(zip(part.offsets, part.sizes, box.offsets, strict=True)):
+        view = view.narrow(dim, start - origin, size)
+    return view

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,12 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from ..engine.planning.layout import Piece, Slot
 from ..errors import StateError
 from .boxes import Box, inverse, range_boxes, storage_order
+
+#: A FileSystemWriter that is given brings a stager of its own, which makes whole tensors to copy into.
+_STAGER = (
+    " In torch's async_save, give checkpoint_id alone, or async_stager=DefaultStager(...) with a storage_writer that "
+    "copies by itself."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +39,8 @@ class CheckpointTensor(torch.Tensor):
     ``DTensor`` too tells them about its chunks: a plain object with these methods would be written but not found again.
     """
 
-    chunks: tuple[Chunk, ...]
+    #: None for a stand-in that ``torch.distributed.checkpoint.async_save`` makes, and gives those of its copy.
+    chunks: tuple[Chunk, ...] = ()
 
     @staticmethod
     def __new__(
@@ -54,12 +62,17 @@ class CheckpointTensor(torch.Tensor):
     ) -> Any:
         """What the tensor is like may be asked; its values are not there."""
         if func not in _DESCRIPTIONS:
+            hint = _STAGER if func is torch.Tensor.copy_ else ""
             raise StateError(
                 f"A tensor of a sharded state dict cannot be used in {getattr(func, '__name__', func)}(): this rank "
                 "holds a part of it. Pass the state dict to torch.distributed.checkpoint.save or load, or read whole "
-                "parameters inside polyshard.unsharded(model)."
+                f"parameters inside polyshard.unsharded(model).{hint}"
             )
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Through chunks, which travel to a process of ``async_save`` in shared memory."""
+        return CheckpointTensor, (tuple(self.shape), self.dtype, self.device, self.chunks)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Shape, dtype and chunks."""
@@ -103,6 +116,13 @@ _DESCRIPTIONS: frozenset[Any] = frozenset(
         torch.Tensor.device.__get__,
         torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
         torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+        # What the stager of torch's async_save copies a tensor by, before it copies the tensor's attributes.
+        torch.Tensor.data_ptr,
+        torch.Tensor.new_empty,
+        torch.Tensor.set_,
+        torch.Tensor.storage_offset,
+        torch.Tensor.stride,
+        torch.Tensor.untyped_storage,
     }
 )
 
@@ -149,3 +169,18 @@ def whole(tensor: torch.Tensor) -> CheckpointTensor:
     """A tensor that this rank holds whole, with any strides."""
     box = Box((0,) * tensor.ndim, tuple(tensor.shape))
     return CheckpointTensor(tensor.shape, tensor.dtype, tensor.device, [Chunk(box, tensor.detach())])
+
+
+def in_host_memory(value: Any, offsets: Collection[tuple[int, ...] | None]) -> Any:
+    """A copy of ``value``, of tensors in host memory; of a ``CheckpointTensor`` the chunks at ``offsets`` alone."""
+    if isinstance(value, CheckpointTensor):
+        chunks = [Chunk(each.box, _copied(each.view)) for each in value.chunks if each.box.offsets in offsets]
+        return CheckpointTensor(value.shape, value.dtype, torch.device("cpu"), chunks)
+    return _copied(value.detach()) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """In host memory; of a CUDA tensor in pinned memory, which the copy engine fills."""
+    on_gpu = tensor.device.type == "cuda"
+    held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+    return held.copy_(tensor)

@@ -15,6 +15,9 @@ from ..engine.step.unit import Unit
 from ..errors import ConfigError
 from .sharded import CheckpointTensor, of_piece, of_rows, whole
 
+#: Under which a model's values, and an optimizer's, lie in what is saved and loaded.
+MODEL, OPTIMIZER = "model", "optimizer"
+
 
 @dataclass(frozen=True, slots=True)
 class Place:

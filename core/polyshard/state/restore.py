@@ -1,9 +1,10 @@
-"""Matches a checkpoint with a model and an optimizer before anything is read, and takes over what was read."""
+"""Matches a source with a model and an optimizer before anything is read, and takes over what was read."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,59 +13,86 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..engine.step.root import Root
 from ..errors import ConfigError
+from .contents import frozen_names, model_state, names_of
 from .flat_state import FlatState
 from .kind import IMPLEMENTATION, Kind, require_same_kinds
 from .optimizers import Joint
-from .places import Holding, holdings
-from .repair import Saved, repaired, units_of
+from .places import MODEL, OPTIMIZER, Holding, holdings
 from .sharded import CheckpointTensor
-from .source import Source, check, listed
-from .state import model_state
+from .source import SavedState, Source, listed, opening, problem_with
 from .state_tensors import fits, kept_beside, require_dtype
 
-MODEL, OPTIMIZER = "model", "optimizer"
+#: Lines of one error.
+_MOST_PROBLEMS = 8
 
 
-def model_targets(source: Source, model: nn.Module, rank: int) -> dict[str, Any]:
-    """Where the model's values are to be read into, by key of the checkpoint.
+@dataclass(frozen=True, slots=True)
+class Unmatched:
+    """Names of a model and of a state dict that the other one lacks."""
 
-    Raises:
-        ConfigError: the checkpoint lacks a parameter or buffer, has one more, or has one of another shape.
-    """
-    targets = {f"{MODEL}.{name}": (name, value) for name, value in model_state(model).items()}
-    saved = source.paths(MODEL)
-    where = f"(rank {rank})"
-    missing = [
-        name
-        for key, (name, value) in targets.items()
-        if key not in saved and (source.complete or not _wants_nothing(value))
-    ]
-    if missing:
-        raise ConfigError(
-            f"The checkpoint {source.directory} has no {listed(missing)} {where}. Load it into the model that it was "
-            "saved from."
-        )
-    unexpected = [".".join(map(str, path[1:])) for key, path in saved.items() if key not in targets]
-    if unexpected:
-        raise ConfigError(
-            f"The checkpoint {source.directory} has {listed(unexpected)}, which the model lacks {where}. Load it into "
-            "the model that it was saved from."
-        )
-    for key, (name, value) in targets.items():
-        if key in saved:
-            check(source, key, f"'{name}'", value, where)
-    return {key: value for key, (_, value) in targets.items() if key in saved}
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+class ModelRestore:
+    """A model's values on their way out of a source. Made before anything is read; ``targets`` are to be filled."""
+
+    def __init__(
+        self, source: Source, model: nn.Module, rank: int, *, strict: bool = True, frozen: bool = True
+    ) -> None:
+        """Match ``model`` with the source's.
+
+        A tied parameter is taken from any of its names.
+
+        Args:
+            source: What is to be loaded.
+            model: The outermost sharded module.
+            rank: For errors.
+            strict: Whether all names must be in both.
+            frozen: Whether parameters that need no gradient must be in the source.
+
+        Raises:
+            ConfigError: the source lacks parameters or buffers, has more, or has some of another shape or dtype: all
+                that is wrong.
+        """
+        wanted = model_state(model)
+        saved = {".".join(map(str, path[1:])): key for key, path in source.paths(MODEL).items()}
+        names = names_of(model)
+        optional = set() if frozen else set(frozen_names(model))
+        where = f"(rank {rank})"
+        remedy = "Load it into the model that it was saved from."
+        self.targets: dict[str, Any] = {}
+        missing: list[str] = []
+        wrong: list[str] = []
+        for name, value in wanted.items():
+            key = next((saved[each] for each in names.get(name, (name,)) if each in saved), None)
+            if key is not None:
+                self.targets[key] = value
+                problem = problem_with(source, key, f"'{name}'", value, where)
+                wrong += [] if problem is None else [problem]
+            elif name not in optional and (source.complete or not _wants_nothing(value)):
+                missing.append(name)
+        known = {each for name in wanted for each in names.get(name, (name,))}
+        unexpected = [name for name in saved if name not in known]
+        if unexpected and strict:
+            wrong.insert(0, f"{opening(source)} has {listed(unexpected)}, which the model lacks {where}. {remedy}")
+        if missing and strict:
+            wrong.insert(0, f"{opening(source)} has no {listed(missing)} {where}. {remedy}")
+        if wrong:
+            more = len(wrong) - _MOST_PROBLEMS
+            raise ConfigError("\n".join([*wrong[:_MOST_PROBLEMS], *([f"and {more} more"] if more > 0 else [])]))
+        self.unmatched = Unmatched(tuple(missing), tuple(unexpected))
 
 
 class OptimizerRestore:
-    """An optimizer's state on its way out of a checkpoint.
+    """An optimizer's state on its way out of a source.
 
     Made before anything is read; ``targets`` are to be filled; ``commit`` then hands them to the optimizer, which is
     as it was until then, but for state tensors that it had already and that are read into in place.
     """
 
     def __init__(self, source: Source, root: Root, optimizer: Joint, kind: Kind | None) -> None:
-        """Match ``optimizer`` with the checkpoint's, of which ``kind`` tells the class, or None where it does not.
+        """Match ``optimizer`` with the source's, of which ``kind`` tells the class, or None where it does not.
 
         Raises:
             ConfigError: they do not fit.
@@ -75,15 +103,16 @@ class OptimizerRestore:
         held = holdings(root, optimizer.groups)
         self._settings = self._read_settings()
         self._compare_groups(held)
-        require_same_kinds(kind, self._settings, optimizer, source.directory, root.rank)
+        require_same_kinds(kind, self._settings, optimizer, source, root.rank)
         self.targets: dict[str, Any] = {}
         self._entries: list[tuple[nn.Parameter, str, str]] = []
         self._tensors: dict[str, torch.Tensor] = {}
         self._flat: dict[nn.Parameter, FlatState] = {}
-        #: Whose state is the checkpoint's afterwards. Of a parameter without elements here an optimizer may keep what
+        #: Whose state is the source's afterwards. Of a parameter without elements here an optimizer may keep what
         #: it began with.
         self._taken: list[nn.Parameter] = []
         saved = self._saved(root, held)
+        wrong: list[str] = []
         for group in optimizer.groups:
             for parameter in group["params"]:
                 holding, present = held[parameter], optimizer.state_of(parameter)
@@ -97,8 +126,13 @@ class OptimizerRestore:
                     continue
                 self._taken.append(parameter)
                 for name, key in saved.get(holding.names[0], {}).items():
-                    self.targets[key] = self._target(key, name, holding, present, group)
+                    try:
+                        self.targets[key] = self._target(key, name, holding, present, group)
+                    except ConfigError as error:
+                        wrong.append(str(error))
                     self._entries.append((parameter, name, key))
+        if wrong:
+            raise ConfigError("\n".join(wrong[:_MOST_PROBLEMS]))
         self._read_scalars()
 
     def commit(self) -> None:
@@ -125,21 +159,19 @@ class OptimizerRestore:
                 else:
                     group[name] = value
 
-    def _saved(self, root: Root, held: Mapping[nn.Parameter, Holding]) -> Saved:
-        """By parameter name and name of the state, the checkpoint's key."""
+    def _saved(self, root: Root, held: Mapping[nn.Parameter, Holding]) -> SavedState:
+        """By parameter name and name of the state, the source's key."""
         found: dict[str, dict[str, str]] = {}
         for key, path in self._source.paths(OPTIMIZER, "state").items():
             found.setdefault(path[2], {})[path[3]] = key
-        if not self._source.may_stand_still:
-            return found
         groups = [[held[parameter] for parameter in group["params"]] for group in self._optimizer.groups]
-        return repaired(self._source, found, groups, units_of(held.values(), root.units), self._rank)
+        return self._source.mended(found, groups, root.units, self._rank)
 
     def _read_settings(self) -> list[dict[str, Any]]:
         paths = self._source.paths(OPTIMIZER, "param_groups")
         if not paths:
             raise ConfigError(
-                f"The checkpoint {self._source.directory} holds no optimizer (rank {self._rank}). Load it without one, "
+                f"{opening(self._source)} holds no optimizer (rank {self._rank}). Load it without one, "
                 "or choose one that was saved with its optimizer."
             )
         values: dict[str, Any] = {}
@@ -159,7 +191,7 @@ class OptimizerRestore:
         where = f"(rank {self._rank})"
         if len(groups) != len(self._settings):
             raise ConfigError(
-                f"The checkpoint {self._source.directory} has {len(self._settings)} parameter groups, the optimizer "
+                f"{opening(self._source)} has {len(self._settings)} parameter groups, the optimizer "
                 f"{len(groups)} {where}. Make the optimizer as it was when the checkpoint was saved."
             )
         for index, (group, settings) in enumerate(zip(groups, self._settings, strict=True)):
@@ -167,12 +199,12 @@ class OptimizerRestore:
             different = sorted(names ^ set(settings["params"]))
             if different:
                 raise ConfigError(
-                    f"Group {index} of the optimizer and of the checkpoint {self._source.directory} differ in "
+                    f"Group {index} of the optimizer and of {self._source.described} differ in "
                     f"{listed(different)} {where}. Make the optimizer as it was when the checkpoint was saved."
                 )
 
     def _read_scalars(self) -> None:
-        """Read what flat parameters have once and the checkpoint many times, and see that it agrees."""
+        """Read what flat parameters have once and the source many times, and see that it agrees."""
         scalars: dict[str, Any] = {}
         for flat in self._flat.values():
             scalars.update(flat.scalars())
@@ -190,14 +222,14 @@ class OptimizerRestore:
         parameter, shape, dtype = holding.parameter, tuple(entry.size), entry.properties.dtype
         local = present.get(name)
         what, where = f"optimizer state '{name}' of {holding.described}", f"(rank {self._rank})"
-        require_dtype(local, dtype, what, self._source.directory, where)
+        require_dtype(local, dtype, what, self._source, where)
         if holding.places and shape and shape == holding.places[0].slot.shape:
             if not fits(local, parameter.shape, dtype):
                 local = torch.zeros_like(parameter, dtype=dtype)
             target: torch.Tensor = holding.places[0].shaped(local)
         elif holding.partial and math.prod(shape) != 1:
             raise ConfigError(
-                f"{what} has shape {shape} in the checkpoint {self._source.directory}, neither a scalar nor the "
+                f"{what} has shape {shape} in {self._source.described}, neither a scalar nor the "
                 f"parameter's shape {holding.places[0].slot.shape}, so there is no part of it for this rank {where}. "
                 "Load it with the strategy that saved it, or without its optimizer."
             )
@@ -206,7 +238,9 @@ class OptimizerRestore:
                 device = parameter.device if shape or kept_beside(group) else torch.device("cpu")
                 local = torch.zeros(shape, dtype=dtype, device=device)
             target = local
-        check(self._source, key, what, target, where)
+        wrong = problem_with(self._source, key, what, target, where)
+        if wrong is not None:
+            raise ConfigError(wrong)
         self._tensors[key] = local.detach()
         return target
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
 
 from ..errors import ConfigError
+from .source import Source
 
 
 def fits(present: Any, shape: Iterable[int], dtype: torch.dtype) -> TypeGuard[torch.Tensor]:
@@ -24,10 +24,10 @@ def kept_beside(group: Mapping[str, Any]) -> bool:
     return bool(group.get("capturable")) or bool(group.get("fused"))
 
 
-def require_dtype(present: Any, dtype: torch.dtype, what: str, directory: Path, where: str) -> None:
-    """Raise ConfigError where the optimizer has ``present`` in another dtype than the checkpoint."""
+def require_dtype(present: Any, dtype: torch.dtype, what: str, source: Source, where: str) -> None:
+    """Raise ConfigError where the optimizer has ``present`` in another dtype than the source."""
     if isinstance(present, torch.Tensor) and present.dtype != dtype:
         raise ConfigError(
-            f"{what} is {dtype} in the checkpoint {directory} but {present.dtype} in the optimizer {where}. Load it "
+            f"{what} is {dtype} in {source.described} but {present.dtype} in the optimizer {where}. Load it "
             "into an optimizer of the dtypes that it was saved from."
         )

@@ -12,12 +12,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ..errors import ConfigError
 from .places import Holding
 from .sharded import CheckpointTensor
-from .source import Source, check, listed
+from .source import Source, listed, opening, problem_with
 from .state_tensors import fits, require_dtype
 
 
 class FlatState:
-    """State of one flat parameter on its way out of a checkpoint.
+    """State of one flat parameter on its way out of a source.
 
     Made before anything is read. ``targets`` are to be filled and ``scalars`` to be read and taken; ``finish`` then
     gives what belongs to the optimizer.
@@ -33,18 +33,18 @@ class FlatState:
         beside: bool,
         rank: int,
     ) -> None:
-        """Match the checkpoint with the flat parameter.
+        """Match the source with the flat parameter.
 
         Args:
-            source: The checkpoint.
+            source: What is to be loaded.
             holding: A flat parameter.
-            saved: By parameter name and name of the state, the checkpoint's key.
+            saved: By parameter name and name of the state, the source's key.
             present: What the optimizer has for it now; tensors that fit are filled in place.
             beside: Whether scalars lie on the parameter's device.
             rank: For errors.
 
         Raises:
-            ConfigError: the checkpoint's state is of another shape, or is there for some of the parameters only.
+            ConfigError: the source's state is of another shape, or is there for some of the parameters only.
         """
         self._source = source
         self._holding = holding
@@ -65,7 +65,7 @@ class FlatState:
                 self._add_scalar(name, keys)
 
     def scalars(self) -> dict[str, Any]:
-        """Where values that the parameters share are to be read into, by key of the checkpoint."""
+        """Where values that the parameters share are to be read into, by key of the source."""
         found: dict[str, Any] = {}
         for keys in self._scalars.values():
             for key in keys.values():
@@ -87,7 +87,7 @@ class FlatState:
                 if not _same(values[key], values[other_key]):
                     raise ConfigError(
                         f"optimizer state '{name}' is {_shown(values[key])} for '{first}' but "
-                        f"{_shown(values[other_key])} for '{other}' in the checkpoint {self._source.directory}, and "
+                        f"{_shown(values[other_key])} for '{other}' in {self._source.described}, and "
                         f"{self._holding.described} has one for both {self._where}. {_REMEDY}"
                     )
             self._agreed[name] = values[key]
@@ -119,7 +119,7 @@ class FlatState:
         missing = [each for each in needed if each not in keys]
         if missing:
             raise ConfigError(
-                f"The checkpoint {self._source.directory} has optimizer state '{name}' of {listed(list(keys))} but "
+                f"{opening(self._source)} has optimizer state '{name}' of {listed(list(keys))} but "
                 f"not of {listed(missing)}, and {self._holding.described} has it for all {self._where}. {_REMEDY}"
             )
 
@@ -137,18 +137,22 @@ class FlatState:
         dtype, *others = {entry.properties.dtype for entry in map(self._source.entry, keys.values()) if entry}
         if others:
             raise ConfigError(
-                f"optimizer state '{name}' of {listed(list(keys))} has several dtypes in the checkpoint "
-                f"{self._source.directory}, but {self._holding.described} has one {self._where}. {_REMEDY}"
+                f"optimizer state '{name}' of {listed(list(keys))} has several dtypes in "
+                f"{self._source.described}, but {self._holding.described} has one {self._where}. {_REMEDY}"
             )
         local = self._present.get(name)
         what = f"optimizer state '{name}' of {self._holding.described}"
-        require_dtype(local, dtype, what, self._source.directory, self._where)
+        require_dtype(local, dtype, what, self._source, self._where)
         if not fits(local, parameter.shape, dtype):
             local = torch.zeros_like(parameter, dtype=dtype)
         self._tensors[name] = local.detach()
         for each, target in self._holding.parts(local).items():
             if each in keys:
-                check(self._source, keys[each], f"optimizer state '{name}' of '{each}'", target, self._where)
+                wrong = problem_with(
+                    self._source, keys[each], f"optimizer state '{name}' of '{each}'", target, self._where
+                )
+                if wrong is not None:
+                    raise ConfigError(wrong)
                 self.targets[keys[each]] = target
 
     def _add_scalar(self, name: str, keys: Mapping[str, str]) -> None:
@@ -156,8 +160,8 @@ class FlatState:
             entry = self._source.entry(key)
             if isinstance(entry, TensorStorageMetadata) and math.prod(entry.size) != 1:
                 raise ConfigError(
-                    f"optimizer state '{name}' of '{each}' has shape {tuple(entry.size)} in the checkpoint "
-                    f"{self._source.directory}, neither a scalar nor the parameter's shape, so it is no state of "
+                    f"optimizer state '{name}' of '{each}' has shape {tuple(entry.size)} in "
+                    f"{self._source.described}, neither a scalar nor the parameter's shape, so it is no state of "
                     f"{self._holding.described} {self._where}. {_REMEDY}"
                 )
         self._scalars[name] = dict(keys)

@@ -1,4 +1,4 @@
-"""What a checkpoint of a sharded model holds, under the names that the unsharded model has."""
+"""The state of a sharded model and its optimizer as objects, under the names that the unsharded model has."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.cutting.broken import refuse_broken
-from ..engine.planning.plan import STAGE_ATTRIBUTE
 from ..engine.step.root import Root
-from ..engine.step.step import Phase
 from ..engine.surface.state_dicts import state_dicts_of_pieces
-from ..errors import ConfigError, StateError, UnsupportedError
+from ..errors import ConfigError, UnsupportedError
 from .optimizers import Joint, Optimizers
 from .places import Holding, holdings, places
+from .resting import resting_root
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
@@ -82,40 +80,22 @@ def optimizer_state(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def resting_root(model: nn.Module, call: str) -> Root:
-    """What the units of ``model`` share, with changes that the user made to parameters taken up.
+def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """All names of each parameter and buffer, by the one under which ``model_state`` has it."""
+    module = resting_root(model, "names_of()").stages[0].module
+    found: dict[int, list[str]] = {}
+    for name, tensor in (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ):
+        found.setdefault(id(tensor), []).append(name)
+    return {names[0]: tuple(names) for names in found.values()}
 
-    Raises:
-        StateError: ``model`` is not the outermost sharded module, or is inside a step or ``unsharded()``.
-    """
-    refuse_broken(model, call)
-    module = model
-    # The wrapper holds the sharded module.
-    if STAGE_ATTRIBUTE not in module.__dict__ and isinstance(model._modules.get("module"), nn.Module):
-        module = model.get_submodule("module")
-    stage = module.__dict__.get(STAGE_ATTRIBUTE)
-    if stage is None:
-        raise StateError(
-            f"{call} needs a sharded model, but this {type(model).__name__} is not sharded. "
-            "Pass the module that was given to polyshard.shard or fully_shard."
-        )
-    root: Root = stage.step
-    if root.stages[0] is not stage:
-        raise StateError(
-            f"{call} needs the outermost sharded module, but '{stage.name}' lies inside "
-            f"{type(root.stages[0].module).__name__} (rank {root.rank}). Pass that."
-        )
-    root.refuse_closed(call)
-    root.leave_failed_backward()
-    if root.phase is not Phase.IDLE:
-        raise StateError(
-            f"{call} was called inside a {root.phase.value} of the model (rank {root.rank}). Call it between steps."
-        )
-    if root.unsharded:
-        raise StateError(f"{call} was called inside polyshard.unsharded() (rank {root.rank}). Leave the context first.")
-    for unit in root.units:
-        unit.take_up_changes()
-    return root
+
+def frozen_names(model: nn.Module) -> list[str]:
+    """First names of the parameters that need no gradient."""
+    module = resting_root(model, "frozen_names()").stages[0].module
+    return [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
 
 
 def _managed(root: Root) -> Iterator[nn.Parameter]:

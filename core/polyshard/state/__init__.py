@@ -1,0 +1,31 @@
+"""Model and optimizer state of a sharded model, as objects that the rest of PyTorch reads.
+
+State dicts have the names and whole shapes of the unsharded model. By default a tensor stands for the part of it that
+this rank holds, and stock ``torch.distributed.checkpoint`` saves and loads it without a gather::
+
+    model_state, optim_state = polyshard.state.get_state_dict(model, optimizer)
+    torch.distributed.checkpoint.save({"model": model_state, "optimizer": optim_state}, checkpoint_id=directory)
+
+``StateOptions`` asks for DTensors, or for whole tensors on every rank or on rank 0.
+"""
+
+from .getters import get_model_state_dict, get_optimizer_state_dict, get_state_dict
+from .options import StateForm, StateOptions, StateOrigin
+from .restore import Unmatched
+from .setters import init_optimizer_state, set_model_state_dict, set_optimizer_state_dict, set_state_dict
+from .sharded import CheckpointTensor
+
+__all__ = [
+    "CheckpointTensor",
+    "StateForm",
+    "StateOptions",
+    "StateOrigin",
+    "Unmatched",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "init_optimizer_state",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+]

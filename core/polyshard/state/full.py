@@ -1,0 +1,166 @@
+"""Whole tensors in host memory, gathered one unit after the other.
+
+No rank has more than one unit whole on the device that computes, and beside that what it was asked for, on the host.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..engine.step.root import Root
+from ..engine.step.unit import Unit
+from ..engine.surface.gathered import gather_whole
+from ..engine.transport.buffer import view_of
+from ..errors import UnsupportedError
+from .contents import model_state
+from .optimizers import Joint
+from .places import Holding, Place, holdings, places_of
+from .sharded import CheckpointTensor
+
+
+def require_whole(root: Root, call: str) -> None:
+    """Refuse where other ranks' elements cannot be had.
+
+    Raises:
+        UnsupportedError: saying so.
+    """
+    if root.collectives.world_size > 1 and not root.collectives.capabilities.can_communicate:
+        raise UnsupportedError(
+            f"{call} cannot give whole tensors on a rank of a pretended world of {root.collectives.world_size}: "
+            "nothing travels there. Ask for the sharded form."
+        )
+
+
+def whole_parameters(root: Root, *, receives: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each sharded parameter, whole and in host memory, unit by unit; nothing where this rank does not receive.
+
+    Every rank goes through all of it.
+    """
+    for unit in root.units:
+        if unit.grid.shard is None and not receives:
+            continue
+        flat = gather_whole(unit, unit.master)
+        for place in places_of(unit) if receives else ():
+            yield place.name, _on_host(_view(flat, place))
+        # Not kept while the next one is gathered.
+        del flat
+
+
+def full_model_state(model: nn.Module, root: Root, *, receives: bool) -> dict[str, Any]:
+    """As ``model_state``, of whole tensors; in its order."""
+    whole = dict(whole_parameters(root, receives=receives))
+    if not receives:
+        return {}
+    return {name: whole[name] if name in whole else _on_host(value) for name, value in model_state(model).items()}
+
+
+def full_optimizer_state(root: Root, joint: Joint, own: Mapping[str, Any], *, receives: bool) -> dict[str, Any]:
+    """As ``own``, which ``optimizer_state`` gave of ``joint``, of whole tensors."""
+    held = holdings(root, joint.groups)
+    told = _told(own["state"])
+    everyone = root.collectives.all_gather_object(told) if root.collectives.world_size > 1 else [told]
+    known: dict[str, dict[str, Any]] = {}
+    for each in everyone:
+        for name, states in each.items():
+            for key, value in states.items():
+                known.setdefault(name, {}).setdefault(key, value)
+    by_unit: dict[str, list[Holding]] = {}
+    unit_of = {parameter.names[0]: unit for unit in root.units for parameter in unit.parameters}
+    for holding in held.values():
+        if holding.places:
+            by_unit.setdefault(unit_of[holding.names[0]].name, []).append(holding)
+    found: dict[str, dict[str, Any]] = {}
+    for unit in root.units:
+        if unit.grid.shard is None and not receives:
+            continue
+        for name, key, tensor in _whole_states(unit, by_unit.get(unit.name, []), joint, known, receives=receives):
+            found.setdefault(name, {})[key] = tensor
+    if not receives:
+        return {}
+    for name, states in known.items():
+        for key, value in states.items():
+            if isinstance(value, _Tensor):
+                if key not in found.get(name, {}):
+                    found.setdefault(name, {})[key] = _on_host(own["state"][name][key])
+            else:
+                found.setdefault(name, {})[key] = value
+    order = [name for group in own["param_groups"] for name in group["params"] if name in found]
+    groups = [{setting: _on_host(value) for setting, value in group.items()} for group in own["param_groups"]]
+    return {"state": {name: found[name] for name in order}, "param_groups": groups}
+
+
+class _Tensor:
+    """What is told of a tensor that is not sent with the telling."""
+
+    def __init__(self, dtype: torch.dtype, *, cut: bool) -> None:
+        self.dtype = dtype
+        self.cut = cut
+
+
+def _told(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What this rank has of each parameter: scalars themselves, and of tensors what they are like."""
+    told: dict[str, dict[str, Any]] = {}
+    for name, states in state.items():
+        for key, value in states.items():
+            if isinstance(value, torch.Tensor) and (isinstance(value, CheckpointTensor) or value.numel() != 1):
+                told.setdefault(name, {})[key] = _Tensor(value.dtype, cut=isinstance(value, CheckpointTensor))
+            else:
+                told.setdefault(name, {})[key] = _on_host(value)
+    return told
+
+
+def _whole_states(
+    unit: Unit,
+    held: list[Holding],
+    joint: Joint,
+    known: Mapping[str, Mapping[str, Any]],
+    *,
+    receives: bool,
+) -> Iterator[tuple[str, str, torch.Tensor]]:
+    wanted: dict[tuple[str, torch.dtype], list[Place]] = {}
+    for holding in held:
+        for place in holding.places:
+            for key, value in known.get(place.name, {}).items():
+                if isinstance(value, _Tensor) and value.cut:
+                    wanted.setdefault((key, value.dtype), []).append(place)
+    for (key, dtype), places in wanted.items():
+        own = torch.zeros_like(unit.master, dtype=dtype)
+        names = {place.name for place in places}
+        for holding in held:
+            value = joint.state_of(holding.parameter).get(key)
+            if isinstance(value, torch.Tensor) and value.ndim and value.shape == holding.parameter.shape:
+                _put(own, holding, names, value)
+        flat = gather_whole(unit, own)
+        for place in places if receives else ():
+            yield place.name, key, _on_host(_view(flat, place))
+        # Not kept while the next one is gathered.
+        del flat, own
+
+
+def _put(own: torch.Tensor, holding: Holding, names: set[str], value: torch.Tensor) -> None:
+    """Put this rank's part of a state into ``own`` (``[shard_numel]``), where its parameter lies in the master."""
+    if holding.unit is not None:
+        own.copy_(value)
+        return
+    (place,) = holding.places
+    if place.piece is None or place.name not in names or value.dtype != own.dtype:
+        return
+    # A parameter that is not cut has its own shape, which is no piece's.
+    shown = place.slot.shown(place.piece.numel) if place.cut else (place.slot.shape, place.slot.stride)
+    own.as_strided(*shown, own.storage_offset() + place.piece.shard_offset).copy_(value)
+
+
+def _view(flat: torch.Tensor, place: Place) -> torch.Tensor:
+    return view_of(flat, place.slot.shape, place.slot.stride, place.slot.offset)
+
+
+def _on_host(value: Any) -> Any:
+    """A copy, of tensors in host memory."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    return copy.deepcopy(value)

@@ -1,0 +1,175 @@
+"""Saves that go on in the background: what they hold, when they are there, and what a failure leaves."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from parity import on_ranks, threaded, units_of
+from plain_states import Odd, Part, adamw, differing, odd, train
+from polyshard import checkpoint
+from polyshard import state as states
+from polyshard.errors import CollectiveTimeoutError, ConfigError, RankMismatchError
+from polyshard.hookspecs import hookimpl
+from polyshard_backends.threaded import ThreadedWorld
+from torch import nn
+from torch.distributed.checkpoint import filesystem
+
+Made = tuple[Odd, torch.optim.Optimizer]
+FULL = states.StateOptions(form="full")
+
+
+def made(rank: int, world: ThreadedWorld, **settings: Any) -> Made:
+    with world.lock:
+        model = odd()
+    polyshard.shard(model, threaded(world, rank, policy=units_of(Part), check_ranks=False, **settings))
+    return model, adamw(model)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Nothing is written by threads in the background until it is set."""
+    opened = threading.Event()
+    write = filesystem.FileSystemWriter.write_data
+
+    def waits(self: Any, *args: Any) -> Any:
+        if threading.current_thread().name.startswith("save of"):
+            opened.wait(20)
+        return write(self, *args)
+
+    monkeypatch.setattr(filesystem.FileSystemWriter, "write_data", waits)
+    yield opened
+    opened.set()
+
+
+@pytest.mark.parametrize("settings", [{"layout": "rows"}, {"strategy": "no_shard"}, {"offload": "cpu"}], ids=str)
+def test_what_was_saved_is_the_state_at_the_call(
+    settings: dict[str, Any], tmp_path: Path, gate: threading.Event
+) -> None:
+    def body(rank: int, world: ThreadedWorld) -> list[Any]:
+        model, optimizer = made(rank, world, **settings)
+        train(model, optimizer, 2)
+        at_the_call = states.get_state_dict(model, optimizer, FULL)
+        pending = checkpoint.async_save(tmp_path, 2, model, optimizer, extra={"epoch": 3})
+        train(model, optimizer, 2, first=2)
+        assert not pending.done()
+        with pytest.raises(CollectiveTimeoutError, match="has not ended yet"):
+            pending.result(timeout=0)
+        assert checkpoint.latest(tmp_path) is None
+        world_barrier(model)
+        gate.set()
+        assert pending.result(timeout=20) == tmp_path / "step-00000002"
+        assert pending.done()
+        later = states.get_state_dict(model, optimizer, FULL)
+        assert checkpoint.load(tmp_path / "step-00000002", model, optimizer) == {"epoch": 3}
+        return [at_the_call, later, states.get_state_dict(model, optimizer, FULL)]
+
+    for before, later, loaded in on_ranks(2, body):
+        assert differing(before, later)
+        assert not differing(before, loaded)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000002"}
+
+
+def world_barrier(model: nn.Module) -> None:
+    """All ranks are here."""
+    states.get_model_state_dict(model, states.StateOptions(form="full_on_rank_0"))
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Threads in the background that find the disk full: ``{"0"}`` for that of rank 0."""
+    ranks: set[str] = set()
+    write = filesystem.FileSystemWriter.write_data
+
+    def fails(self: Any, plan: Any, planner: Any) -> Any:
+        thread = threading.current_thread().name
+        # Rank 0 alone coordinates.
+        if thread.startswith("save of") and str(int(not planner.is_coordinator)) in ranks:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, plan, planner)
+
+    monkeypatch.setattr(filesystem.FileSystemWriter, "write_data", fails)
+    return ranks
+
+
+@pytest.mark.parametrize("full_on", [0, 1])
+@pytest.mark.parametrize("asked", [True, False], ids=["result", "next save"])
+def test_a_failure_comes_out_once_and_leaves_no_checkpoint(
+    full_on: int, asked: bool, tmp_path: Path, failing: set[str]
+) -> None:
+    def body(rank: int, world: ThreadedWorld) -> None:
+        model, optimizer = made(rank, world)
+        failing.add(str(full_on))
+        pending = checkpoint.async_save(tmp_path, 1, model, optimizer)
+        expected = OSError if rank == full_on else RankMismatchError
+        with pytest.raises(expected, match=r"No space left on device"):
+            _ = pending.result(20) if asked else checkpoint.save(tmp_path, 2, model, optimizer)
+        train(model, optimizer, 1)
+        failing.clear()
+        assert checkpoint.save(tmp_path, 3, model, optimizer) == tmp_path / "step-00000003"
+        with pytest.raises(expected, match=r"No space left on device"):
+            pending.result()
+
+    on_ranks(2, body)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000003"
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000003"}
+
+
+def test_a_save_waits_for_the_one_before_and_keep_counts_both(tmp_path: Path) -> None:
+    def body(rank: int, world: ThreadedWorld) -> list[str]:
+        model, optimizer = made(rank, world)
+        first = checkpoint.async_save(tmp_path, 1, model, optimizer, keep=2)
+        second = checkpoint.async_save(tmp_path, 2, model, optimizer, keep=2)
+        assert first.done()
+        third = checkpoint.async_save(tmp_path, 3, model, optimizer, keep=2)
+        assert [each.result(20).name for each in (second, third)] == ["step-00000002", "step-00000003"]
+        with pytest.raises((ConfigError, RankMismatchError), match="step-00000003 is committed already"):
+            checkpoint.async_save(tmp_path, 3, model, optimizer)
+        with pytest.raises((ConfigError, RankMismatchError), match="must not be negative"):
+            checkpoint.async_save(tmp_path, -1, model, optimizer)
+        return [path.name for path in sorted(tmp_path.iterdir())]
+
+    assert on_ranks(2, body) == [["step-00000002", "step-00000003"]] * 2
+
+
+def test_another_job_that_commits_meanwhile_is_told_of(tmp_path: Path, gate: threading.Event) -> None:
+    config = polyshard.ShardConfig(collectives={"name": "fake", "world_size": 2})
+    model, other = (polyshard.shard(odd(), config) for _ in range(2))
+    pending = checkpoint.async_save(tmp_path, 1, model)
+    checkpoint.save(tmp_path, 2, other)
+    gate.set()
+    with pytest.raises(ConfigError, match="Another job has committed"):
+        pending.result(20)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+class Heard:
+    """A listener."""
+
+    def __init__(self) -> None:
+        self.saved: list[str] = []
+
+    @hookimpl
+    def on_save(self, path: Path) -> None:
+        self.saved.append(path.name)
+
+
+def test_listeners_hear_of_a_checkpoint_when_it_is_there(tmp_path: Path, gate: threading.Event) -> None:
+    heard = Heard()
+    config = polyshard.ShardConfig(collectives={"name": "fake", "world_size": 2}, listeners=[heard])
+    model = polyshard.shard(odd(), config)
+    pending = checkpoint.async_save(tmp_path, 1, model)
+    assert heard.saved == []
+    gate.set()
+    pending.result()
+    pending.result()
+    assert heard.saved == ["step-00000001"]
+    checkpoint.async_save(tmp_path, 2, model)
+    checkpoint.save(tmp_path, 3, model)
+    assert heard.saved == ["step-00000001", "step-00000002", "step-00000003"]

@@ -1,0 +1,138 @@
+"""Directories that plain torch wrote, read by sharded models; what is of another model is refused by name."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from parity import on_ranks, threaded, units_of
+from plain_states import Odd, Part, State, adamw, differing, odd, plain_state, sorted_groups, train
+from polyshard import checkpoint
+from polyshard import state as states
+from polyshard.checkpoint import DcpKeys
+from polyshard.errors import ConfigError, RankMismatchError, StateError
+from polyshard_backends.threaded import ThreadedWorld
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+FULL = states.StateOptions(form="full")
+
+
+def write(folder: Path, state: dict[str, Any]) -> Path:
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        # That one process saves is what no_dist asks for.
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def flattened() -> State:
+    model = odd()
+    optimizer = adamw(model)
+    train(model, optimizer, 2)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
+
+
+def made(rank: int, world: ThreadedWorld) -> tuple[Odd, torch.optim.Optimizer]:
+    with world.lock:
+        model = odd(1)
+    polyshard.shard(model, threaded(world, rank, policy=units_of(Part), check_ranks=False))
+    return model, adamw(model)
+
+
+@pytest.mark.parametrize(
+    ("shape", "keys"),
+    [
+        (lambda plain: plain, None),
+        (lambda plain: flattened(), None),
+        (lambda plain: {"m": plain["model"], "optim": plain["optimizer"]}, DcpKeys("m", "optim")),
+        (lambda plain: {"app": plain, "step": 7}, DcpKeys(("app", "model"), ("app", "optimizer"))),
+        (lambda plain: {**plain["model"], "optimizer": plain["optimizer"]}, DcpKeys(model=())),
+    ],
+    ids=["as torch", "flattened", "other keys", "nested", "no key"],
+)
+def test_what_plain_torch_wrote_is_read(shape: Any, keys: DcpKeys | None, tmp_path: Path) -> None:
+    plain = plain_state()
+    folder = write(tmp_path, shape(plain))
+
+    def body(rank: int, world: ThreadedWorld) -> State:
+        model, optimizer = made(rank, world)
+        checkpoint.load_dcp(folder, model, optimizer, keys=keys)
+        one, other = states.get_state_dict(model, optimizer, FULL)
+        train(model, optimizer, 1)
+        return {"model": one, "optimizer": other}
+
+    for found in on_ranks(3, body):
+        assert not differing(sorted_groups(plain), sorted_groups(found))
+
+
+def test_what_is_of_another_model_is_refused_at_once(tmp_path: Path) -> None:
+    plain = plain_state()
+    other = dict(plain["model"])
+    del other["norm.bias"]
+    other.update({"parts.1.gate": torch.zeros(3, 5, 8), "other": torch.zeros(2), "scale": torch.zeros(1).double()})
+    raw = torch.optim.AdamW(odd().parameters())
+    train(odd(), raw, 0)
+    for parameter in raw.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    raw.step()
+    write(tmp_path / "model", {"model": other, "optimizer": plain["optimizer"]})
+    write(tmp_path / "raw", {"model": plain["model"], "optimizer": raw.state_dict()})
+    write(tmp_path / "alone", {"model": plain["model"], "optim": plain["optimizer"]})
+    one_group = {**flattened(), "model": plain["model"]}
+    name = next(key for key in one_group["optimizer"] if key.endswith(".weight_decay") and "gate" in key)
+    one_group["optimizer"][name] = 0.7
+    write(tmp_path / "groups", one_group)
+    (tmp_path / "empty").mkdir()
+    cases = [
+        (
+            "model",
+            None,
+            ConfigError,
+            (r"has no 'norm\.bias'", "has 'other', which the model lacks", r"\(3, 5, 8\)", "float64"),
+        ),
+        ("raw", None, ConfigError, (r"by numbers .*get_optimizer_state_dict",)),
+        ("alone", None, ConfigError, (r"has no optimizer at 'optimizer'; at the top it has 'model', 'optim'",)),
+        ("alone", DcpKeys("net", "optim"), ConfigError, (r"has no model at 'net'",)),
+        ("groups", None, ConfigError, (r"0\.7.*one group",)),
+        ("empty", None, StateError, (r"no file '\.metadata'",)),
+    ]
+
+    def body(rank: int, world: ThreadedWorld) -> None:
+        model, optimizer = made(rank, world)
+        before = states.get_model_state_dict(model, FULL)
+        for folder, keys, error, words in cases:
+            with pytest.raises(error) as caught:
+                checkpoint.load_dcp(tmp_path / folder, model, optimizer, keys=keys)
+            for word in words:
+                caught.match(f"(?s){word}")
+        with pytest.raises(RankMismatchError, match="different checkpoints"):
+            checkpoint.load_dcp(tmp_path / ("alone", "raw")[rank], model)
+        with pytest.raises(StateError, match="is no complete checkpoint"):
+            checkpoint.load(tmp_path / "alone", model)
+        assert not differing(before, states.get_model_state_dict(model, FULL))
+        assert not optimizer.state
+        checkpoint.load_dcp(tmp_path / "alone", model, optimizer, keys=DcpKeys(optimizer="optim"))
+        train(model, optimizer, 1)
+
+    on_ranks(2, body)
+
+
+def test_a_committed_checkpoint_of_ours_is_one_of_torchs_too(tmp_path: Path) -> None:
+    plain = plain_state()
+
+    def body(rank: int, world: ThreadedWorld) -> State:
+        model, optimizer = made(rank, world)
+        states.set_state_dict(model, optimizer, model_state_dict=plain["model"], optim_state_dict=plain["optimizer"])
+        directory = checkpoint.save(tmp_path, 1, model, optimizer)
+        again, fresh = made(rank, world)
+        checkpoint.load_dcp(directory, again, fresh)
+        one, other = states.get_state_dict(again, fresh, FULL)
+        return {"model": one, "optimizer": other}
+
+    for found in on_ranks(2, body):
+        assert not differing(sorted_groups(plain), sorted_groups(found))
