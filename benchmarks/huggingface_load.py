@@ -1,0 +1,309 @@
+"""Safetensors files into shards and out of them, beside what the disk needs for the same bytes alone.
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/huggingface_load.py --folder /local/disk/weights --out load.json
+    torchrun --standalone --nproc-per-node 2 benchmarks/huggingface_load.py --device cpu --work tiny --folder weights
+
+The model of ``peers.py``, in the shape of a Llama, is built on the meta device and sharded with made-up fp32 values,
+which ``polyshard.huggingface.save`` writes in bf16: the export. It is then built anew and loaded from these files.
+*plain* is the same bytes, by as many processes and threads, in requests of the same size, with nothing done to them;
+writes are followed by fsync in both. *cold*: the files' pages were given back before (posix_fadvise); *warm*: they
+were read just before. A time is the slowest rank's. Peaks are of one rank, the largest, above what it held when the
+phase began: of the host the resident memory (Linux), of the device what the allocator gave out. The folder must be
+empty or missing, and is removed at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import json
+import os
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import polyshard
+import polyshard.huggingface
+import torch
+from memory import Memory
+from ranks import Ranks
+from runs import FailedError, environment, together
+from torch import nn
+from workloads import WORKLOADS, Block, LanguageModel, Workload, initial_value
+
+#: As in polyshard/huggingface/transfers.py.
+_REQUEST_NBYTES = 16 * 2**20
+_THREADS = 4
+_GIB = 2**30
+_STATUS = Path("/proc/self/status")
+
+
+class HostMemory:
+    """Resident memory of this process; None of everything where the system does not say."""
+
+    def begin(self) -> float | None:
+        """GiB that are resident now, from which on the peak counts."""
+        gc.collect()
+        try:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        except OSError:
+            return None
+        return self._read("VmRSS")
+
+    def peak(self) -> float | None:
+        """GiB at most since ``begin``."""
+        return self._read("VmHWM")
+
+    def _read(self, key: str) -> float | None:
+        if not _STATUS.is_file():
+            return None
+        line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(key))
+        return int(line.split()[1]) * 1024 / _GIB
+
+
+class Benchmark:
+    """The phases of one run, and the rows that they leave."""
+
+    def __init__(self, ranks: Ranks, workload: Workload, folder: Path, asked: argparse.Namespace) -> None:
+        self.ranks = ranks
+        self.workload = workload
+        self.folder = folder
+        self.asked = asked
+        self.rows: list[dict[str, Any]] = []
+        self.began = time.perf_counter()
+        self._host, self._device = HostMemory(), Memory(ranks.device)
+        # Made and touched here: what is measured plainly is the disk alone.
+        self._buffers = [memoryview(bytearray(os.urandom(_REQUEST_NBYTES))) for _ in range(_THREADS)]
+
+    def run(self) -> None:
+        """All phases; those for which no time is left are skipped."""
+        weights = self.folder / "weights"
+        model = self._sharded(self._made_up)
+        save = partial(polyshard.huggingface.save, model, weights, dtype=torch.bfloat16)
+        self._phase("export", save)
+        nbytes = sum(path.stat().st_size for path in weights.glob("*.safetensors"))
+        self.rows[-1]["nbytes"] = nbytes
+        polyshard.close(model)
+        del model, save
+        self._phase("plain write", partial(self._write_plainly, nbytes), nbytes)
+        (self.folder / f"plain-{self.ranks.rank}").unlink(missing_ok=True)
+        files = sorted(weights.glob("*.safetensors"))
+        self._phase("plain read, cold", partial(self._read_plainly, files), nbytes, before=partial(_forget, files))
+        model = self._sharded(None)
+        load = partial(polyshard.huggingface.load, model, weights)
+        self._phase("load, cold", load, nbytes, before=partial(_forget, files))
+        self._check(model)
+        self._phase("plain read, warm", partial(self._read_plainly, files), nbytes)
+        self._phase("load, warm", load, nbytes)
+        self._phase("load, rank 0 for all, warm", partial(load, ranks="first"), nbytes)
+        self._check(model)
+        polyshard.close(model)
+
+    def _phase(
+        self, name: str, work: Callable[[], object], nbytes: int = 0, *, before: Callable[[], None] | None = None
+    ) -> None:
+        spent = time.perf_counter() - self.began
+        if self.asked.deadline is not None and self.ranks.decided(spent > self.asked.deadline):
+            self.rows.append({"phase": name, "skipped": f"after {spent:.0f} s"})
+            return
+        faulthandler.dump_traceback_later(self.asked.hang_timeout, exit=True)
+        if before is not None:
+            before()
+        self._device.settle()
+        self._device.reset_peaks()
+        with together(self.ranks):
+            held, resident = self._device.allocated(), self._host.begin()
+        began = time.perf_counter()
+        with together(self.ranks):
+            work()
+            self.ranks.synchronize()
+            seconds = time.perf_counter() - began
+        device = self._device.peaks()
+        peaks = {
+            "host_peak_gib": _above(self._host.peak(), resident),
+            "device_peak_gib": _above(device and device[0], held),
+            "device_held_gib": held,
+        }
+        found = self.ranks.largest([seconds, *(-1.0 if value is None else value for value in peaks.values())])
+        measured = dict(zip(peaks, (round(value, 4) if value >= 0 else None for value in found[1:]), strict=True))
+        self.rows.append({"phase": name, "seconds": round(found[0], 4), "nbytes": nbytes, **measured})
+        faulthandler.cancel_dump_traceback_later()
+        if self.ranks.rank == 0:
+            print(f"{name}: {found[0]:.2f} s", file=sys.stderr, flush=True)
+
+    def _sharded(self, initialise: Callable[[dict[nn.Module, str], nn.Module], None] | None) -> LanguageModel:
+        with torch.device("meta"):
+            model = LanguageModel(self.workload)
+        if initialise is None:
+            initializer = polyshard.huggingface.to_be_loaded(model)
+        else:
+            initializer = partial(initialise, {module: name for name, module in model.named_modules()})
+        config = polyshard.ShardConfig(policy={"name": "transformer", "layers": Block}, device=self.ranks.device)
+        with together(self.ranks):
+            polyshard.shard(model, config, initializer=initializer)
+        return model
+
+    def _made_up(self, names: dict[nn.Module, str], module: nn.Module) -> None:
+        for key, parameter in module.named_parameters(recurse=False):
+            if not parameter.is_meta:
+                name = f"{names[module]}.{key}"
+                with torch.no_grad():
+                    parameter.copy_(initial_value(name, parameter.shape, parameter.device))
+
+    def _check(self, model: LanguageModel) -> None:
+        """Some parameters, as far as they are here, have the values that were written; nothing where none were read."""
+        if "skipped" in self.rows[-1]:
+            return
+        with together(self.ranks):
+            self._compare(model)
+
+    def _compare(self, model: LanguageModel) -> None:
+        last = self.workload.layers - 1
+        for name in ("embedding.weight", "blocks.0.query.weight", f"blocks.{last}.down.weight", "tail.head.weight"):
+            parameter = model.get_parameter(name)
+            place = polyshard.placement(parameter)
+            expected = initial_value(name, place.shape, self.ranks.device).bfloat16().float().reshape(-1)
+            if not torch.equal(parameter.detach().reshape(-1), expected[place.start : place.stop]):
+                raise RuntimeError(f"{name} has other values than were written")
+
+    def _read_plainly(self, files: Iterable[Path]) -> None:
+        """This rank's part of ``files``, into memory that is used again and again."""
+        rank, ranks = self.ranks.rank, self.ranks.world_size
+        requests: list[tuple[int, int, int]] = []
+        descriptors = []
+        for path in files:
+            descriptors.append(os.open(path, os.O_RDONLY))
+            size = path.stat().st_size
+            requests += _requests(descriptors[-1], size * rank // ranks, size * (rank + 1) // ranks)
+
+        def read(buffer: memoryview, mine: list[tuple[int, int, int]]) -> None:
+            for descriptor, start, stop in mine:
+                while start < stop:
+                    start += os.preadv(descriptor, [buffer[: stop - start]], start)
+
+        _in_threads([partial(read, each, requests[index::_THREADS]) for index, each in enumerate(self._buffers)])
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def _write_plainly(self, nbytes: int) -> None:
+        rank, ranks = self.ranks.rank, self.ranks.world_size
+        descriptor = os.open(self.folder / f"plain-{rank}", os.O_RDWR | os.O_CREAT)
+        requests = _requests(descriptor, 0, nbytes * (rank + 1) // ranks - nbytes * rank // ranks)
+
+        def write(buffer: memoryview, mine: list[tuple[int, int, int]]) -> None:
+            for _, start, stop in mine:
+                while start < stop:
+                    start += os.pwritev(descriptor, [buffer[: stop - start]], start)
+
+        _in_threads([partial(write, each, requests[index::_THREADS]) for index, each in enumerate(self._buffers)])
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def _requests(descriptor: int, start: int, stop: int) -> list[tuple[int, int, int]]:
+    return [(descriptor, at, min(at + _REQUEST_NBYTES, stop)) for at in range(start, stop, _REQUEST_NBYTES)]
+
+
+def _in_threads(work: list[Callable[[], None]]) -> None:
+    with ThreadPoolExecutor(len(work)) as pool:
+        for future in [pool.submit(each) for each in work]:
+            future.result()
+
+
+def _forget(files: Iterable[Path]) -> None:
+    """Ask the system to let go of what it keeps of ``files``."""
+    for path in files:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def _above(peak: float | None, before: float | None) -> float | None:
+    return None if peak is None or before is None else max(0.0, peak - before)
+
+
+def table(rows: Iterable[dict[str, Any]]) -> str:
+    """Rows for reading: what took how long, and what it needed."""
+    lines = [f"{'phase':<28}{'s':>9}{'GB/s':>8}{'host +GiB':>11}{'device +GiB':>13}{'device held':>13}"]
+    for row in rows:
+        if "skipped" in row:
+            lines.append(f"{row['phase']:<28} skipped {row['skipped']}")
+            continue
+        peaks = [row["host_peak_gib"], row["device_peak_gib"], row["device_held_gib"]]
+        shown = ["-" if value is None else f"{value:.2f}" for value in peaks]
+        rate = row["nbytes"] / row["seconds"] / 1e9
+        lines.append(f"{row['phase']:<28}{row['seconds']:>9.2f}{rate:>8.2f}{shown[0]:>11}{shown[1]:>13}{shown[2]:>13}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run, print the table last; returns the process's exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", choices=sorted(WORKLOADS), default="8b", help="size of the model")
+    parser.add_argument("--folder", type=Path, required=True, help="on the disk to be measured; made, and removed")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--deadline", type=float, help="seconds after which no further phase is begun")
+    parser.add_argument("--hang-timeout", type=float, default=150.0, help="seconds for one phase")
+    parser.add_argument("--commit", help="recorded instead of what git says")
+    parser.add_argument("--out", type=Path, help="write everything as JSON")
+    asked = parser.parse_args()
+    if "RANK" not in os.environ:
+        # Not an error: all benchmarks may be run one after the other, each by itself.
+        print("nothing measured: start it with torchrun, see --help", file=sys.stderr)
+        return 0
+    if asked.device == "cuda" and not torch.cuda.is_available():
+        print("nothing measured: no CUDA device is there; --device cpu --work tiny tries the program", file=sys.stderr)
+        return 2
+    warnings.simplefilter("ignore")
+    if asked.device == "cpu":
+        torch.set_num_threads(1)
+    ranks = Ranks(asked.device, timedelta(seconds=2 * asked.hang_timeout))
+    workload: Workload = WORKLOADS[asked.work]
+    folder: Path = asked.folder
+    code = 0
+    try:
+        with together(ranks):
+            if ranks.rank == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                if any(folder.iterdir()):
+                    raise RuntimeError("the folder is not empty")
+        benchmark = Benchmark(ranks, workload, folder, asked)
+        try:
+            benchmark.run()
+        finally:
+            ranks.meet()
+            if ranks.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+        if ranks.rank == 0:
+            report = {
+                "environment": environment(ranks, "huggingface_load.py", asked.commit),
+                "work": workload.describe(),
+                "elapsed_s": round(time.perf_counter() - benchmark.began, 1),
+                "rows": benchmark.rows,
+            }
+            if asked.out is not None:
+                asked.out.parent.mkdir(parents=True, exist_ok=True)
+                asked.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            print(table(benchmark.rows), flush=True)
+        else:
+            environment(ranks, "huggingface_load.py", asked.commit)
+    except FailedError as failure:
+        print(f"{failure.reason}\n{failure.trace}", file=sys.stderr, flush=True)
+        code = 1
+    faulthandler.dump_traceback_later(asked.hang_timeout, exit=True)
+    ranks.close()
+    faulthandler.cancel_dump_traceback_later()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""Reads the weights of a safetensors checkpoint into the shards of a model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ..checkpoint.agreement import together
+from ..checkpoint.boxes import Box
+from ..checkpoint.exchange import coordinates, from_first, speaks
+from ..checkpoint.sharded import Chunk
+from ..checkpoint.state import resting_root
+from ..engine.planning.values import send_from_first
+from ..engine.step.root import Root
+from ..engine.step.unit import Unit
+from ..errors import ConfigError, RankMismatchError
+from . import _private
+from .conversion import Conversion, Match, listed, match
+from .files import Saved, open_saved
+from .held import Held, held_in, of_shard
+from .parts import Part, slabs
+from .transfers import STAGED_NBYTES, OpenFiles, Reader, read_all, transfers_of
+
+#: Which ranks have the files.
+Ranks = Literal["all", "first"]
+
+
+def load(
+    model: nn.Module,
+    path: Path | str,
+    *,
+    ranks: Ranks = "all",
+    convert: Conversion | None = None,
+    missing: Collection[str] = (),
+    unexpected: Collection[str] = (),
+) -> None:
+    """Read a checkpoint of safetensors files into the sharded ``model``, in place.
+
+    Every rank calls it, between steps. Each reads the elements that it keeps, and no others: straight into its shards,
+    cast to their dtype, 16 MiB at a time in each of four threads. Tied tensors are read once, under whichever of their
+    names the files have.
+
+    Args:
+        model: The outermost sharded module. Where it was built on the meta device, see ``to_be_loaded``.
+        path: A folder as ``save_pretrained`` writes it, or one of its files.
+        ranks: ``"all"`` where every rank sees the files. ``"first"`` where rank 0 alone does: it reads for all, and
+            sends shard by shard of each unit.
+        convert: From the files' tensors to the model's, by name: a function that gets stand-ins without values and
+            puts them together by slices, ``torch.cat``, ``torch.stack``, ``chunk``, ``transpose`` and the like. It
+            changes no dtype. None for what ``from_pretrained`` does where ``model`` is one of Transformers', and for
+            the same names elsewhere.
+        missing: Patterns (``"score.*"``) of names that the files may lack; what has one keeps its values.
+        unexpected: Patterns of names that the files may have and the model lacks.
+
+    Raises:
+        ConfigError: there is no checkpoint, or it is not one of this model: all tensors that are missing, unexpected,
+            of another shape or of a dtype that cannot be cast are named. Tied tensors differ in the files. What may be
+            missing has no values. Nothing was changed.
+        StateError: the files are damaged; inside a step; ``model`` is not the outermost sharded module.
+        UnsupportedError: what is to be done to a tensor cannot be done in parts.
+        RankMismatchError: another rank failed, or was given another checkpoint or other ``ranks``.
+        OSError: reading failed; the model may hold parts of the checkpoint.
+    """
+    with closing(OpenFiles()) as files:
+        load_through(
+            files, model, path, ranks=ranks, convert=convert, missing=missing, unexpected=unexpected, open_files=files
+        )
+
+
+def load_through(
+    reader: Reader,
+    model: nn.Module,
+    path: Path | str,
+    *,
+    ranks: Ranks = "all",
+    convert: Conversion | None = None,
+    missing: Collection[str] = (),
+    unexpected: Collection[str] = (),
+    open_files: OpenFiles | None = None,
+) -> None:
+    """``load``, with another way to read files. ``open_files``: what is told beforehand which files will be read."""
+    root, path = resting_root(model, "huggingface.load()"), Path(path)
+    module, collectives = root.stages[0].module, root.collectives
+    reads = ranks == "all" or coordinates(collectives)
+    saved: Saved | None = None
+    found: Match | None = None
+    kept: set[str] = set()
+    different: list[str] = []
+    with together(collectives, f"Opening {path}"):
+        if ranks not in ("all", "first"):
+            raise ConfigError(f"ranks must be 'all' or 'first', not {ranks!r}.")
+        _refuse_text(missing=missing, unexpected=unexpected)
+        if reads:
+            saved = open_saved(path)
+    _require_same(root, path, ranks, saved)
+    with together(collectives, f"Matching {path} with the model"):
+        held = held_in(root)
+        if saved is not None:
+            shapes = {name: each.shape for each in held for name in each.names}
+            found = match(
+                saved,
+                held,
+                convert or _private.from_files(module, shapes),
+                missing=missing,
+                unexpected=unexpected,
+                ignored=_private.unwanted(module),
+                model=type(module).__name__,
+                rank=root.rank,
+            )
+            if open_files is not None:
+                open_files.open(dict.fromkeys(each.file for each in saved.tensors.values()))
+            different = _different_ties(found, saved, reader, whole=ranks == "first")
+            kept = {each.names[0] for each in found.kept}
+    if ranks == "first":
+        kept = from_first(collectives, kept)
+    _refuse_together(root, path, _unset(held, kept), different)
+    if ranks == "all":
+        with together(collectives, f"Reading {path}"):
+            assert saved is not None
+            assert found is not None
+            _read(held, found, saved, reader)
+    else:
+        _read_for_all(root, held, kept, found, saved, reader)
+    root.events.on_load(model, path)
+
+
+def _read(held: Iterable[Held], found: Match, saved: Saved, reader: Reader) -> None:
+    read_all(
+        (
+            transfer
+            for each in held
+            if each.names[0] in found.recipes
+            for transfer in transfers_of(each.chunks, found.recipes[each.names[0]], saved.tensors)
+        ),
+        reader,
+    )
+
+
+def _read_for_all(
+    root: Root,
+    held: Iterable[Held],
+    kept: Collection[str],
+    found: Match | None,
+    saved: Saved | None,
+    reader: Reader,
+) -> None:
+    """Rank 0 reads, and sends to each rank what it keeps: one shard of one unit at a time. ``kept``: not sent."""
+    collectives = root.collectives
+    for unit in root.units:
+        for shard_rank in range(unit.layout.world_size):
+            shard = torch.zeros(unit.layout.shard_numel, dtype=unit.master.dtype, device=unit.spec.device)
+            with together(collectives, f"Reading unit '{unit.name}'"):
+                if found is not None and saved is not None:
+                    _read(of_shard(unit, shard, shard_rank), found, saved, reader)
+            send_from_first([shard], collectives, shard.device)
+            if shard_rank == unit.grid.shard_rank:
+                _take(unit, shard, kept)
+    with together(collectives, "Reading what is not sharded"):
+        others = [each for each in held if each.unit is None and each.names[0] not in kept]
+        if found is not None and saved is not None:
+            _read(others, found, saved, reader)
+    send_from_first([chunk.view for each in others for chunk in each.chunks], collectives, root.units[0].spec.device)
+
+
+def _take(unit: Unit, shard: torch.Tensor, kept: Collection[str]) -> None:
+    with torch.no_grad():
+        for target, source in zip(of_shard(unit, unit.master), of_shard(unit, shard), strict=True):
+            if target.names[0] not in kept:
+                for to, given in zip(target.chunks, source.chunks, strict=True):
+                    to.view.copy_(given.view)
+
+
+def _require_same(root: Root, path: Path, ranks: Ranks, saved: Saved | None) -> None:
+    if not speaks(root.collectives):
+        return
+    text = "" if saved is None else json.dumps(saved.identity())
+    everyone = root.collectives.all_gather_object((ranks, str(path), hashlib.sha256(text.encode()).hexdigest()))
+    wanted, where, digest = everyone[0]
+    for rank, (other, elsewhere, another) in enumerate(everyone):
+        if other != wanted:
+            raise RankMismatchError(
+                f"load() was given ranks={wanted!r} on rank 0 and ranks={other!r} on rank {rank}. Give all the same."
+            )
+        if wanted == "all" and another != digest:
+            raise RankMismatchError(
+                f"Ranks see different checkpoints: {where} on rank 0, {elsewhere} on rank {rank}, whose tensors or "
+                "files differ. Give all the same, or pass ranks='first' to read on rank 0 for all."
+            )
+
+
+def _refuse_text(**patterns: Collection[str]) -> None:
+    for name, given in patterns.items():
+        if isinstance(given, str):
+            raise ConfigError(f"{name} must be several patterns, such as {name}=[{given!r}], not one text.")
+
+
+def _unset(held: Iterable[Held], kept: Collection[str]) -> list[str]:
+    """Which of ``kept`` have no values on this rank."""
+    return [
+        each.names[0]
+        for each in held
+        if each.names[0] in kept
+        and any(chunk.view.is_floating_point() and bool(chunk.view.isnan().all()) for chunk in each.chunks)
+    ]
+
+
+def _different_ties(found: Match, saved: Saved, reader: Reader, *, whole: bool) -> list[str]:
+    """Tied tensors that have several values in the files: looked for in this rank's elements, or in all."""
+    different = []
+    for held, name, parts, other, others in found.ties:
+        boxes = [Box((0,) * len(held.shape), held.shape)] if whole else [chunk.box for chunk in held.chunks]
+        most = STAGED_NBYTES // held.dtype.itemsize
+        pieces = (box for outer in boxes for box in slabs(held.shape, outer, most, gaps=True))
+        if any(not _equal(box, held.dtype, (parts, others), saved, reader) for box in pieces):
+            different.append(f"'{name}' and '{other}'")
+    return different
+
+
+def _equal(box: Box, dtype: torch.dtype, recipes: Iterable[Sequence[Part]], saved: Saved, reader: Reader) -> bool:
+    values = []
+    for recipe in recipes:
+        values.append(torch.empty(box.sizes, dtype=dtype))
+        read_all(transfers_of([Chunk(box, values[-1])], recipe, saved.tensors), reader)
+    return torch.equal(values[0], values[1])
+
+
+def _refuse_together(root: Root, path: Path, unset: list[str], different: list[str]) -> None:
+    """Raise on all ranks alike what any of them found in its elements."""
+    everyone = [(unset, different)]
+    if speaks(root.collectives):
+        everyone = root.collectives.all_gather_object((unset, different))
+    names = list(dict.fromkeys(name for each, _ in everyone for name in each))
+    if names:
+        raise ConfigError(
+            f"{path} lacks {listed(names)}, which load() was told may be missing, but there are no values to keep "
+            f"(rank {root.rank}). Name them in to_be_loaded(model, fresh=...) too, so that shard() initialises them."
+        )
+    pairs = list(dict.fromkeys(pair for _, each in everyone for pair in each))
+    if pairs:
+        raise ConfigError(
+            f"The model ties {'; '.join(pairs)}, but {path} has different values for them (rank {root.rank}). Build "
+            "the model without the tie (tie_word_embeddings=False in its configuration), or leave one of them out by "
+            "a convert function."
+        )

@@ -1,0 +1,248 @@
+"""Writes the weights of a sharded model as a safetensors checkpoint, in the layout of ``save_pretrained``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..checkpoint.agreement import together
+from ..checkpoint.attempt import Attempt, attempt_in
+from ..checkpoint.exchange import coordinates, from_first, speaks
+from ..checkpoint.marker import sync_directory
+from ..checkpoint.state import resting_root
+from ..engine.step.root import Root
+from ..engine.surface.gathered import gather_whole
+from ..errors import ConfigError, PolyshardError, UnsupportedError
+from . import _private
+from .conversion import Conversion, converted, listed
+from .dtypes import castable, name_of
+from .files import INDEX, WEIGHTS, SavedTensor, header_of
+from .held import Held, held_in, of_whole, shared_out
+from .loading import Ranks
+from .parts import Part, covered
+from .shards import STALE, Shards, divided, nbytes_of
+from .transfers import OpenFiles, Writer, transfers_of, write_all
+
+
+def save(
+    model: nn.Module,
+    folder: Path | str,
+    *,
+    ranks: Ranks = "all",
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    convert: Conversion | None = None,
+) -> None:
+    """Write the sharded ``model`` into ``folder`` so that ``from_pretrained(folder)`` reads it.
+
+    Every rank calls it, between steps. The files are ``model.safetensors``, or several of at most ``max_shard_size``
+    and their index, and for a model of Transformers its ``config.json`` and generation settings. They appear when all
+    is written; until then ``folder`` is as it was. Weights of an earlier save in it are replaced, other files stay.
+
+    Args:
+        model: The outermost sharded module.
+        folder: Made where missing.
+        ranks: ``"all"`` where all ranks see one file system: each writes the elements that it holds, at their place in
+            the files, 16 MiB at a time in each of four threads, and nothing is gathered. ``"first"`` where they do not:
+            units are gathered one after the other, and rank 0 writes them, so that each rank needs memory for the
+            largest.
+        dtype: In which floating-point tensors are written; None for the dtype in which they are kept.
+        max_shard_size: Bytes of tensors in one file, a number or text such as ``"5GB"``.
+        convert: From the model's tensors to the files', as in ``load``. Of tied tensors it gets one. None for what
+            ``save_pretrained`` does where ``model`` is one of Transformers', and for the same names elsewhere.
+
+    Raises:
+        ConfigError: an argument cannot be, or ``convert`` leaves out elements.
+        UnsupportedError: what is to be done to a tensor cannot be done in parts, or the ranks are pretended, so that
+            nobody has the others' elements.
+        StateError: inside a step, or ``model`` is not the outermost sharded module.
+        RankMismatchError: another rank failed.
+        PolyshardError, OSError: writing failed; nothing is left of it.
+    """
+    with closing(OpenFiles(writes=True)) as files:
+        save_through(
+            files,
+            model,
+            folder,
+            ranks=ranks,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            convert=convert,
+            open_files=files,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    shards: Shards
+    recipes: Mapping[str, Sequence[Part]]
+    """For each tensor of the model, by its first name, where its elements go."""
+    parameters: int
+
+
+def save_through(
+    writer: Writer,
+    model: nn.Module,
+    folder: Path | str,
+    *,
+    ranks: Ranks = "all",
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    convert: Conversion | None = None,
+    open_files: OpenFiles | None = None,
+) -> None:
+    """``save``, with another way to write. ``open_files``: what is told beforehand which files, and closes them."""
+    root, folder = resting_root(model, "huggingface.save()"), Path(folder)
+    collectives, what = root.collectives, f"the export to {folder}"
+    attempt: Attempt | None = None
+    with ExitStack() as stack:
+        with together(collectives, f"Preparing {what}"):
+            _refuse_settings(root, folder, ranks, dtype)
+            held = held_in(root)
+            plan = _planned(root, held, convert, dtype, nbytes_of(max_shard_size))
+            if coordinates(collectives):
+                attempt = stack.enter_context(attempt_in(folder))
+                _begin(root.stages[0].module, attempt.path, plan, dtype)
+        given = from_first(collectives, (ranks, None if attempt is None else attempt.path.name))
+        with together(collectives, f"Opening {what}"):
+            if given[0] != ranks:
+                raise ConfigError(f"save() was given ranks={given[0]!r} on rank 0 and {ranks!r} on rank {root.rank}.")
+            directory = folder / given[1]
+            writes = ranks == "all" or coordinates(collectives)
+            if writes and not directory.is_dir():
+                raise PolyshardError(
+                    f"Rank {root.rank} does not see {directory}, which rank 0 made: they have different file systems. "
+                    "Pass ranks='first' to write from rank 0 alone."
+                )
+            placed: dict[str, SavedTensor] = {}
+            for name, tensors in plan.shards.files.items():
+                placed.update({each.name: each for each in header_of(tensors, directory / name)[1]})
+            if writes and open_files is not None:
+                open_files.open(directory / name for name in plan.shards.files)
+        if ranks == "all":
+            with together(collectives, f"Writing {what}"):
+                _write((shared_out(each) for each in held if each.unit is not None), plan, placed, writer)
+        else:
+            for unit in root.units:
+                whole = gather_whole(unit, unit.master)
+                with together(collectives, f"Writing unit '{unit.name}' for {what}"):
+                    if writes:
+                        _write(of_whole(unit, whole), plan, placed, writer)
+                del whole
+        with together(collectives, f"Writing {what}"):
+            if coordinates(collectives):
+                _write((each for each in held if each.unit is None), plan, placed, writer)
+            if writes and open_files is not None:
+                open_files.sync()
+        with together(collectives, f"Committing {what}"):
+            if attempt is not None:
+                _commit(attempt.path, folder, plan.shards)
+    root.events.on_save(model, folder)
+
+
+def _refuse_settings(root: Root, folder: Path, ranks: Ranks, dtype: torch.dtype | None) -> None:
+    if ranks not in ("all", "first"):
+        raise ConfigError(f"ranks must be 'all' or 'first', not {ranks!r}.")
+    if dtype is not None and not (dtype.is_floating_point and name_of(dtype) and castable(torch.float32, dtype)):
+        raise ConfigError(f"dtype must be float64, float32, float16 or bfloat16, not {dtype}.")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is in the way: it is no directory.")
+    if root.collectives.world_size > 1 and not speaks(root.collectives):
+        raise UnsupportedError(
+            f"One rank of a pretended world of {root.collectives.world_size} has only its own elements (rank "
+            f"{root.rank}), which are no checkpoint. Save from ranks that exist."
+        )
+
+
+def _planned(
+    root: Root, held: Sequence[Held], convert: Conversion | None, dtype: torch.dtype | None, most: int
+) -> _Plan:
+    module = root.stages[0].module
+    shapes = {name: each.shape for each in held for name in each.names}
+    away, left_out = _private.tied_away(module), _private.left_out_of_files(module)
+    kept = {_name_to_keep(each, away): each for each in held}
+    # As the model names them: what is computed with together is written together.
+    order = [name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())]
+    kept = {name: kept[name] for name in dict.fromkeys(order) if name in kept} | kept
+    tensors = {name: (each.shape, each.dtype) for name, each in kept.items()}
+    made = converted(convert or _private.to_files(module, shapes), tensors, "the model")
+    if not made:
+        raise ConfigError("The conversion returns no tensors, so there is nothing to save.")
+    recipes: dict[str, list[Part]] = {each.names[0]: [] for each in held}
+    for name, tensor in made.items():
+        if covered(tensor.parts) != tensor.numel():
+            raise UnsupportedError(f"The conversion leaves elements of '{name}' without values.")
+        for part in tensor.parts:
+            recipes[kept[part.source].names[0]].append(part.turned(name))
+    lost = [
+        name
+        for name, each in kept.items()
+        if covered(recipes[each.names[0]]) < each.numel and not (convert is None and left_out(name))
+    ]
+    if lost:
+        raise ConfigError(
+            f"The conversion leaves out {listed(lost)}, or parts of them. Put all of them into the files."
+        )
+    written = {
+        name: (dtype if dtype is not None and each.dtype.is_floating_point else each.dtype, tuple(each.shape))
+        for name, each in made.items()
+    }
+    nameless = [f"'{name}' ({each})" for name, (each, _) in written.items() if name_of(each) is None]
+    if nameless:
+        raise UnsupportedError(f"Safetensors files cannot hold the dtypes of {', '.join(nameless)}.")
+    named = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    parameters = sum(each.numel for each in held if each.names[0] in named)
+    return _Plan(divided(written, most), recipes, parameters)
+
+
+def _name_to_keep(held: Held, away: frozenset[str]) -> str:
+    return next((name for name in held.names if name not in away), held.names[0])
+
+
+def _begin(module: nn.Module, directory: Path, plan: _Plan, dtype: torch.dtype | None) -> None:
+    """Make the files in their full size, with their headers: every rank then writes at its own places."""
+    for name, tensors in plan.shards.files.items():
+        header, placed = header_of(tensors, directory / name)
+        with (directory / name).open("wb") as stream:
+            stream.write(header)
+            stream.truncate(max((each.offset + each.nbytes for each in placed), default=len(header)))
+    index = plan.shards.index(plan.parameters)
+    if index is not None:
+        (directory / INDEX).write_text(index, encoding="utf-8")
+    kinds = [kind for tensors in plan.shards.files.values() for kind, _ in tensors.values() if kind.is_floating_point]
+    _private.write_config(module, directory, dtype or (kinds[0] if kinds else torch.get_default_dtype()))
+
+
+def _write(held: Iterable[Held], plan: _Plan, placed: Mapping[str, SavedTensor], writer: Writer) -> None:
+    write_all(
+        (transfer for each in held for transfer in transfers_of(each.chunks, plan.recipes[each.names[0]], placed)),
+        writer,
+    )
+
+
+def _commit(directory: Path, folder: Path, shards: Shards) -> None:
+    """Move everything from ``directory`` into ``folder``.
+
+    What is killed in between leaves weights that are whole or a folder without an index or ``model.safetensors``, which
+    nothing takes for a checkpoint.
+    """
+    for path in directory.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    last = WEIGHTS if WEIGHTS in shards.files else INDEX
+    if last == INDEX:
+        (folder / WEIGHTS).unlink(missing_ok=True)
+    (folder / INDEX).unlink(missing_ok=True)
+    for path in sorted(directory.iterdir(), key=lambda path: path.name == last):
+        path.replace(folder / path.name)
+    for path in folder.iterdir():
+        if STALE.fullmatch(path.name) and path.name not in shards.files:
+            path.unlink()
+    sync_directory(folder)
