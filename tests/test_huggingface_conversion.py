@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from polyshard.checkpoint.boxes import Box, range_boxes
-from polyshard.checkpoint.sharded import Chunk
 from polyshard.errors import ConfigError, UnsupportedError
 from polyshard.huggingface.conversion import converted, listed
 from polyshard.huggingface.files import SavedTensor
 from polyshard.huggingface.parts import slabs, span
 from polyshard.huggingface.transfers import read_all, transfers_of, write_all
+from polyshard.state.boxes import Box, range_boxes
+from polyshard.state.sharded import Chunk
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ..checkpoint.boxes import Box
-from ..checkpoint.sharded import Chunk, of_piece
 from ..engine.planning.layout import Piece
 from ..engine.step.root import Root
 from ..engine.step.unit import Unit
 from ..engine.surface.state_dicts import state_dicts_of_pieces
+from ..state.boxes import Box
+from ..state.sharded import Chunk, of_piece
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,15 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ..checkpoint.agreement import together
-from ..checkpoint.boxes import Box
-from ..checkpoint.exchange import coordinates, from_first, speaks
-from ..checkpoint.sharded import Chunk
-from ..checkpoint.state import resting_root
 from ..engine.planning.values import send_from_first
 from ..engine.step.root import Root
 from ..engine.step.unit import Unit
 from ..errors import ConfigError, RankMismatchError
+from ..state.agreement import together
+from ..state.boxes import Box
+from ..state.exchange import coordinates, from_first, speaks
+from ..state.resting import resting_root
+from ..state.sharded import Chunk
 from . import _private
 from .conversion import Conversion, Match, listed, match
 from .files import Saved, open_saved

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..checkpoint.boxes import Box
+from ..state.boxes import Box
 
 
 @dataclass(frozen=True, slots=True)

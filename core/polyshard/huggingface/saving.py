@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..checkpoint.agreement import together
 from ..checkpoint.attempt import Attempt, attempt_in
-from ..checkpoint.exchange import coordinates, from_first, speaks
 from ..checkpoint.marker import sync_directory
-from ..checkpoint.state import resting_root
 from ..engine.step.root import Root
 from ..engine.surface.gathered import gather_whole
 from ..errors import ConfigError, PolyshardError, UnsupportedError
+from ..state.agreement import together
+from ..state.exchange import coordinates, from_first, speaks
+from ..state.resting import resting_root
 from . import _private
 from .conversion import Conversion, converted, listed
 from .dtypes import castable, name_of

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.boxes import Box
 from ..errors import UnsupportedError
+from ..state.boxes import Box
 from .parts import Part, whole
 
 aten = torch.ops.aten

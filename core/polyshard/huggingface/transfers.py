@@ -14,9 +14,9 @@ from typing import Protocol
 
 import torch
 
-from ..checkpoint.boxes import Box
-from ..checkpoint.sharded import Chunk
 from ..errors import PolyshardError, StateError
+from ..state.boxes import Box
+from ..state.sharded import Chunk
 from .files import SavedTensor
 from .parts import Part, part_of, slabs, span
 
