@@ -11,7 +11,7 @@ import polyshard.checkpoint
 import torch
 from polyshard.errors import ConfigError
 from ranks import Ranks
-from settings import Settings
+from settings import Checkpoint, Settings
 from torch import nn
 
 #: Settings that say where the position in the text is; another text decides it, too.
@@ -56,9 +56,10 @@ def keeps_order(changes: Mapping[str, str]) -> bool:
 class Checkpoints:
     """Those of one run, in a folder of its own."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, settings: Checkpoint) -> None:
         self._folder = folder
-        self._keep = keep
+        self._settings = settings
+        self._pending: polyshard.checkpoint.PendingSave | None = None
 
     def latest(self, ranks: Ranks) -> Path | None:
         """The newest that is whole; None where there is none. Every rank calls it."""
@@ -66,13 +67,22 @@ class Checkpoints:
         return ranks.from_first(lambda: polyshard.checkpoint.latest(self._folder))
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-        """Save what there is now. Every rank calls it."""
-        polyshard.checkpoint.save(
-            self._folder, progress.step, model, optimizer, extra=asdict(progress), keep=self._keep
-        )
+        """Save what there is now, whatever is trained while it is written. Every rank calls it.
+
+        It waits for the one before, and raises what became of that where it failed.
+        """
+        extra, keep = asdict(progress), self._settings.keep
+        if self._settings.asynchronous:
+            self._pending = polyshard.checkpoint.async_save(
+                self._folder, progress.step, model, optimizer, extra=extra, keep=keep
+            )
+        else:
+            polyshard.checkpoint.save(self._folder, progress.step, model, optimizer, extra=extra, keep=keep)
 
     def finish(self) -> None:
-        """Return when all that was saved is on disk. Every rank calls it."""
+        """Return when all that was saved is on disk; raise where it could not be written."""
+        if self._pending is not None:
+            self._pending.result()
 
 
 def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:

@@ -169,6 +169,7 @@ class Checkpoint:
 
     every: int = 50
     keep: int = 2
+    asynchronous: bool = True
 
     def __post_init__(self) -> None:
         _at_least_one("checkpoint", self)

@@ -58,7 +58,7 @@ def train(settings: Settings, ranks: Ranks, arguments: argparse.Namespace) -> No
     settings.training.accumulation(ranks.world_size)
     tokens = Tokens.read(ranks.from_first(lambda: prepare(settings.data)))
     training = Training(settings, ranks, tokens)
-    checkpoints = Checkpoints(output / "checkpoints", settings.checkpoint.keep)
+    checkpoints = Checkpoints(output / "checkpoints", settings.checkpoint)
     notes = [describe(training.config, settings, ranks.world_size)]
     directory = checkpoints.latest(ranks)
     if directory is not None:
