@@ -213,9 +213,12 @@ def test_a_run_that_is_started_again_is_the_run_that_never_stopped(whole: Run) -
     assert one == other
 
 
-def test_another_number_of_ranks_is_accepted_where_asked_for_and_sees_the_same_text(whole: Run) -> None:
+def test_another_number_of_ranks_and_compiled_blocks_see_the_same_text(whole: Run) -> None:
     folder = stopped(whole, "alone")
-    ended = start(1, [*arguments(folder), "--accept-changes"])
+    # Compiled without generating code, which would take longest; what is traced is the same.
+    compiled = ("compile.blocks=true", "compile.loss=true", "compile.backend=aot_eager", "shard.strategy=no_shard")
+    words = [word for each in compiled for word in ("--set", each)]
+    ended = start(1, [*arguments(folder), *words, "--accept-changes"])
     assert ended.codes == [0], ended
     assert "accepted: there were 2 ranks and are 1" in ended.output
     expected, found = scalars(whole.folder, "loss/train"), scalars(folder, "loss/train")

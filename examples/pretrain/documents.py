@@ -13,7 +13,7 @@ from polyshard.errors import ConfigError
 from settings import Data
 
 #: Characters that are tokenised at once, so that a file may be larger than memory.
-_PIECE = 1 << 20
+_PIECE = 1 << 18
 
 
 @dataclass(frozen=True)

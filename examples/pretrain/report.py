@@ -39,6 +39,15 @@ class Trained:
             f"retries {self.memory.retries}"
         )
 
+    @property
+    def short_line(self) -> str:
+        """What fits in 80 columns beside the step and the time that is left."""
+        mfu = "" if self.speed.mfu is None else f"  MFU {self.speed.mfu:.0%}"
+        return (
+            f"loss {self.losses[-1]:.3f}  {self.speed.tokens_per_second:,.0f} tokens/s{mfu}  "
+            f"{readable(self.memory.peak_nbytes)}  {self.memory.retries} retries"
+        )
+
 
 class Reporter(Protocol):
     """Told how a run goes. A context: what is open ends when it is left."""
@@ -99,15 +108,16 @@ class Lines(Silent):
 class Live(Silent):
     """In a terminal: one line that changes, and above it what stays."""
 
-    def __init__(self, steps: int, console: Console) -> None:
+    def __init__(self, steps: int, done: int, console: Console) -> None:
         self._bar = Progress(
             MofNCompleteColumn(),
-            BarColumn(bar_width=20),
             TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
             TimeRemainingColumn(),
             console=console,
+            expand=True,
         )
-        self._task = self._bar.add_task("", total=steps)
+        self._task = self._bar.add_task("", total=steps, completed=done)
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -119,7 +129,7 @@ class Live(Silent):
         self._bar.stop()
 
     def trained(self, now: Trained) -> None:
-        self._bar.update(self._task, completed=now.step, description=now.line)
+        self._bar.update(self._task, completed=now.step, description=now.short_line)
 
     def evaluated(self, step: int, loss: float) -> None:
         self.note(f"step {step:>6}  held-out loss {loss:.4f}")
@@ -180,5 +190,5 @@ def make_reporter(steps: int, *, shown: bool, board: Path | None, done: int) -> 
     if not shown:
         return Silent()
     console = Console()
-    reporter = Live(steps, console) if console.is_terminal else Lines(steps)
+    reporter = Live(steps, done, console) if console.is_terminal else Lines(steps)
     return reporter if board is None else Board(reporter, board, done)

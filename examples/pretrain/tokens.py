@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 END_OF_TEXT = "<|end_of_text|>"
 #: Names under which other tokenizers have such a token.
 _ENDS = (END_OF_TEXT, "<|endoftext|>", "</s>", "<eos>", "[EOS]")
+#: Pieces of text that the tokenizer's threads share.
+_TOGETHER = 32
 _PARTS = ("train", "held_out")
 _MANIFEST = "manifest.json"
 _TOKENIZER = "tokenizer.json"
@@ -144,7 +146,10 @@ def _write(folder: Path, files: Files, tokenizer: Tokenizer, given: Path | None)
 
 
 def _encoded(texts: Iterable[Iterable[str]], tokenizer: Tokenizer, end: int) -> Iterator[list[int]]:
-    for pieces in texts:
-        for piece in pieces:
-            yield tokenizer.encode(piece, add_special_tokens=False).ids
-        yield [end]
+    # None is the end of a document.
+    pieces = (piece for text in texts for piece in chain(text, [None]))
+    while batch := list(islice(pieces, _TOGETHER)):
+        written = [piece for piece in batch if piece is not None]
+        encoded = iter(tokenizer.encode_batch_fast(written, add_special_tokens=False))
+        for piece in batch:
+            yield [end] if piece is None else next(encoded).ids

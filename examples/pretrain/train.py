@@ -37,6 +37,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--set", action="append", default=[], dest="overrides", metavar="TABLE.NAME=VALUE", help="change any setting"
     )
+    parser.add_argument("--prepare", action="store_true", help="without torchrun: make the tokens, and leave")
     parser.add_argument("--stop-after", type=int, metavar="STEP", help="save and leave after this step")
     parser.add_argument(
         "--accept-changes",
@@ -129,6 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
     try:
         settings = load_settings(parsed.config, parsed.overrides)
+        if parsed.prepare:
+            print(f"tokens are in {prepare(settings.data)}")
+            return 0
         if parsed.dry_run is not None:
             dry_run(settings, parsed.dry_run)
             return 0
