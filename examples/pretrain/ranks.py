@@ -86,7 +86,7 @@ def join_ranks(shard: polyshard.ShardConfig) -> Iterator[Ranks]:
         torch.cuda.set_device(device)
     else:
         # More threads than cores slow each other down; torchrun's own default of one wastes cores.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
+        torch.set_num_threads(max(1, _cores() // ranks_here))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         timeout=timedelta(seconds=shard.timeout_s),
@@ -111,3 +111,9 @@ def _device(shard: polyshard.ShardConfig, local_rank: int, ranks_here: int) -> t
             f"{os.environ['RANK']}). Start one rank per GPU, or set POLYSHARD_COLLECTIVES=gloo to compute on the CPU."
         )
     return torch.device("cuda", local_rank)
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -38,7 +38,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--set", action="append", default=[], dest="overrides", metavar="TABLE.NAME=VALUE", help="change any setting"
     )
     parser.add_argument("--prepare", action="store_true", help="without torchrun: make the tokens, and leave")
-    parser.add_argument("--stop-after", type=int, metavar="STEP", help="save and leave after this step")
+    parser.add_argument("--stop-after", type=_positive, metavar="STEP", help="save and leave after this step")
     parser.add_argument(
         "--accept-changes",
         action="store_true",
@@ -46,11 +46,18 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--dry-run",
-        type=int,
+        type=_positive,
         metavar="RANKS",
         help="without torchrun: check the settings for so many ranks, say what one of them needs, and leave",
     )
     return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
 
 
 def train(settings: Settings, ranks: Ranks, arguments: argparse.Namespace) -> None:
