@@ -146,6 +146,8 @@ def test_waiting_gradients_are_added_in_the_reduction_dtype(wire: str) -> None:
         assert torch.equal(got[name], mean_in_fp32([rank[name] for rank in by_rank])), name
 
 
+# As its reference does, it trains without one.
+@pytest.mark.filterwarnings("ignore:AdamW steps without a torch.amp.GradScaler")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_the_loss_curve_is_that_of_fp32_masters_and_a_cast_copy(precision: str) -> None:
     model, world_size, turns = net(), 2, 20

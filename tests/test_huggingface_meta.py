@@ -156,3 +156,29 @@ def test_buffers_that_had_values_keep_them() -> None:
     model.get_submodule("norm")._buffers["running_mean"] = torch.full((6,), 3.0)
     shard(model)
     assert torch.equal(model.get_buffer("norm.running_mean"), torch.full((6,), 3.0))
+
+
+class Scaled(Net):
+    """A scalar, which cannot be sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+
+def test_what_was_left_on_the_meta_device_is_refused_by_name(tmp_path: Path) -> None:
+    save_file(Scaled().state_dict(), tmp_path / "model.safetensors")
+    config = ShardConfig(collectives={"name": "fake", "world_size": 2}, device="cpu")
+    for with_memory in (False, True):
+        model = on_meta(Scaled)
+        if with_memory:
+            model.scale = nn.Parameter(torch.empty(()))
+        scale = model.get_parameter("scale")
+        initializer = huggingface.to_be_loaded(model)
+        polyshard.shard(model, config, initializer=initializer, ignored_parameters=[scale])
+        if with_memory:
+            huggingface.load(model, tmp_path)
+            assert scale.item() == 2
+        else:
+            with pytest.raises(ConfigError, match="'scale' are on the meta device"):
+                huggingface.load(model, tmp_path)

@@ -16,10 +16,12 @@ from parity import units_of
 from plain_states import Odd, Part, State, adamw, differing, odd, sorted_groups, train
 from polyshard import checkpoint
 from polyshard import state as states
+from polyshard.errors import RankMismatchError
 from processes import KeptRanks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_state_dict,
     set_state_dict,
 )
@@ -143,6 +145,21 @@ def test_dtensors_of_fsdp2_are_taken_without_a_file(layout: Any) -> None:
         assert not differing(sorted_groups(theirs), sorted_groups(ours))
 
 
+def dtensors_on_one_rank(rank: int) -> None:
+    theirs, _ = fsdp2(0)
+    model, _ = native(1)
+    before = states.get_model_state_dict(model, FULL)
+    whole = get_model_state_dict(theirs, options=StateDictOptions(full_state_dict=True))
+    with pytest.raises(RankMismatchError, match=r"DTensors on some ranks and not on others"):
+        states.set_model_state_dict(model, get_model_state_dict(theirs) if rank == 0 else whole)
+    assert not differing(before, states.get_model_state_dict(model, FULL))
+    polyshard.close(model)
+
+
+def test_ranks_that_give_different_kinds_of_tensors_are_told() -> None:
+    RANKS.run(3, dtensors_on_one_rank)
+
+
 class Even(nn.Sequential):
     """Of matrices that three ranks hold as ``Shard(0)`` would give them, one of four rows, and one beside a bias."""
 
@@ -239,3 +256,20 @@ def test_torch_loads_into_an_optimizer_that_never_stepped(tmp_path: Path) -> Non
     reference = RANKS.run(4, fsdp2_writes, str(tmp_path), False)[0]
     for (found,) in RANKS.run(3, loaded_by_torch, str(tmp_path)):
         assert not differing(sorted_groups(reference), sorted_groups(found))
+
+
+def saved_while_training(rank: int, folder: str) -> State:
+    model, optimizer = native(0)
+    train(model, optimizer, 2)
+    one, other = states.get_state_dict(model, optimizer, FULL)
+    pending = checkpoint.async_save(Path(folder), 2, model, optimizer)
+    # Collectives of the same group as the model's, while the threads write.
+    train(model, optimizer, 3, first=2)
+    assert pending.result(60) == Path(folder, "step-00000002")
+    polyshard.close(model)
+    return {"model": one, "optimizer": other}
+
+
+def test_our_async_save_holds_the_state_at_the_call(tmp_path: Path) -> None:
+    reference = RANKS.run(3, saved_while_training, str(tmp_path))[0]
+    assert not differing(sorted_groups(reference), sorted_groups(read_plainly(tmp_path / "step-00000002")))

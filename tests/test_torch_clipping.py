@@ -13,7 +13,7 @@ import polyshard
 import pytest
 import torch
 from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, units_of
-from polyshard.errors import ConfigError, StateError, UnsupportedError
+from polyshard.errors import CollectiveTimeoutError, ConfigError, StateError, UnsupportedError
 from polyshard.interfaces import Arrangement, Layout, UnitGeometry
 from polyshard_backends.threaded import ThreadedWorld
 from processes import RankPool
@@ -112,6 +112,26 @@ def test_of_some_parameters_it_is_their_norm_also_where_a_rank_holds_none_of_the
         assert others
     if world_size == 5:
         assert not all(holds for _, _, holds in ranks)
+
+
+@pytest.mark.parametrize(("world_size", "settings"), STRATEGIES)
+def test_values_and_given_norms_are_clipped_element_by_element(world_size: int, settings: dict[str, Any]) -> None:
+    norm = norm_of(p.grad for p in averaged(world_size).parameters())
+
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[dict[str, torch.Tensor], ...]:
+        model = sharded_copy(seeded(Net), rank, world, **BLOCKS, **settings)
+        backward(model, rank)
+        before = pieces(model)
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norm)
+        scaled = pieces(model)
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        return before, scaled, pieces(model)
+
+    for before, scaled, clamped in on_ranks(world_size, on_rank):
+        for name, gradient in before.items():
+            expected = gradient * (0.5 / (norm + 1e-6)).clamp(max=1.0)
+            torch.testing.assert_close(scaled[name], expected, rtol=1e-12, atol=0)
+            torch.testing.assert_close(clamped[name], expected.clamp(-0.01, 0.01), rtol=1e-12, atol=0)
 
 
 def test_parameters_outside_of_the_sharded_model_count_once() -> None:
@@ -256,6 +276,23 @@ def test_what_is_not_finite_on_one_rank_is_an_error_on_all_where_that_is_asked_f
         torch.testing.assert_close(one, torch.tensor(bad, dtype=torch.float64), equal_nan=True)
         # The first call has multiplied by it.
         assert not torch.isfinite(other)
+
+
+def test_ranks_wait_for_one_that_leaves_its_empty_parameters_out_and_say_so() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> str:
+        # Six elements, two to a rank.
+        model = sharded_copy(seeded(lambda: nn.Linear(3, 2, bias=False)), rank, world)
+        backward(model, rank)
+        given = [parameter for parameter in model.parameters() if parameter.numel()]
+        if not given:
+            return ""
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            clip_grad_norm_(given, 1.0)
+        return str(caught.value)
+
+    *others, missing = ThreadedWorld(4, timeout=0.5).run(on_rank, timeout=30.0)
+    assert not missing
+    assert all("waiting for ranks [3]" in message for message in others)
 
 
 def test_an_order_that_does_not_combine_is_refused_and_nothing_is_sent() -> None:

@@ -19,6 +19,7 @@ from .engine.step.forward import Forward
 from .engine.step.root import Root, root_of
 from .engine.step.stage import Stage
 from .engine.surface.gathered import unsharded_parameters
+from .engine.surface.live_roots import live_roots
 from .engine.surface.norms import clip_grad_norm
 from .engine.surface.placement import Placement, dtensor_of, placement_of
 from .engine.surface.report import MemoryReport, memory_report
@@ -178,6 +179,7 @@ def flat_parameters(model: nn.Module) -> list[nn.Parameter]:
     for unit in root.units:
         unit.take_up_changes()
     flat = [parameter for unit in root.units for parameter in unit.flatten()]
+    live_roots.flattened.add(root)
     managed = {original for unit in root.units for original in unit.originals.tensors}
     return flat + [parameter for parameter in model.parameters() if parameter not in managed]
 

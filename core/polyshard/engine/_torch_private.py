@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial, wraps
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -248,6 +250,43 @@ def exchange_behind(public: Callable[..., _T], function: Callable[..., _T]) -> C
 
     cell.cell_contents = called
     return before
+
+
+def exchange_body(public: Callable[..., _T], function: Callable[..., _T]) -> Callable[..., _T]:
+    """Let ``public``, a plain function of torch, call ``function``; returns its own.
+
+    Programs have imported the name ``public`` before, as above. It keeps its signature.
+    """
+    theirs: Any = public
+    before = FunctionType(theirs.__code__, theirs.__globals__, theirs.__name__, theirs.__defaults__)
+    before.__kwdefaults__ = theirs.__kwdefaults__
+    theirs.__signature__ = inspect.signature(before)
+    theirs.__code__ = _calls_another.__code__
+    theirs.__defaults__, theirs.__kwdefaults__ = None, {"polyshard_called": function}
+    return before
+
+
+def _calls_another(*args: Any, polyshard_called: Callable[..., Any], **kwargs: Any) -> Any:
+    # Its code moves into functions of torch, whose globals it may not need.
+    return polyshard_called(*args, **kwargs)
+
+
+def in_functional_call() -> bool:
+    """Whether torch puts tensors in the place of a module's parameters for the length of one call.
+
+    ``torch.func.functional_call`` and its older names have this module in common; nothing in the module tells.
+    """
+    return called_from("torch.nn.utils.stateless")
+
+
+def called_from(module: str) -> bool:
+    """Whether a function of ``module`` is among the callers."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def may_host(store: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What is asked of Transformers that it does not promise to keep, in versions 5.0 to 5.23.
+"""What is asked of Transformers that it does not promise to keep, as it is in version 5.23.
 
 - ``core_model_loading`` and ``conversion_mapping``: which names and shapes a checkpoint on the Hub has for a model
   whose modules were renamed or fused since. ``from_pretrained`` and ``save_pretrained`` alone apply them, to whole
@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -38,6 +39,35 @@ def is_pretrained(model: nn.Module) -> bool:
     return known is not None and isinstance(model, known)
 
 
+def _conversions(model: nn.Module) -> tuple[Any, Any]:
+    """The modules ``conversion_mapping`` and ``core_model_loading``.
+
+    Raises:
+        UnsupportedError: this version of Transformers does not have them as 5.23 has.
+    """
+    needed = {
+        "conversion_mapping": ("get_model_conversion_mapping",),
+        "core_model_loading": (
+            "WeightConverter",
+            "WeightRenaming",
+            "dot_natural_key",
+            "rename_source_key",
+            "revert_weight_conversion",
+        ),
+    }
+    try:
+        found = {name: importlib.import_module(f"transformers.{name}") for name in needed}
+        lost = [f"{name}.{key}" for name, keys in needed.items() for key in keys if not hasattr(found[name], key)]
+    except ImportError as error:
+        lost = [str(error)]
+    if lost:
+        raise UnsupportedError(
+            f"This version of Transformers does not say how the files of {type(model).__name__} become the model "
+            f"({', '.join(lost)}). Take version 5.23, or pass a convert function."
+        )
+    return found["conversion_mapping"], found["core_model_loading"]
+
+
 class _Described:
     """A model of which parameters have their whole shapes: conversions ask for them, and pieces have others."""
 
@@ -57,7 +87,7 @@ def from_files(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Conversion:
     """The conversion that ``from_pretrained`` applies to a checkpoint of ``model``. ``shapes``: of all its tensors."""
     if not is_pretrained(model):
         return unchanged
-    from transformers import conversion_mapping, core_model_loading
+    conversion_mapping, core_model_loading = _conversions(model)
 
     def convert(saved: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         transforms = conversion_mapping.get_model_conversion_mapping(model)
@@ -92,8 +122,7 @@ def to_files(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Conversion:
     """The conversion that ``save_pretrained`` applies: the names and shapes that checkpoints on the Hub have."""
     if not is_pretrained(model):
         return unchanged
-    from transformers import core_model_loading
-
+    _, core_model_loading = _conversions(model)
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
     def convert(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:

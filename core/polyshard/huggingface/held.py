@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +13,7 @@ from ..engine.planning.layout import Piece
 from ..engine.step.root import Root
 from ..engine.step.unit import Unit
 from ..engine.surface.state_dicts import state_dicts_of_pieces
+from ..errors import ConfigError
 from ..state.boxes import Box
 from ..state.sharded import Chunk, of_piece
 
@@ -87,6 +88,17 @@ def shared_out(held: Held) -> Held:
             sizes = (*chunk.box.sizes[:dim], end - begin, *chunk.box.sizes[dim + 1 :])
             chunks.append(Chunk(Box(offsets, sizes), chunk.view.narrow(dim, begin, end - begin)))
     return replace(held, chunks=tuple(chunks))
+
+
+def refuse_hollow(held: Iterable[Held], rank: int) -> None:
+    """Raise ConfigError where something has no memory to be read into, or to be written from."""
+    hollow = [f"'{each.names[0]}'" for each in held if any(chunk.view.is_meta for chunk in each.chunks)]
+    if hollow:
+        raise ConfigError(
+            f"{', '.join(hollow)} are on the meta device (rank {rank}): shard() was told to leave them alone, so there "
+            "is nothing to read into. Give each memory before shard(), by module.name = "
+            "torch.nn.Parameter(torch.empty_like(module.name, device='cpu'))."
+        )
 
 
 def _others(root: Root) -> Iterator[Held]:

@@ -24,7 +24,7 @@ from ..state.sharded import Chunk
 from . import _private
 from .conversion import Conversion, Match, listed, match
 from .files import Saved, open_saved
-from .held import Held, held_in, of_shard
+from .held import Held, held_in, of_shard, refuse_hollow
 from .parts import Part, slabs
 from .transfers import STAGED_NBYTES, OpenFiles, Reader, read_all, transfers_of
 
@@ -102,6 +102,7 @@ def load_through(
     _require_same(root, path, ranks, saved)
     with together(collectives, f"Matching {path} with the model"):
         held = held_in(root)
+        refuse_hollow(held, root.rank)
         if saved is not None:
             shapes = {name: each.shape for each in held for name in each.names}
             found = match(

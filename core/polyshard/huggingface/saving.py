@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from . import _private
 from .conversion import Conversion, converted, listed
 from .dtypes import castable, name_of
 from .files import INDEX, WEIGHTS, SavedTensor, header_of
-from .held import Held, held_in, of_whole, shared_out
+from .held import Held, held_in, of_whole, refuse_hollow, shared_out
 from .loading import Ranks
 from .parts import Part, covered
 from .shards import STALE, Shards, divided, nbytes_of
@@ -105,8 +105,10 @@ def save_through(
         with together(collectives, f"Preparing {what}"):
             _refuse_settings(root, folder, ranks, dtype)
             held = held_in(root)
+            refuse_hollow(held, root.rank)
             plan = _planned(root, held, convert, dtype, nbytes_of(max_shard_size))
             if coordinates(collectives):
+                stack.callback(_leave_no_empty, [each for each in (folder, *folder.parents) if not each.exists()])
                 attempt = stack.enter_context(attempt_in(folder))
                 _begin(root.stages[0].module, attempt.path, plan, dtype)
         given = from_first(collectives, (ranks, None if attempt is None else attempt.path.name))
@@ -144,6 +146,13 @@ def save_through(
             if attempt is not None:
                 _commit(attempt.path, folder, plan.shards)
     root.events.on_save(model, folder)
+
+
+def _leave_no_empty(made: Iterable[Path]) -> None:
+    """Remove folders that are empty again, where nothing was saved into them."""
+    with suppress(OSError):
+        for folder in made:
+            folder.rmdir()
 
 
 def _refuse_settings(root: Root, folder: Path, ranks: Ranks, dtype: torch.dtype | None) -> None:

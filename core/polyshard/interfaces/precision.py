@@ -47,7 +47,7 @@ class PrecisionCapabilities:
     """What a caster does beyond choosing dtypes."""
 
     loss_scaling: bool = False
-    """Gradients can underflow in its dtypes: train with a gradient scaler."""
+    """Gradients can underflow in its dtypes: an optimizer that steps without a gradient scaler is warned of."""
     encodes: bool = False
     """It answers ``wire`` with a ``WireSpec`` for some units."""
 

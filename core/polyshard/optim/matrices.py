@@ -31,7 +31,7 @@ def for_matrices(model: nn.Module, *, leave_out: Collection[nn.Module] = ()) -> 
         ConfigTypeError: ``model`` is no module, or ``leave_out`` no modules.
         ConfigError: one of these is not inside ``model``.
     """
-    _refuse_strangers(model, leave_out)
+    refuse_strangers(model, leave_out, "for_matrices")
     excluded = {
         parameter
         for module in model.modules()
@@ -46,14 +46,20 @@ def for_matrices(model: nn.Module, *, leave_out: Collection[nn.Module] = ()) -> 
     return split
 
 
-def _refuse_strangers(model: nn.Module, leave_out: Collection[nn.Module]) -> None:
+def refuse_strangers(model: nn.Module, leave_out: Collection[nn.Module], call: str) -> None:
+    """Raise where ``leave_out`` are not modules inside of ``model``; ``call`` is named in the error.
+
+    Raises:
+        ConfigTypeError: ``model`` is no module, or ``leave_out`` no modules.
+        ConfigError: one of these is not inside ``model``.
+    """
     if not isinstance(model, nn.Module):
-        raise ConfigTypeError(f"for_matrices takes a model, not a {type(model).__name__}.")
+        raise ConfigTypeError(f"{call} takes a model, not a {type(model).__name__}.")
     if isinstance(leave_out, (nn.Module, str)) or not all(isinstance(each, nn.Module) for each in leave_out):
         raise ConfigTypeError(
-            f"leave_out of for_matrices must be a list of modules, such as [model.head], not {leave_out!r}."
+            f"leave_out of {call} must be a list of modules, such as [model.head], not {leave_out!r}."
         )
     inside = set(model.modules())
     for each in leave_out:
         if each not in inside:
-            raise ConfigError(f"leave_out of for_matrices has a {type(each).__name__} that is not inside the model.")
+            raise ConfigError(f"leave_out of {call} has a {type(each).__name__} that is not inside the model.")

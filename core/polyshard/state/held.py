@@ -16,13 +16,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ..errors import ConfigError, ConfigTypeError
+from ..errors import ConfigError, ConfigTypeError, RankMismatchError
 from ..interfaces import Collectives
 from .boxes import Box, box_within
 from .exchange import from_first, speaks
 from .places import MODEL, OPTIMIZER
 from .sharded import CheckpointTensor, Chunk, whole
-from .source import Source
+from .source import Source, listed
 
 _Path = tuple[Any, ...]
 
@@ -58,6 +58,7 @@ class HeldSource(Source):
         self._values = values
         self._described = described
         self._collectives = collectives
+        self._gathered: list[str] = []
 
     @classmethod
     def of_every_rank(
@@ -101,18 +102,35 @@ class HeldSource(Source):
                 else:
                     targets[key] = copy.deepcopy(value)
 
+    def agree(self, targets: Mapping[str, Any]) -> None:
+        """Find out which DTensors must be gathered, since some rank needs other elements than it has. Every rank calls
+        it, before ``read`` and ``bring``.
+
+        Raises:
+            RankMismatchError: ranks have DTensors under different names; on every rank.
+        """
+        names = sorted(key for key, value in self._values.items() if _is_dtensor(value))
+        lacking = [key for key in names if key in targets and not _covers(self._values[key], targets[key])]
+        everyone = [(names, lacking)]
+        if speaks(self._collectives):
+            everyone = list(self._collectives.all_gather_object((names, lacking)))
+        different = sorted({key for keys, _ in everyone for key in set(keys) ^ set(everyone[0][0])})
+        if different:
+            raise RankMismatchError(
+                f"{listed(different)} of the state dict are DTensors on some ranks and not on others (rank "
+                f"{self._collectives.rank}). Give all ranks the same kinds of tensors."
+            )
+        self._gathered = sorted({key for _, keys in everyone for key in keys})
+
     def bring(self, targets: Mapping[str, Any]) -> None:
         """Fill those of ``targets`` that ``read`` could not, with the other ranks' help. Every rank calls it."""
         with torch.no_grad():
-            dtensors = {key: value for key, value in self._values.items() if _is_dtensor(value)}
-            lacking = [key for key, value in dtensors.items() if key in targets and not _covers(value, targets[key])]
-            if dtensors and speaks(self._collectives):
-                lacking = sorted({key for keys in self._collectives.all_gather_object(lacking) for key in keys})
-            for key, value in sorted(dtensors.items()):
-                brought = value.full_tensor() if key in lacking else value
-                if key in targets:
-                    _copy(targets[key], brought)
-                del brought
+            for key, value in sorted(self._values.items()):
+                if _is_dtensor(value):
+                    brought = value.full_tensor() if key in self._gathered else value
+                    if key in targets:
+                        _copy(targets[key], brought)
+                    del brought
 
     def _here(self, key: str) -> Any:
         told = self._described[key]

@@ -131,6 +131,7 @@ def _set(
             restore = OptimizerRestore(source, root, joint, None)
     if restore is not None:
         targets.update(restore.targets)
+    source.agree(targets)
     source.read(targets)
     source.bring(targets)
     if restore is not None:

@@ -176,7 +176,10 @@ def in_host_memory(value: Any, offsets: Collection[tuple[int, ...] | None]) -> A
     if isinstance(value, CheckpointTensor):
         chunks = [Chunk(each.box, _copied(each.view)) for each in value.chunks if each.box.offsets in offsets]
         return CheckpointTensor(value.shape, value.dtype, torch.device("cpu"), chunks)
-    return _copied(value.detach()) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    # A DTensor of somebody else's stays one, and where it is: its mesh is of devices.
+    return value.detach().clone() if hasattr(value, "__create_chunk_list__") else _copied(value.detach())
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

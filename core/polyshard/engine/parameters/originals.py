@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import ParameterChangedError, ParameterMovedError
+from ...errors import ParameterChangedError, ParameterMovedError, UnsupportedError
 from .. import _torch_private
 from ..planning.layout import FlatLayout, Piece, product
 from ..planning.managed_parameter import ManagedParameter
@@ -205,10 +205,17 @@ class Originals(MasterViews):
         if not replacements and same:
             return
         where = f"'{parameter.names[0]}' on rank {self._rank}"
+        if replacements and _torch_private.in_functional_call():
+            raise UnsupportedError(
+                f"torch.func.functional_call put a tensor in the place of {where}, which is sharded: it would be taken "
+                "for a new value, and kept. Call it inside of 'with polyshard.unsharded(model)', with torch.no_grad() "
+                "or torch.func around it, or on a model that is not sharded."
+            )
         source = replacements[0] if replacements else original
         if source is None:
             raise ParameterChangedError(
-                f"The parameter {where} was removed from its module. Put it back before the next forward."
+                f"The parameter {where} was removed from its module. Put it back before the next forward; pruning and "
+                "parametrizations, which remove it, come before sharding."
             )
         shard = self._shard_of(index)
         value = source.detach()

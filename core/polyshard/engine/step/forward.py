@@ -104,7 +104,8 @@ class Forward:
         assert step is not None
         records = torch.is_grad_enabled()
         if step.unsharded:
-            return self._watch_output(output)[0] if records else output
+            # What torch.func differentiates adds to no parameter's gradient.
+            return self._watch_output(output)[0] if records and not _torch_private.in_transform() else output
         recomputes = _torch_private.in_backward()
         if output is None:
             error = sys.exception()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from ...errors import StateError, UnshardedUseError
+from ...errors import StateError, UnshardedUseError, UnsupportedError
 from ...events import Events
 from ...interfaces import Collectives, OffloadManager, PrecisionCaster
 from .. import _torch_private
@@ -84,6 +84,13 @@ class Root(Step):
             self.end_audit()
         for unit in self.units:
             unit.take_up_changes()
+        if _torch_private.in_transform():
+            raise UnsupportedError(
+                f"torch.func (vmap, grad, jvp) called '{type(module).__name__}', which is sharded (rank {self.rank}): "
+                "gathers and reductions cannot be a part of what it transforms. Call it inside of 'with "
+                "polyshard.unsharded(model)'."
+            )
+        for unit in self.units:
             if not unit.prepared:
                 unit.prepare()
             unit.expire()
@@ -145,6 +152,11 @@ class Root(Step):
             for unit in stage.units
             for leaf in unit.leaves
         )
+        if self.borrowed and self.accumulates:
+            raise StateError(
+                "A backward inside of AveragedWeights.applied() would give the parameters gradients of their averages "
+                f"(rank {self.rank}). Train outside of it; torch.autograd.grad of inputs is served."
+            )
         self._goes_on = _torch_private.queue_after_backward(self.end_backward)
 
     def arrive(self, itinerary: Itinerary[Stage], mark: Mark[Stage]) -> bool:

@@ -316,7 +316,8 @@ class Stage:
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise StateError(
             f"A sharded module cannot be deep-copied ({self._described}). Copy the model before sharding it, or "
-            "exchange values through a state dict: polyshard.checkpoint, or state_dict() inside polyshard.unsharded."
+            "exchange values through a state dict: polyshard.checkpoint, or state_dict() inside polyshard.unsharded. "
+            "For averaged weights, as of AveragedModel, use polyshard.optim.AveragedWeights."
         )
 
     def __reduce__(self) -> NoReturn:

@@ -51,6 +51,8 @@ class Step:
         self.itinerary: Itinerary[Any] = Itinerary(None)
         #: Whether ``unsharded_parameters`` shows whole parameters now: modules then compute with these.
         self.unsharded = False
+        #: Whether the masters hold other values for a while than those that are trained, such as their averages.
+        self.borrowed = False
         #: False under ``no_sync``.
         self.synchronises = True
         #: Whether the backward that runs adds to gradients: ``autograd.grad`` does not.

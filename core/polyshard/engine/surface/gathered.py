@@ -60,7 +60,9 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
         for unit in flats:
             for parameter in unit.parameters:
                 for module, key in parameter.sites:
-                    module._parameters[key] = parameter.original
+                    # What was removed stays so, for the next forward to refuse: something else computes in its place.
+                    if key in module._parameters:
+                        module._parameters[key] = parameter.original
             unit.originals.expose()
         root.unsharded = False
 

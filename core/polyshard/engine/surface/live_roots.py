@@ -37,6 +37,10 @@ class LiveRoots:
         self.changes = 0
         # Places by the parameters' ids: a reference to a parameter may lead to its model, which would then never go.
         self._places: weakref.WeakKeyDictionary[Root, dict[int, tuple[int, int]]] = weakref.WeakKeyDictionary()
+        # All of those, and some that were.
+        self._known: frozenset[int] = frozenset()
+        #: Those whose units an optimizer sees as flat parameters.
+        self.flattened: weakref.WeakSet[Root] = weakref.WeakSet()
 
     def add(self, root: Root) -> None:
         """Know the parameters of ``root`` from now on."""
@@ -47,11 +51,17 @@ class LiveRoots:
         }
         with self._lock:
             self._places[root] = places
+            self._known = frozenset(key for each in self._places.values() for key in each)
             self.changes += 1
 
     def roots(self) -> list[Root]:
         """The outermost roots, in the order in which they were made."""
         return [root for root, _ in self._entries()]
+
+    def may_hold(self, tensor: torch.Tensor) -> bool:
+        """Whether ``find`` may find ``tensor``, at a fraction of its cost: for what is asked of every new tensor."""
+        # Flat parameters are 1-D, and made later.
+        return id(tensor) in self._known or (tensor.ndim == 1 and bool(self.flattened))
 
     def find(self, tensors: Sequence[torch.Tensor]) -> list[Found | None]:
         """For each of ``tensors`` where it lies; None for what is no parameter of a sharded model."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -24,6 +24,7 @@ _NOT_ELEMENTWISE = {
     "LBFGS": ("takes inner products over all elements", _ELEMENTWISE),
 }
 _STATE_DICTS = "torch.distributed.checkpoint.state_dict"
+_SCALER = "torch.amp.grad_scaler"
 
 
 class OptimizerCheck:
@@ -37,13 +38,15 @@ class OptimizerCheck:
         # And how many parameter groups they had.
         self._passed: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         self._guarded: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._warned: WeakSet[torch.optim.Optimizer] = WeakSet()
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """To be called before each step of each optimizer.
 
         Raises:
-            UnsupportedError: it computes with whole parameters.
+            UnsupportedError: it computes with whole parameters, or one of these has a hook that never fires.
             ConfigError: its parameter groups were split by the shapes of pieces, or its parameters get no gradients.
+            StateError: its model holds other values for a while, or its state is of whole parameters.
         """
         if torch.compiler.is_compiling():
             _hidden_look_at(self, optimizer)
@@ -55,14 +58,28 @@ class OptimizerCheck:
         self._passed.clear()
 
     def _look_at(self, optimizer: torch.optim.Optimizer) -> None:
-        groups = [
-            [each for each in self._live.find(group["params"]) if each is not None and each.unit.grid.shard is not None]
-            for group in optimizer.param_groups
+        found = [
+            [each for each in self._live.find(group["params"]) if each is not None] for group in optimizer.param_groups
         ]
+        for each in (each for group in found for each in group):
+            if each.root.borrowed:
+                raise StateError(
+                    f"{type(optimizer).__name__} was to update '{_name(each)}' inside of AveragedWeights.applied() "
+                    f"(rank {each.root.rank}), where the model holds its averages. Leave it first."
+                )
+        _refuse_dead_hooks(each for group in found for each in group)
+        first_look = optimizer not in self._warned
+        self._warned.add(optimizer)
+        if first_look:
+            _warn_of_underflow(optimizer, found)
+        groups = [[each for each in group if each.unit.grid.shard is not None] for group in found]
         if any(groups):
             _refuse_whole_matrices(optimizer, groups)
             _refuse_replaced(optimizer, groups)
+            _refuse_whole_states(optimizer, groups)
             _refuse_split_of_pieces(optimizer, groups)
+            if first_look:
+                _warn_of_lost_decay(optimizer, groups)
             if optimizer not in self._guarded:
                 self._guarded.add(optimizer)
                 # That module makes the first step itself to have a state at all.
@@ -103,12 +120,43 @@ class _StateGuard:
 
 def _asked_for_states() -> bool:
     """Whether torch's functions for states of whole models are among the callers."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == _STATE_DICTS:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    return _torch_private.called_from(_STATE_DICTS)
+
+
+def _refuse_dead_hooks(found: Iterable[Found]) -> None:
+    for each in found:
+        if each.slot is None or each.unit.resident or each.root.unsharded:
+            continue
+        original = each.unit.parameters[each.slot].original
+        if _torch_private.tensor_hooks(original):
+            raise UnsupportedError(
+                f"'{_name(each)}' has a hook from register_hook (rank {each.root.rank}), which a backward never calls: "
+                "autograd sees the gathered parameter. Remove it, and use register_post_accumulate_grad_hook, which "
+                "is called with the gradient of this rank's piece."
+            )
+
+
+def _warn_of_underflow(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Found]]) -> None:
+    scaled = [
+        each
+        for group in groups
+        for each in group
+        # One of the ranks says it.
+        if each.root.rank == 0 and each.unit.trainable and each.unit.caster.capabilities.loss_scaling
+    ]
+    if scaled and not _torch_private.called_from(_SCALER):
+        first = next((each for each in scaled if torch.float16 in _travels_in(each)), scaled[0])
+        warnings.warn(
+            f"{type(optimizer).__name__} steps without a torch.amp.GradScaler, and gradients of '{_name(first)}' pass "
+            "through a dtype in which small ones become zero. Scale the loss, and step by "
+            "scaler.step(optimizer); where the loss is scaled by something else, filter this warning.",
+            stacklevel=2,
+        )
+
+
+def _travels_in(found: Found) -> tuple[torch.dtype, ...]:
+    dtypes = found.unit.dtypes
+    return dtypes.compute, dtypes.wire, dtypes.reduce
 
 
 def _refuse_whole_matrices(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Found]]) -> None:
@@ -131,6 +179,25 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence
                     f"of unit '{each.unit.name}' (rank {each.root.rank}): it would never be updated. Give the "
                     "optimizer what polyshard.flat_parameters returned."
                 )
+
+
+def _refuse_whole_states(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Found]]) -> None:
+    """Refuse what an optimizer kept of whole parameters before they were sharded."""
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        # Others may keep of whole parameters what they like.
+        return
+    for group in groups:
+        for each in group:
+            if each.slot is None:
+                continue
+            original, whole = each.unit.parameters[each.slot].original, each.unit.layout.slots[each.slot].shape
+            for name, value in optimizer.state.get(original, {}).items():
+                if isinstance(value, torch.Tensor) and tuple(value.shape) == whole != tuple(original.shape):
+                    raise StateError(
+                        f"{type(optimizer).__name__} has '{name}' of the whole '{_name(each)}', {whole}, of which this "
+                        f"rank holds a piece (rank {each.root.rank}): it stepped before the model was sharded. Shard "
+                        "first, or load its state with polyshard.checkpoint."
+                    )
 
 
 def _refuse_split_of_pieces(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Found]]) -> None:
@@ -163,6 +230,36 @@ def _refuse_split_of_pieces(optimizer: torch.optim.Optimizer, groups: Sequence[S
             "sharded parameter may be 1-D: choose by polyshard.placement(parameter).shape, by name, or before "
             "sharding. If it is meant so, leave an empty group out, and give matrices a group of their own."
         )
+
+
+def _warn_of_lost_decay(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Found]]) -> None:
+    """Warn where no group decays, as after ``p.ndim >= 2`` whose empty group was left out or never made."""
+    given = optimizer.param_groups
+    if not optimizer.defaults.get("weight_decay") or any(group.get("weight_decay") for group in given):
+        return
+    flattened = next((each for group in groups for each in group if _dims(each) >= 2 > _parameter(each).ndim), None)
+    alone = len(given) > 2 and all(len(group["params"]) == 1 for group in given)
+    mixed = any(len({_dims(each) >= 2 for each in group}) > 1 for group in groups)
+    if flattened is not None and flattened.root.rank == 0 and (mixed or alone):
+        warnings.warn(
+            f"No parameter group of {type(optimizer).__name__} decays, and '{_name(flattened)}' is a matrix of which "
+            f"each rank holds a 1-D piece: were groups chosen by p.ndim? Choose by "
+            "polyshard.placement(parameter).shape, by name, or with polyshard.optim.decay_groups. If nothing is to "
+            "decay, give the optimizer itself weight_decay=0.",
+            stacklevel=2,
+        )
+
+
+def _dims(found: Found) -> int:
+    """Of the whole parameter; 1 of a flat one."""
+    return 1 if found.slot is None else len(found.unit.layout.slots[found.slot].shape)
+
+
+def _parameter(found: Found) -> torch.Tensor:
+    if found.slot is None:
+        assert found.unit.flat is not None
+        return found.unit.flat.parameter
+    return found.unit.parameters[found.slot].original
 
 
 def _name(found: Found) -> str:

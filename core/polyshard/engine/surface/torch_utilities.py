@@ -12,7 +12,8 @@ are no way: torch's foreach and fused optimizers take plain tensors alone.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import GeneratorType
 from weakref import WeakSet
 
@@ -28,6 +29,7 @@ from .live_roots import Found, live_roots
 from .norms import accumulator, group_norms, refuse_order
 from .optimizer_check import OptimizerCheck
 from .state_dicts import guard_state_dicts
+from .whole_functions import guard_whole_functions
 
 _installing = threading.Lock()
 _checks: list[OptimizerCheck] = []
@@ -43,6 +45,7 @@ def follow(root: Root) -> None:
     with _installing:
         if not _checks:
             GradientUtilities().install()
+            guard_whole_functions()
             _checks.append(OptimizerCheck(live_roots))
             register_optimizer_step_pre_hook(_checks[0].before_step)
         _checks[0].forget()
@@ -51,6 +54,18 @@ def follow(root: Root) -> None:
         new = [unit for unit in root.units if unit not in _guarded]
         _guarded.update(new)
     guard_state_dicts(new)
+
+
+@contextmanager
+def borrowing(root: Root) -> Iterator[None]:
+    """Inside, the masters of ``root`` hold other values for a while: optimizers and backwards refuse them."""
+    root.borrowed = True
+    # Optimizers that were let through are looked at again.
+    _checks[0].forget()
+    try:
+        yield
+    finally:
+        root.borrowed = False
 
 
 class GradientUtilities:

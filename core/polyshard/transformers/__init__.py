@@ -1,0 +1,10 @@
+"""Transformers' ``Trainer`` over models that polyshard shards, and ``generate`` with parameters gathered once a call.
+
+Needs ``polyshard[transformers]``. Nothing else in polyshard imports it.
+"""
+
+from .generation import register_generate
+from .initialization import initializer_of
+from .trainer import PolyshardMixin, PolyshardSeq2SeqTrainer, PolyshardTrainer
+
+__all__ = ["PolyshardMixin", "PolyshardSeq2SeqTrainer", "PolyshardTrainer", "initializer_of", "register_generate"]

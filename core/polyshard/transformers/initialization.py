@@ -1,0 +1,71 @@
+"""First values of models that are on the meta device, as their classes choose them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ..errors import UnsupportedError
+from ._private import init_weights_of
+
+Initialize = Callable[[nn.Module], None]
+
+
+def initializer_of(model: nn.Module) -> Initialize:
+    """What fills a module's own parameters and buffers, to be given to ``polyshard.shard``.
+
+    A module that is in a model of Transformers is initialised by the innermost one around it, others by their
+    ``reset_parameters()``. Some classes, T5's, choose values of a layer by the module around it, and Transformers asks
+    these last: so does the function returned.
+
+    Raises:
+        UnsupportedError: a module's initialisation needs values, which nothing on the meta device has.
+    """
+    owners: dict[nn.Module, Initialize] = {}
+    for owner in model.modules():
+        initialize = init_weights_of(owner)
+        if initialize is not None:
+            owners.update(dict.fromkeys(owner.modules(), initialize))
+    around = _around(model, owners)
+
+    def initialize_one(module: nn.Module) -> None:
+        with torch.no_grad():
+            if module not in owners:
+                module.reset_parameters()  # type: ignore[operator]
+                return
+            owners[module](module)
+            # They fill all that is inside them and there, again and again; the last time counts.
+            for outer in around.get(module, ()):
+                owners[outer](outer)
+
+    return initialize_one
+
+
+def _around(model: nn.Module, owners: dict[nn.Module, Initialize]) -> dict[nn.Module, list[nn.Module]]:
+    """For each module, those around it that initialise its parameters, the outermost last.
+
+    Found by trying: on the meta device that writes nothing, but is counted. Modules with values are not tried.
+    """
+    found: dict[nn.Module, list[nn.Module]] = {}
+    # Inner modules come behind those around them.
+    for name, outer in reversed(list(model.named_modules())):
+        inner = [module for module in outer.modules() if module is not outer]
+        held = [(module, each) for module in inner for each in module._parameters.values() if each is not None]
+        if outer not in owners or not held or not all(each.is_meta for each in outer.parameters()):
+            continue
+        before = [each._version for _, each in held]
+        try:
+            with torch.no_grad():
+                owners[outer](outer)
+        except Exception as error:
+            raise UnsupportedError(
+                f"'{name or type(model).__name__}' ({type(outer).__name__}) cannot be initialised from meta: "
+                f"{type(error).__name__}: {error}. Build the model with values on every rank, or on rank 0 with "
+                "sync_module_states=True."
+            ) from error
+        for (module, each), version in zip(held, before, strict=True):
+            if each._version != version and outer not in found.setdefault(module, []):
+                found[module].append(outer)
+    return found

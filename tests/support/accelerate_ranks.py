@@ -1,0 +1,103 @@
+"""Accelerate on ranks that tests keep: its state is the process's, and has to be made and forgotten for each test."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import polyshard
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from parity import Block
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
+
+
+@contextmanager
+def launched() -> Iterator[None]:
+    """What torchrun tells a rank, for a process whose group is there already. Accelerate knows nothing afterwards."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": "1"}
+    before = dict(os.environ)
+    os.environ.update(told)
+    try:
+        yield
+    finally:
+        forget()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def forget() -> None:
+    """Let Accelerate be as in a new process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    assert not PartialState._shared_state
+
+
+def pairs(examples: int = 48, inputs: int = 3, outputs: int = 2) -> TensorDataset:
+    """Made-up inputs and targets in float64, the same at every call."""
+    generator = torch.Generator().manual_seed(7)
+    shapes = (examples, inputs), (examples, outputs)
+    return TensorDataset(*(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes))
+
+
+def loader_of(
+    data: TensorDataset, batch_size: int = 4, *, shuffle: bool = False
+) -> DataLoader[tuple[torch.Tensor, ...]]:
+    """Batches of ``data``.
+
+    Beginning to iterate draws from a generator of its own: from the default one it would change what a run that resumes
+    in the middle of an epoch draws next.
+    """
+    return DataLoader(data, batch_size=batch_size, shuffle=shuffle, generator=torch.Generator().manual_seed(11))
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole parameters of a sharded model; every rank calls it."""
+    with polyshard.unsharded(model):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole gradients of a sharded model, zeros where there are none, by way of a plain all-gather of the pieces."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        place = polyshard.placement(parameter)
+        own = torch.zeros(math.prod(place.shape), dtype=torch.float64)
+        if parameter.grad is not None and parameter.numel():
+            own[place.start : place.stop] = parameter.grad.double().flatten()
+        dist.all_reduce(own)
+        found[name] = own.view(place.shape)
+    return found
+
+
+def same(model: nn.Module, reference: nn.Module, **tolerance: Any) -> None:
+    """Whether whole parameters are those of ``reference``, to 1e-12 unless told otherwise; every rank calls it."""
+    expected = {name: parameter.detach() for name, parameter in reference.named_parameters()}
+    torch.testing.assert_close(whole(model), expected, **(tolerance or EXACT))
+
+
+class Critic(nn.Module):
+    """The other model of a pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(2, 9)
+        self.score = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.score(self.block(x))
+
+
+def pair_loss(net: nn.Module, critic: nn.Module, x: torch.Tensor, y: torch.Tensor, step: int) -> torch.Tensor:
+    """What ``net`` (step 0) or ``critic`` (step 1) is trained to lower."""
+    if step == 0:
+        return -critic(net(x)).mean()
+    return critic(net(x).detach()).mean() - critic(y).square().mean()

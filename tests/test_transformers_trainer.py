@@ -1,0 +1,410 @@
+"""``PolyshardTrainer`` on two ranks beside Transformers' own ``Trainer`` on the whole batch, in one process."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import KeptRanks
+from torch import nn
+from transformers_runs import (
+    STEPS,
+    curve,
+    launched,
+    make_model,
+    outcome,
+    parameters,
+    plain_trainer,
+    quiet,
+    shard_config,
+    sharded_trainer,
+)
+
+#: Two ranks import Transformers.
+pytestmark = pytest.mark.slow
+
+#: Of losses and norms in fp32 over 20 steps.
+CLOSE = {"rel": 2e-5, "abs": 2e-5}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[KeptRanks]:
+    kept = KeptRanks()
+    yield kept
+    kept.close()
+
+
+# Training
+
+
+def train_both(rank: int, folder: str, family: str, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A sharded run; on rank 0, the plain one, too."""
+    quiet()
+    own = settings.pop("own_optimizer", False)
+
+    def given(model: Any) -> dict[str, Any]:
+        optimizers = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), None)
+        return {"model": model, **settings, **({"optimizers": optimizers} if own else {})}
+
+    with launched(rank, 2):
+        trainer = sharded_trainer(**given(make_model(family)), folder=folder, family=family)
+        trainer.train()
+        ours = outcome(trainer)
+        trainer.save_model(f"{folder}/exported")
+    if rank:
+        return ours, {}
+    ours["read"] = parameters(type(trainer.model).from_pretrained(f"{folder}/exported"))
+    trainer = plain_trainer(**given(make_model(family)), folder=f"{folder}-plain", family=family)
+    trainer.train()
+    return ours, outcome(trainer)
+
+
+def require_alike(
+    results: list[tuple[dict[str, Any], dict[str, Any]]], rel: float = CLOSE["rel"], abs: float = CLOSE["abs"]
+) -> None:
+    """Every rank came to what the plain run came to."""
+    plain = results[0][1]
+    assert len(plain["curve"]) == STEPS
+    for ours, _ in results:
+        for step, (mine, theirs) in enumerate(zip(ours["curve"], plain["curve"], strict=True)):
+            assert mine == pytest.approx(theirs, rel=rel, abs=abs), f"step {step}: {mine}, {theirs}"
+        assert ours["evaluated"] == pytest.approx(plain["evaluated"], rel=rel)
+        assert ours["flos"] == plain["flos"]
+        torch.testing.assert_close(ours["predicted"], plain["predicted"], rtol=10 * rel, atol=10 * abs)
+        assert_equal(ours.get("read", ours["parameters"]), ours["parameters"])
+        for name, whole in plain["parameters"].items():
+            torch.testing.assert_close(ours["parameters"][name], whole, rtol=10 * rel, atol=10 * abs, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {}),
+        ("qwen", {"gradient_accumulation_steps": 2}),
+        ("mixtral", {"activation_checkpointing": True}),
+        ("gpt2", {"own_optimizer": True}),
+        # T5 computes a mean that Trainer takes for a share of all ranks' tokens.
+        ("t5", {"average_tokens_across_devices": False, "predict_with_generate": True, "generation_max_length": 7}),
+        ("vit", {"max_grad_norm": 0.0}),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "-".join(given),
+)
+def test_trains_as_the_plain_trainer_does(
+    ranks: KeptRanks, tmp_path: Path, family: str, settings: dict[str, Any]
+) -> None:
+    require_alike(ranks.run(2, train_both, str(tmp_path), family, settings))
+
+
+# Checkpoints
+
+
+def stop_and_resume(rank: int, folder: str) -> dict[str, Any]:
+    """Eight steps with dropout, and the last four again from the checkpoint between; what both came to."""
+    quiet()
+    from transformers import GPT2LMHeadModel
+
+    saving = {
+        "max_steps": 8, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
+        "save_total_limit": 3,
+    }  # fmt: skip
+    with launched(rank, 2):
+        straight = sharded_trainer(make_model("gpt2", dropout=0.2), folder, "gpt2", **saving)
+        straight.train()
+        kept = sorted(path.name for path in Path(folder).glob("checkpoint-*"))
+        stopped = f"{folder}/checkpoint-4"
+        again = sharded_trainer(make_model("gpt2", dropout=0.2), f"{folder}-again", "gpt2", **saving)
+        again.train(resume_from_checkpoint=stopped)
+        read = GPT2LMHeadModel.from_pretrained(f"{folder}/checkpoint-8")
+        best = sharded_trainer(
+            make_model("gpt2"), f"{folder}-best", "gpt2", **saving,
+            load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True,
+        )  # fmt: skip
+        best.train()
+        best_path = best.state.best_model_checkpoint
+        return {
+            "kept": kept,
+            "straight": curve(straight),
+            "again": curve(again),
+            "parameters": parameters(straight.model),
+            "parameters again": parameters(again.model),
+            "read": parameters(read),
+            "best": Path(best_path).name,
+            "parameters best": parameters(best.model),
+            "read best": parameters(GPT2LMHeadModel.from_pretrained(best_path)),
+            "state": sorted(path.name for path in Path(stopped).iterdir()),
+        }
+
+
+def test_a_resumed_run_is_the_one_that_never_stopped(ranks: KeptRanks, tmp_path: Path) -> None:
+    for found in ranks.run(2, stop_and_resume, str(tmp_path / "run")):
+        assert found["kept"] == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
+        assert len(found["straight"]) == 8
+        assert found["again"] == found["straight"]
+        assert_equal(found["parameters again"], found["parameters"])
+        # The folder is a pretrained model's as well.
+        assert_equal(found["read"], found["parameters"])
+        assert "model.safetensors" in found["state"]
+        assert "optimizer.pt" not in found["state"]
+        # Worse with each step: the best is not the last.
+        assert found["best"] != "checkpoint-8"
+        assert_equal(found["parameters best"], found["read best"])
+
+
+def assert_equal(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert torch.equal(mine[name], value), name
+
+
+# Precision
+
+
+def train_mixed(rank: int, folder: str, dtype: str) -> dict[str, Any]:
+    quiet()
+    settings = {dtype: True, "max_steps": 6}
+    with launched(rank, 2):
+        trainer = sharded_trainer(make_model("llama"), folder, "llama", **settings)
+        trainer.train()
+        found = {"ours": curve(trainer), "dtypes": {each.dtype for each in trainer.model.parameters()}}
+        found["scaled"] = trainer.accelerator.scaler is not None
+    if not rank:
+        plain = plain_trainer(make_model("llama"), folder, "llama", max_steps=6)
+        plain.train()
+        found["plain"] = curve(plain)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_trains_in_the_dtype_of_the_arguments(ranks: KeptRanks, tmp_path: Path, dtype: str) -> None:
+    results = ranks.run(2, train_mixed, str(tmp_path), dtype)
+    for found in results:
+        assert found["dtypes"] == {torch.float32}
+        assert found["scaled"] is (dtype == "fp16")
+        for mine, plain in zip(found["ours"], results[0]["plain"], strict=True):
+            assert mine == pytest.approx(plain, rel=0.02)
+        assert [loss for loss, _, _ in found["ours"]] != [loss for loss, _, _ in results[0]["plain"]]
+
+
+# Adapters
+
+
+def train_adapters(rank: int, folder: str) -> dict[str, Any]:
+    quiet()
+    import peft
+    import polyshard
+    from transformers import AutoModelForCausalLM
+
+    base = f"{folder}/base"
+    if rank == 0:
+        make_model("llama").save_pretrained(base)
+    torch.distributed.barrier()
+
+    def adapted() -> Any:
+        settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+        torch.manual_seed(1)
+        return peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
+
+    saving = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4, "activation_checkpointing": True}
+    with launched(rank, 2):
+        trainer = sharded_trainer(adapted(), f"{folder}/run", "llama", **saving)
+        trainer.train()
+        again = sharded_trainer(adapted(), f"{folder}/again", "llama", **saving)
+        again.train(resume_from_checkpoint=f"{folder}/run/checkpoint-4")
+        read = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), f"{folder}/run/checkpoint-8")
+        found = {
+            "ours": curve(trainer),
+            "again": curve(again),
+            "parameters": parameters(trainer.model),
+            "read": parameters(read),
+            "units": polyshard.report(trainer.model).units,
+            "files": sorted(path.name for path in Path(f"{folder}/run/checkpoint-8").iterdir()),
+        }
+    if not rank:
+        plain = plain_trainer(adapted(), f"{folder}/plain", "llama", max_steps=8)
+        plain.train()
+        found["plain"] = curve(plain)
+    return found
+
+
+def test_adapters_train_and_come_back_bit_equal(ranks: KeptRanks, tmp_path: Path) -> None:
+    results = ranks.run(2, train_adapters, str(tmp_path))
+    for found in results:
+        for mine, plain in zip(found["ours"], results[0]["plain"], strict=True):
+            assert mine == pytest.approx(plain, **CLOSE)
+        assert found["again"] == found["ours"]
+        assert_equal(found["read"], found["parameters"])
+        assert "adapter_model.safetensors" in found["files"]
+        assert "model.safetensors" not in found["files"]
+        # Of each block one that is frozen and one that is trained, and the frozen root.
+        assert found["units"] == 7
+
+
+# Generation
+
+
+def generate(rank: int, family: str) -> dict[str, Any]:
+    quiet()
+    import polyshard
+    from polyshard.interfaces import Listener, Observer, UnitSpec
+    from polyshard.transformers import register_generate
+
+    plain = make_model(family).eval()
+    prompt = torch.arange(3, 3 + 4 * (rank + 1)).view(2, -1) if family != "vit" else None
+    settings = {"max_new_tokens": 4 + 5 * rank, "do_sample": False, "min_new_tokens": 4 + 5 * rank}
+    wanted = plain.generate(prompt, **settings)
+    gathers: list[str] = []
+
+    class Gathers(Listener):
+        api_version = 1
+
+        @polyshard.hookimpl
+        def make_observer(self, unit: UnitSpec) -> Observer:
+            return _Counting(gathers)
+
+    model = polyshard.shard(make_model(family).eval(), shard_config(listeners=[Gathers()]))
+    register_generate(model)
+    got = model.generate(prompt, **settings)
+    counted = len(gathers)
+    # A step afterwards releases and gathers as ever.
+    model(input_ids=prompt, labels=prompt).loss.backward()
+    return {"got": got, "wanted": wanted, "gathers": counted, "units": polyshard.report(model).units}
+
+
+class _Counting:
+    def __init__(self, gathers: list[str]) -> None:
+        self._gathers = gathers
+
+    def unshard(self, unit: Any) -> None:
+        self._gathers.append(unit.name)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_generate_gathers_each_unit_once_whatever_the_lengths(ranks: KeptRanks, family: str) -> None:
+    for found in ranks.run(2, generate, family):
+        assert torch.equal(found["got"], found["wanted"])
+        assert found["gathers"] == found["units"]
+
+
+# Models without values
+
+
+def begin_from_meta(rank: int, folder: str) -> dict[str, Any]:
+    """T5, which chooses first values of a layer by the module around it, on meta; and rank 0's values for all."""
+    quiet()
+    plain = make_model("t5")
+
+    def without_values() -> Any:
+        with torch.device("meta"):
+            return type(plain)(plain.config)
+
+    with launched(rank, 2):
+        made = sharded_trainer(without_values(), folder, "t5")
+        torch.manual_seed(rank)
+        made.evaluate()
+        one_has_them = make_model("t5") if rank == 0 else without_values()
+        sent = sharded_trainer(one_has_them, folder, "t5", shard=shard_config(sync_module_states=True))
+        sent.evaluate()
+        return {"plain": parameters(plain), "made": parameters(made.model), "sent": parameters(sent.model)}
+
+
+def test_models_on_meta_begin_as_their_class_says(ranks: KeptRanks, tmp_path: Path) -> None:
+    first, second = ranks.run(2, begin_from_meta, str(tmp_path))
+    assert_equal(first["made"], second["made"])
+    for name, value in first["plain"].items():
+        assert first["made"][name].std().item() == pytest.approx(value.std().item(), rel=0.2, abs=1e-6), name
+        assert torch.equal(second["sent"][name], value), name
+
+
+# Wrong uses
+
+
+def misuse(rank: int, folder: str) -> dict[str, str]:
+    """What each wrong use is told, by name; at the end a model that was refused trains."""
+    quiet()
+    import polyshard
+    from polyshard.transformers import PolyshardMixin
+    from torch.distributed.fsdp import fully_shard
+
+    told: dict[str, str] = {}
+
+    def told_by(name: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except polyshard.errors.PolyshardError as error:
+            told[name] = f"{type(error).__name__}: {error}"
+        else:
+            told[name] = "nothing"
+
+    def train(model: Any, **settings: Any) -> Any:
+        resume = settings.pop("resume", None)
+        settings.setdefault("shard", shard_config())
+        trainer = sharded_trainer(model, f"{folder}/run", "llama", **{"max_steps": 2, **settings})
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    with launched(rank, 2):
+        other = [nn.Parameter(torch.ones(3, 4))]
+        stolen = torch.optim.AdamW([*make_model("llama").parameters(), *other])
+        told_by("optimizer", lambda: train(make_model("llama"), optimizers=(stolen, None)))
+        told_by("fsdp2", lambda: train(fully_shard(make_model("llama"))))
+        told_by("ddp", lambda: train(nn.parallel.DistributedDataParallel(make_model("llama"))))
+        told_by("arguments", lambda: train(make_model("llama"), fsdp=True))
+        os.environ["ACCELERATE_USE_FSDP"] = "true"
+        told_by("environment", lambda: train(make_model("llama")))
+        del os.environ["ACCELERATE_USE_FSDP"]
+        told_by("precision", lambda: train(make_model("llama"), bf16=True, shard=shard_config(precision="fp32")))
+        told_by("no precision", lambda: train(make_model("llama"), shard=shard_config(precision="fp16")))
+        told_by("sharded", lambda: train(polyshard.shard(make_model("llama"), shard_config())))
+        bf16 = shard_config(precision="bf16")
+        told_by("sharded bf16", lambda: train(polyshard.shard(make_model("llama"), bf16), shard=None))
+        told_by("optim", lambda: train(make_model("llama"), optim="adafactor"))
+        told_by("trainer", lambda: type("Odd", (PolyshardMixin,), {})(model=make_model("llama")))
+        told_by("compile", lambda: train(make_model("llama"), torch_compile=True))
+        dropping = make_model("llama")
+        dropping.config.layerdrop = 0.1
+        told_by("layerdrop", lambda: train(dropping))
+        group = torch.distributed.new_group([rank], use_local_synchronization=True)
+        told_by("group", lambda: train(make_model("llama"), shard=shard_config(collectives=group)))
+        train(make_model("qwen"), save_strategy="steps", save_steps=2)
+        model = make_model("llama")
+        told_by("another model", lambda: train(model, resume=f"{folder}/run/checkpoint-2"))
+        told_by("no state", lambda: train(make_model("llama"), resume=f"{folder}/plain/checkpoint-2"))
+        # Sharded by then, and as it was.
+        told["afterwards"] = str(len(curve(train(model, shard=None))))
+    return told
+
+
+REFUSED = {
+    "optimizer": r"ConfigError: The AdamW in optimizers=\(\.\.\.\) holds a parameter that is not the model's",
+    "fsdp2": "ConfigError: 'FSDPLlamaForCausalLM' is wrapped by FSDPModule already",
+    "ddp": "ConfigError: 'DistributedDataParallel' is wrapped by DistributedDataParallel already",
+    "arguments": "ConfigError: TrainingArguments.fsdp is set, and PolyshardTrainer shards the model itself",
+    "environment": "ConfigError: Accelerate was told by ACCELERATE_USE_FSDP=true to shard the model",
+    "precision": "ConfigError: The ShardConfig's precision='fp32' computes in fp32, but .* have bf16=True",
+    "no precision": "ConfigError: The ShardConfig's precision='fp16' computes in fp16, but .* neither bf16 nor fp16",
+    "sharded": "AlreadyShardedError: This LlamaForCausalLM is sharded already, and shard= was given",
+    "sharded bf16": "ConfigError: This LlamaForCausalLM was sharded to compute in bf16, but .* mixed precision 'no'",
+    "trainer": "UnsupportedError: Odd has no _build_accelerator_args, .* of its own to override",
+    "optim": "UnsupportedError: TrainingArguments.optim='adafactor' computes with whole parameters",
+    "compile": "ConfigError: TrainingArguments.torch_compile is set",
+    "layerdrop": r"UnsupportedError: LlamaConfig\.layerdrop=0\.1 lets each rank drop other layers",
+    "group": "ConfigError: The ShardConfig's collectives is of 1 ranks, but Trainer divides its data between 2",
+    "another model": r"ConfigError: The checkpoint .*polyshard/step-00000002 has .*bias.*, which the model lacks",
+    "no state": "ConfigError: .*plain/checkpoint-2 has no state of PolyshardTrainer to resume from",
+    "afterwards": "2",
+}
+
+
+def test_wrong_uses_are_refused_by_name(ranks: KeptRanks, tmp_path: Path) -> None:
+    for told in ranks.run(2, misuse, str(tmp_path)):
+        assert told.keys() == REFUSED.keys()
+        for name, words in REFUSED.items():
+            assert re.match(words, told[name]), f"{name}: {told[name]}"
