@@ -1,0 +1,100 @@
+"""Checkpoints: what is in them beside tensors, when one is on disk, and how a run is taken up again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import polyshard.checkpoint
+import torch
+from polyshard.errors import ConfigError
+from ranks import Ranks
+from settings import Checkpoint, Settings
+from torch import nn
+
+#: Settings that say where the position in the text is; another text decides it, too.
+_ORDER = ("training.context", "training.seed")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is. Saved in a checkpoint's ``extra``."""
+
+    step: int
+    """Steps done."""
+    sequences: int
+    """Sequences that all ranks together were trained on."""
+    loaders: list[dict[str, Any]]
+    """State of each rank's data loader, by rank."""
+    settings: dict[str, Any]
+    """``Settings.deciding``."""
+    digest: str
+    """Of the tokens."""
+
+    def changes(self, settings: Settings, ranks: Ranks, digest: str) -> dict[str, str]:
+        """What is other than it was and changes numbers, by setting, in words."""
+        now = settings.deciding()
+        found = {
+            name: f"{name} was {self.settings.get(name)!r} and is {value!r}"
+            for name, value in now.items()
+            if self.settings.get(name) != value
+        }
+        if len(self.loaders) != ranks.world_size:
+            found["ranks"] = f"there were {len(self.loaders)} ranks and are {ranks.world_size}"
+        if self.digest != digest:
+            found["text"] = "the text has other tokens: files of [data] have changed, or their tokenizer"
+        return found
+
+
+def keeps_order(changes: Mapping[str, str]) -> bool:
+    """Whether sequences still come in the order of before, so that a run can go on behind those it has seen."""
+    return "text" not in changes and not any(name in changes for name in _ORDER)
+
+
+class Checkpoints:
+    """Those of one run, in a folder of its own."""
+
+    def __init__(self, folder: Path, settings: Checkpoint) -> None:
+        self._folder = folder
+        self._settings = settings
+        self._pending: polyshard.checkpoint.PendingSave | None = None
+
+    def latest(self, ranks: Ranks) -> Path | None:
+        """The newest that is whole; None where there is none. Every rank calls it."""
+        # One rank decides: what two see in one folder may differ.
+        return ranks.from_first(lambda: polyshard.checkpoint.latest(self._folder))
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+        """Save what there is now, whatever is trained while it is written. Every rank calls it.
+
+        It waits for the one before, and raises what became of that where it failed.
+        """
+        extra, keep = asdict(progress), self._settings.keep
+        if self._settings.asynchronous:
+            self._pending = polyshard.checkpoint.async_save(
+                self._folder, progress.step, model, optimizer, extra=extra, keep=keep
+            )
+        else:
+            polyshard.checkpoint.save(self._folder, progress.step, model, optimizer, extra=extra, keep=keep)
+
+    def finish(self) -> None:
+        """Return when all that was saved is on disk; raise where it could not be written."""
+        if self._pending is not None:
+            self._pending.result()
+
+
+def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+    """Read the checkpoint ``directory``. Every rank calls it. Raises ``ConfigError`` where it is of another model."""
+    extra = polyshard.checkpoint.load(directory, model, optimizer)
+    return Progress(**extra)
+
+
+def require_same(changes: Mapping[str, str], directory: Path) -> None:
+    """Raise ``ConfigError`` where ``changes`` are any."""
+    if changes:
+        raise ConfigError(
+            f"{directory} cannot be gone on from bit for bit: {'; '.join(changes.values())}. Make it as it was, name "
+            "another output.folder, or accept what comes of it with --accept-changes."
+        )

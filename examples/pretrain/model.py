@@ -1,0 +1,72 @@
+"""Transformers' Llama: nothing in it knows that it will be sharded."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from settings import Settings
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+
+
+def llama_config(settings: Settings, vocabulary: int, end_of_text: int) -> LlamaConfig:
+    """What ``settings`` ask for. ``vocabulary``: tokens that there are; ``end_of_text``: the one between documents."""
+    model = settings.model
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_hidden_layers=model.num_hidden_layers,
+        num_attention_heads=model.num_attention_heads,
+        num_key_value_heads=model.num_key_value_heads,
+        max_position_embeddings=settings.training.context,
+        rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
+        tie_word_embeddings=model.tie_word_embeddings,
+        bos_token_id=end_of_text,
+        eos_token_id=end_of_text,
+    )
+
+
+def build_on_meta(config: LlamaConfig) -> LlamaForCausalLM:
+    """The model without memory for its parameters, which are fp32."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    # A few numbers that follow from the configuration, and that no one would compute again.
+    model.model.rotary_emb = LlamaRotaryEmbedding(config)
+    return model
+
+
+class Initializer:
+    """Fills the parameters of one module after another, each from a stream of random numbers of its own.
+
+    What a parameter begins with follows from its name and the seed, whatever is initialised before it, and where.
+    """
+
+    def __init__(self, model: LlamaForCausalLM, seed: int) -> None:
+        self._names = {module: name for name, module in model.named_modules()}
+        self._std: float = model.config.initializer_range
+        self._seed = seed
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module) -> None:
+        """Fill the parameters that ``module`` holds directly."""
+        seed = zlib.crc32(f"{self._seed}:{self._names[module]}".encode())
+        for parameter in module.parameters(recurse=False):
+            if isinstance(module, LlamaRMSNorm):
+                parameter.fill_(1.0)
+            else:
+                generator = torch.Generator(parameter.device).manual_seed(seed)
+                parameter.normal_(std=self._std, generator=generator)
+
+
+def logits_of(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """``[sequences, context, vocabulary]`` for ``inputs``, int64 ``[sequences, context]``."""
+    logits: torch.Tensor = model(input_ids=inputs, use_cache=False).logits
+    return logits
+
+
+def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Cross entropy in nats, summed over tokens, in fp32. ``targets``: int64 ``[sequences, context]``."""
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")

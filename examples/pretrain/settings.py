@@ -1,0 +1,284 @@
+"""What one run is asked to do: a TOML file, then the environment, then the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import polyshard
+from polyshard.errors import ConfigError
+from tables import read_table, require_known, toml_value
+
+#: How activations are kept for the backward.
+CHECKPOINTING_MODES = ("none", "full", "selective")
+#: Shapes of the learning rate.
+SCHEDULES = ("cosine", "wsd", "constant")
+#: Bytes, and the token between documents.
+SMALLEST_VOCABULARY = 257
+
+
+@dataclass(frozen=True)
+class Model:
+    """``[model]``: a Llama, in the names of Transformers' ``LlamaConfig``."""
+
+    hidden_size: int = 128
+    intermediate_size: int = 352
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    rope_theta: float = 10000.0
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least_one("model", self)
+        if self.hidden_size % (2 * self.num_attention_heads):
+            raise ConfigError(
+                f"model.hidden_size {self.hidden_size} is no even multiple of model.num_attention_heads "
+                f"{self.num_attention_heads}, which rotary embeddings need. Change one of them."
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"model.num_attention_heads {self.num_attention_heads} is not divisible by model.num_key_value_heads "
+                f"{self.num_key_value_heads}. Change one of them."
+            )
+
+
+@dataclass(frozen=True)
+class Data:
+    """``[data]``: local text."""
+
+    files: tuple[str, ...] = ("docs/*.md",)
+    held_out: tuple[str, ...] = ("docs/tutorial.md",)
+    tokenizer: str = ""
+    vocabulary: int = 1024
+    cache: str = "runs/tokens"
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        if self.vocabulary < SMALLEST_VOCABULARY:
+            raise ConfigError(
+                f"data.vocabulary is {self.vocabulary}. Give at least {SMALLEST_VOCABULARY}: every byte, and the token "
+                "between documents."
+            )
+        if self.workers < 0:
+            raise ConfigError(f"data.workers is {self.workers}. Give 0 to read in the training process, or more.")
+        for name in ("files", "held_out"):
+            if not getattr(self, name):
+                raise ConfigError(f"data.{name} is empty. Give at least one pattern, such as 'text/**/*.txt'.")
+
+
+@dataclass(frozen=True)
+class Training:
+    """``[training]``."""
+
+    steps: int = 200
+    context: int = 128
+    batch: int = 16
+    microbatch: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least_one("training", self, besides=("seed",))
+
+    def accumulation(self, world_size: int) -> int:
+        """Microbatches that each of ``world_size`` ranks computes a step. Raises ``ConfigError`` where none fits."""
+        together = self.microbatch * world_size
+        if self.batch % together:
+            raise ConfigError(
+                f"training.batch {self.batch} is no multiple of {together}, which is training.microbatch "
+                f"{self.microbatch} on {world_size} rank(s). Change training.batch, training.microbatch or the ranks."
+            )
+        return self.batch // together
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all ranks together."""
+        return self.batch * self.context
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """``[optimizer]``: AdamW. Vectors do not decay."""
+
+    lr: float = 3e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """``[schedule]``: the learning rate over the steps."""
+
+    shape: str = "cosine"
+    warmup: int = 20
+    cooldown: float = 0.2
+    final: float = 0.1
+
+    def __post_init__(self) -> None:
+        _one_of("schedule.shape", self.shape, SCHEDULES)
+        if self.warmup < 0 or not 0 <= self.cooldown <= 1 or not 0 <= self.final <= 1:
+            raise ConfigError(
+                f"schedule.warmup is {self.warmup}, schedule.cooldown {self.cooldown} and schedule.final {self.final}. "
+                "Give a warm-up of at least 0 steps, and shares from 0 to 1."
+            )
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointing:
+    """``[activation_checkpointing]``."""
+
+    mode: str = "none"
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        _one_of("activation_checkpointing.mode", self.mode, CHECKPOINTING_MODES)
+        _at_least_one("activation_checkpointing", self)
+
+
+@dataclass(frozen=True)
+class Compile:
+    """``[compile]``."""
+
+    blocks: bool = False
+    loss: bool = False
+    backend: str = "inductor"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """``[evaluation]``."""
+
+    every: int = 50
+    batches: int = 8
+
+    def __post_init__(self) -> None:
+        _at_least_one("evaluation", self)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """``[checkpoint]``."""
+
+    every: int = 50
+    keep: int = 2
+    asynchronous: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least_one("checkpoint", self)
+
+
+@dataclass(frozen=True)
+class Output:
+    """``[output]``."""
+
+    folder: str = "runs/pretrain"
+    report_every: int = 10
+    tensorboard: bool = True
+    export: bool = True
+    peak_tflops: float = 0.0
+
+    def __post_init__(self) -> None:
+        _at_least_one("output", self)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that a run was asked: a table of the file each. The file says what each setting means."""
+
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    training: Training = field(default_factory=Training)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    schedule: Schedule = field(default_factory=Schedule)
+    activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
+    compile: Compile = field(default_factory=Compile)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    output: Output = field(default_factory=Output)
+    shard: polyshard.ShardConfig = field(default_factory=polyshard.ShardConfig)
+
+    def deciding(self) -> dict[str, Any]:
+        """The settings on which the numbers of a step depend, by ``table.name``; text and ranks aside."""
+        tables = ("model", "training", "optimizer", "schedule")
+        found = {
+            f"{table}.{name}": value
+            for table in tables
+            for name, value in dataclasses.asdict(getattr(self, table)).items()
+        }
+        return {**found, "shard.precision": str(self.shard.precision)}
+
+
+_TABLES: Mapping[str, type[Any]] = {
+    "model": Model,
+    "data": Data,
+    "training": Training,
+    "optimizer": Optimizer,
+    "schedule": Schedule,
+    "activation_checkpointing": ActivationCheckpointing,
+    "compile": Compile,
+    "evaluation": Evaluation,
+    "checkpoint": Checkpoint,
+    "output": Output,
+}
+
+
+def load_settings(path: Path, overrides: Iterable[str] = (), *, environ: Mapping[str, str] = os.environ) -> Settings:
+    """The settings in the file ``path``, overridden by ``environ`` (for ``[shard]``) and then by ``overrides``.
+
+    ``overrides``: texts such as ``"training.steps=10"`` or ``"shard.strategy=no_shard"``. Raises ``ConfigError``.
+    """
+    document = _read(path)
+    require_known(document, [*_TABLES, "shard"], f"{path}", "table")
+    changed: dict[str, dict[str, Any]] = {}
+    variables: dict[str, str] = {}
+    for override in overrides:
+        table, key, text = _split(override)
+        if table == "shard":
+            names = [each.name for each in dataclasses.fields(polyshard.ShardConfig)]
+            require_known([key.partition(".")[0]], names, "the command line, [shard]")
+            variables["POLYSHARD_" + key.upper().replace(".", "__")] = text
+        else:
+            changed.setdefault(table, {})[key] = toml_value(text)
+    made: dict[str, Any] = {"shard": polyshard.ShardConfig.from_toml(path, environ={**environ, **variables})}
+    for name, kind in _TABLES.items():
+        values = read_table(kind, document.get(name, {}), name, f"{path}")
+        values.update(read_table(kind, changed.get(name, {}), name, "the command line"))
+        made[name] = kind(**values)
+    return Settings(**made)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}. Name a TOML file with --config.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is no TOML: {error}.") from error
+
+
+def _split(override: str) -> tuple[str, str, str]:
+    name, equals, text = override.partition("=")
+    table, dot, key = name.strip().partition(".")
+    if not (equals and dot and key):
+        raise ConfigError(f"{override!r} sets nothing. Write TABLE.NAME=VALUE, such as training.steps=100.")
+    require_known([table], [*_TABLES, "shard"], "the command line", "table")
+    return table, key, text.strip()
+
+
+def _one_of(name: str, value: str, choices: Iterable[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} {value!r} does not exist. There are: {', '.join(choices)}.")
+
+
+def _at_least_one(table: str, settings: Any, besides: Iterable[str] = ()) -> None:
+    for name, value in dataclasses.asdict(settings).items():
+        if type(value) is int and value < 1 and name not in besides:
+            raise ConfigError(f"{table}.{name} is {value}. Give at least 1.")

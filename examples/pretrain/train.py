@@ -1,0 +1,154 @@
+"""Pretrains a Llama on local text, sharded by polyshard. Launched by torchrun; ``docs/pretrain.md`` shows how."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import polyshard
+import torch
+from checkpointing import Checkpoints, load, require_same
+from documents import Files
+from export import export
+from metrics import flops_per_token, matmul_parameters, readable
+from model import llama_config
+from polyshard.errors import ConfigError
+from ranks import Ranks, join_ranks
+from report import make_reporter
+from settings import Settings, load_settings
+from sharding import build_sharded
+from tokenizers import Tokenizer
+from tokens import Tokens, prepare
+from training import Training
+from transformers import LlamaConfig
+
+#: AdamW keeps two tensors of a parameter's size.
+_ADAMW_STATES = 2
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """What was asked on the command line."""
+    parser = argparse.ArgumentParser(description="Pretrain a Llama on local text, sharded by polyshard.")
+    parser.add_argument("--config", type=Path, default=Path(__file__).with_name("llama_toy.toml"), help="a TOML file")
+    parser.add_argument(
+        "--set", action="append", default=[], dest="overrides", metavar="TABLE.NAME=VALUE", help="change any setting"
+    )
+    parser.add_argument("--prepare", action="store_true", help="without torchrun: make the tokens, and leave")
+    parser.add_argument("--stop-after", type=_positive, metavar="STEP", help="save and leave after this step")
+    parser.add_argument(
+        "--accept-changes",
+        action="store_true",
+        help="go on from a checkpoint of other settings, text or number of ranks",
+    )
+    parser.add_argument(
+        "--dry-run",
+        type=_positive,
+        metavar="RANKS",
+        help="without torchrun: check the settings for so many ranks, say what one of them needs, and leave",
+    )
+    return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 up")
+    return int(text)
+
+
+def train(settings: Settings, ranks: Ranks, arguments: argparse.Namespace) -> None:
+    """Train from the first step or the newest checkpoint to the end, then export."""
+    output = Path(settings.output.folder)
+    settings.training.accumulation(ranks.world_size)
+    tokens = Tokens.read(ranks.from_first(lambda: prepare(settings.data)))
+    training = Training(settings, ranks, tokens)
+    checkpoints = Checkpoints(output / "checkpoints", settings.checkpoint)
+    notes = [describe(training.config, settings, ranks.world_size)]
+    directory = checkpoints.latest(ranks)
+    if directory is not None:
+        progress = load(directory, training.model, training.optimizer)
+        changes = progress.changes(settings, ranks, tokens.digest)
+        if not arguments.accept_changes:
+            require_same(changes, directory)
+        training.go_on(progress, changes)
+        notes += [f"going on from {directory}", *(f"accepted: {change}" for change in changes.values())]
+    reporter = make_reporter(
+        settings.training.steps,
+        shown=ranks.is_first,
+        board=output / "tensorboard" if settings.output.tensorboard else None,
+        done=training.done,
+    )
+    with reporter:
+        for note in notes:
+            reporter.note(note)
+        training.train(min(settings.training.steps, arguments.stop_after or sys.maxsize), reporter, checkpoints)
+        if settings.output.export and training.done >= settings.training.steps:
+            export(training.model, tokens, output / "model", ranks)
+            reporter.note(f"{output / 'model'} is for from_pretrained")
+    polyshard.close(training.model)
+
+
+def describe(config: LlamaConfig, settings: Settings, world_size: int) -> str:
+    """What runs, in two lines."""
+    training = settings.training
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return (
+        f"Llama of {matmul_parameters(config):,} parameters without embeddings on {world_size:,} rank(s), {device}, "
+        f"{settings.shard.strategy.value}; {flops_per_token(config, training.context):,} FLOPs a token\n"
+        f"a step: {training.batch} sequences of {training.context} tokens, in {training.accumulation(world_size)} "
+        f"microbatch(es) of {training.microbatch} a rank; torch {torch.__version__}"
+    )
+
+
+def dry_run(settings: Settings, world_size: int) -> None:
+    """Check what can be checked without other ranks, and say what a rank of ``world_size`` needs."""
+    files = Files.find(settings.data)
+    training = settings.training
+    accumulation = training.accumulation(world_size)
+    given = settings.data.tokenizer
+    vocabulary = Tokenizer.from_file(given).get_vocab_size() if given else settings.data.vocabulary
+    config = llama_config(settings, vocabulary, 0)
+    # Of all ranks only this one is there. On a GPU its share may be smaller than a whole unit: the CPU has room.
+    pretended = dataclasses.replace(settings.shard, collectives={"name": "fake", "world_size": world_size})
+    model = build_sharded(dataclasses.replace(settings, shard=pretended), config, torch.device("cpu"))
+    report = polyshard.report(model)
+    print(describe(config, settings, world_size))
+    print(
+        f"text: {len(files.train)} files to learn from, {len(files.held_out)} held out, {readable(files.nbytes)}; all "
+        f"{training.steps:,} steps are trained on {training.steps * training.tokens_per_step:,} tokens"
+    )
+    print(
+        f"memory of a rank, activations aside: {readable(report.total_nbytes(_ADAMW_STATES))}; "
+        f"{report.parameters:,} parameters in {report.units} units"
+    )
+    print(f"checkpoints of {readable(report.parameters * 4 * (1 + _ADAMW_STATES))}, {settings.checkpoint.keep} kept")
+    if accumulation > 1:
+        print("gradients of the whole model wait on each rank: more than one microbatch a step")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line asks; returns the process's exit code."""
+    parsed = parse_arguments(arguments)
+    # torchdata 0.11 tells torch what it uses, in a way that torch 2.13 deprecates.
+    warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
+    try:
+        settings = load_settings(parsed.config, parsed.overrides)
+        if parsed.prepare:
+            print(f"tokens are in {prepare(settings.data)}")
+            return 0
+        if parsed.dry_run is not None:
+            dry_run(settings, parsed.dry_run)
+            return 0
+        with join_ranks(settings.shard) as ranks:
+            train(settings, ranks, parsed)
+            return 0
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

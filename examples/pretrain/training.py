@@ -1,0 +1,184 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import polyshard
+import torch
+from checkpointing import Checkpoints, Progress, keeps_order
+from loader import Sequences, held_out_batch, make_loader
+from metrics import Clock, Memory, flops_per_token, peak_flops
+from model import llama_config, logits_of, summed_loss
+from ranks import Ranks
+from report import Reporter, Trained
+from schedule import make_scheduler
+from settings import Settings
+from sharding import build_sharded, make_optimizer
+from tokens import Tokens
+
+
+class Training:
+    """A sharded model with what trains it."""
+
+    def __init__(self, settings: Settings, ranks: Ranks, tokens: Tokens) -> None:
+        self._settings = settings
+        self._ranks = ranks
+        self._tokens = tokens
+        self._accumulation = settings.training.accumulation(ranks.world_size)
+        self._held_out = Sequences(tokens.held_out, settings.training.context, "data.held_out")
+        self.config = llama_config(settings, tokens.vocabulary, tokens.end_of_text)
+        self.model = build_sharded(settings, self.config, ranks.device)
+        self.optimizer = make_optimizer(self.model, settings, ranks.device)
+        # As the settings have them: a checkpoint brings its own.
+        self._numbers = [
+            {name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups
+        ]
+        self._loss = (
+            torch.compile(summed_loss, backend=settings.compile.backend) if settings.compile.loss else summed_loss
+        )
+        self.done = 0
+        """Steps."""
+        self._sequences = 0
+        self._begin(None)
+
+    def progress(self) -> Progress:
+        """How far it is. Every rank calls it."""
+        return Progress(
+            step=self.done,
+            sequences=self._sequences,
+            loaders=self._ranks.each(self._loader.state_dict()),
+            settings=self._settings.deciding(),
+            digest=self._tokens.digest,
+        )
+
+    def go_on(self, progress: Progress, changes: dict[str, str]) -> None:
+        """Take the run up behind ``progress``, of which model and optimizer have been loaded.
+
+        Without ``changes`` each rank's data loader is restored. With some, the text goes on behind the sequences that
+        all ranks have seen, where their order is still the same, and begins anew elsewhere.
+        """
+        self.done = progress.step
+        self._sequences = progress.sequences if keeps_order(changes) else 0
+        for group, numbers in zip(self.optimizer.param_groups, self._numbers, strict=True):
+            group.update(numbers)
+        self._begin(None if changes else progress.loaders[self._ranks.rank])
+
+    def _begin(self, loader: dict[str, Any] | None) -> None:
+        settings, ranks = self._settings, self._ranks
+        self._loader = make_loader(
+            self._tokens,
+            settings,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            start=self._sequences,
+            pinned=ranks.device.type == "cuda",
+        )
+        if loader is not None:
+            self._loader.load_state_dict(loader)
+        self._batches = iter(self._loader)
+        self._scheduler = make_scheduler(
+            self.optimizer, settings.optimizer.lr, settings.training.steps, settings.schedule, self.done
+        )
+
+    def step(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Train on the next batch; returns this rank's mean loss, and the norm of all ranks' gradient."""
+        losses = []
+        for index in range(self._accumulation):
+            # Gradients travel with the last microbatch alone.
+            last = index == self._accumulation - 1
+            with nullcontext() if last else polyshard.no_sync(self.model):
+                loss = self._loss_of(next(self._batches)) / self._accumulation
+                loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        norm = polyshard.clip_grad_norm_(self.model, self._settings.optimizer.clip)
+        self.optimizer.step()
+        self._scheduler.step()
+        self.optimizer.zero_grad()
+        self.done += 1
+        self._sequences += self._settings.training.batch
+        return torch.stack(losses).sum(), norm
+
+    def _loss_of(self, rows: torch.Tensor) -> torch.Tensor:
+        rows = rows.to(self._ranks.device, non_blocking=True)
+        targets = rows[:, 1:]
+        return self._loss(logits_of(self.model, rows[:, :-1]), targets) / targets.numel()
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """The mean loss over the first ``evaluation.batches`` batches of held-out text, nats a token."""
+        ranks, training = self._ranks, self._settings.training
+        available = math.ceil(len(self._held_out) / (training.microbatch * ranks.world_size))
+        self.model.eval()
+        total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+        count = 0
+        for batch in range(min(self._settings.evaluation.batches, available)):
+            rows = held_out_batch(self._held_out, batch, self._settings, rank=ranks.rank, world_size=ranks.world_size)
+            if len(rows):
+                total += self._loss_of(rows).double() * len(rows)
+            else:
+                # Nothing is left for this rank, but the others need its share of the parameters.
+                logits_of(self.model, torch.zeros(1, training.context, dtype=torch.int64, device=ranks.device))
+            count += len(rows)
+        self.model.train()
+        summed, sequences = ranks.total([total, count])
+        return summed / sequences
+
+    def train(self, last: int, reporter: Reporter, checkpoints: Checkpoints) -> None:
+        """Steps up to ``last``, with reports, evaluations and checkpoints on the way, and a checkpoint at the end.
+
+        Raises ``FloatingPointError`` where a loss is no finite number; no checkpoint is saved of that.
+        """
+        settings = self._settings
+        clock = self._clock()
+        waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        retries = 0
+        first = self.done
+        while self.done < last:
+            rate = float(self._scheduler.get_last_lr()[0])
+            waiting.append(self.step())
+            evaluates = self.done % settings.evaluation.every == 0 or self.done == settings.training.steps
+            saves = self.done % settings.checkpoint.every == 0 or self.done == last
+            # The first step shows that all is well, and is not waited for as long.
+            reports = self.done % settings.output.report_every == 0 or self.done == first + 1
+            if not (evaluates or saves or reports):
+                continue
+            now = self._trained(waiting, rate, clock)
+            waiting.clear()
+            reporter.trained(now)
+            if now.memory.retries > retries:
+                retries = now.memory.retries
+                reporter.note(
+                    f"warning: the allocator had to free cached memory and ask again, {retries} times so far, "
+                    f"{now.memory.ooms} in vain: steps are slow. Lower training.microbatch, or keep fewer activations."
+                )
+            if not all(map(math.isfinite, now.losses)):
+                raise FloatingPointError(
+                    f"the loss is {now.losses[-1]} at step {self.done}. Go on from the last checkpoint with a lower "
+                    "optimizer.lr or a longer schedule.warmup (and --accept-changes)."
+                )
+            if evaluates:
+                reporter.evaluated(self.done, self.evaluate())
+            if saves:
+                checkpoints.save(self.model, self.optimizer, self.progress())
+            clock.start()
+        checkpoints.finish()
+
+    def _clock(self) -> Clock:
+        peak = peak_flops(self._settings, self._ranks.device)
+        return Clock(
+            self._settings.training.tokens_per_step,
+            flops_per_token(self.config, self._settings.training.context),
+            None if peak is None else peak * self._ranks.world_size,
+        )
+
+    def _trained(self, waiting: list[tuple[torch.Tensor, torch.Tensor]], rate: float, clock: Clock) -> Trained:
+        # Losses are read here only: each reading waits for the device, and for the other ranks.
+        losses = [loss / self._ranks.world_size for loss in self._ranks.total([loss for loss, _ in waiting])]
+        norms = [norm.item() for _, norm in waiting]
+        speed = clock.read(len(waiting))
+        mine = Memory.look(self._ranks.device)
+        peak, retries, ooms = map(int, self._ranks.largest([mine.peak_nbytes, mine.retries, mine.ooms]))
+        return Trained(self.done, losses, norms, rate, speed, Memory(peak, retries, ooms))
