@@ -32,6 +32,9 @@ nitpicky = True
 # What stands in signatures and is documented elsewhere: without a network, torch's and Python's own are not looked up.
 # Nor are type variables, and the private base classes of public ones.
 nitpick_ignore_regex = [("py:.*", r"(?!polyshard).*"), ("py:.*", r".*\.[A-Z]"), ("py:.*", r".*\._.*")]
+# What functions return and users never name.
+_RETURNED = r"polyshard_plugins\.stand_in\.StandIn|polyshard\.engine\..*|polyshard\.lightning\.fabric\.ShardedModule"
+nitpick_ignore_regex.append(("py:class", _RETURNED))
 
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_member_order = "bysource"
