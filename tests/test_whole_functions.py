@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ CUT = [
 ]
 WHOLE = (2, {"strategy": "no_shard"})
 INPUTS = draw(4, 3)
+_JVP = threading.Lock()
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -61,6 +63,12 @@ def apply_normal(model: nn.Module) -> None:
     model.apply(lambda module: normal_(module.weight) if isinstance(module, nn.Linear) else None)
 
 
+def alone_jvp(model: nn.Module) -> Any:
+    """torch has one level of forward differentiation in a process, which ranks that are threads would share."""
+    with _JVP:
+        return jvp(model, (INPUTS,), (INPUTS,))
+
+
 REFUSED: dict[str, tuple[Callable[[nn.Module], object], type[PolyshardError], list[str]]] = {
     "functional_call": (
         lambda model: functional_call(model, other(), (INPUTS,)),
@@ -89,7 +97,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], object], type[PolyshardError], li
     ),
     "vmap": (lambda model: vmap(model)(INPUTS), UnsupportedError, ["torch.func (vmap, grad, jvp) called 'Net'"]),
     "jacrev": (lambda model: jacrev(model)(INPUTS), UnsupportedError, ["torch.func (vmap, grad, jvp)"]),
-    "jvp": (lambda model: jvp(model, (INPUTS,), (INPUTS,)), UnsupportedError, ["torch.func (vmap, grad, jvp)"]),
+    "jvp": (alone_jvp, UnsupportedError, ["torch.func (vmap, grad, jvp)"]),
     "parameters_to_vector": (
         lambda model: parameters_to_vector(model.parameters()),
         StateError,
