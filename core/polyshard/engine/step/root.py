@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -61,6 +62,8 @@ class Root(Step):
         self._followed = False
         # The thread that the forward runs in that began last.
         self._thread = 0
+        #: Whether an optimizer changed parameters since that forward began, inside of it.
+        self.outdated = False
         #: Refuses calls that would compute with pieces between steps; None where nothing does.
         self.rest: Resting | None = None
         #: Collectives that were made for this model, to be closed with it, in this order on every rank.
@@ -103,6 +106,7 @@ class Root(Step):
             self.rest.leave()
         self.phase = Phase.FORWARD
         self._thread = threading.get_ident()
+        self.outdated = False
         self.active = outermost
         self.itinerary = Itinerary(outermost)
         for unit in self.units:
@@ -151,6 +155,8 @@ class Root(Step):
             # One before this one raised.
             self.abandon()
         self.refuse_closed("A backward")
+        if self.outdated and self.active is not None:
+            self._refuse_outdated()
         self.phase = Phase.BACKWARD
         self.accumulates = any(
             leaf.requires_grad and _torch_private.will_accumulate(leaf)
@@ -169,6 +175,23 @@ class Root(Step):
                 f"(rank {self.rank}). Train outside of it; torch.autograd.grad of inputs is served."
             )
 
+    def _refuse_outdated(self) -> NoReturn:
+        raise StateError(
+            f"A backward came behind an optimizer's step inside of one forward of '{self.active_label}' (rank "
+            f"{self.rank}): what is gathered there has the values from before the step. Let each step be a call of its "
+            "own: name the method that makes one step with polyshard.register_forward_method, and not a loop over them."
+        )
+
+    @property
+    def active_label(self) -> str:
+        """The name, in messages, of the stage whose forward runs."""
+        return next((stage.label for stage in self.stages if stage is self.active), "(root)")
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether a forward of the model runs in this thread, and no backward inside of it."""
+        return self.phase is Phase.FORWARD and self._thread == threading.get_ident()
+
     def end_inner_backward(self) -> None:
         """A backward ended in this thread, of whatever model: inside of the forward that runs, if one does.
 
@@ -177,15 +200,17 @@ class Root(Step):
         inside of the forward would not find them.
 
         Raises:
-            StateError: they are gradients of averages, or are to be differentiated again.
+            StateError: they are gradients of averages or of outdated values, or are to be differentiated again.
         """
-        if self.phase is not Phase.FORWARD or self._thread != threading.get_ident():
+        if not self.runs_here:
             return
         pending = [unit for unit in self.units if unit.pending]
         if not pending:
             return
         try:
             self._refuse_borrowed()
+            if self.outdated:
+                self._refuse_outdated()
             for unit in pending:
                 unit.refuse_differentiable_gradients()
         except StateError:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ...errors import StateError
 from ...interfaces import (
     COMPLETED,
     BufferRole,

@@ -20,7 +20,10 @@ from .live_roots import live_roots
 def follow_inner_backwards() -> None:
     """Let models know of backwards inside of their forwards, for good. To be called once in a process."""
 
-    def follows(*args: Any, **kwargs: Any) -> None:
+    def called(*args: Any, **kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            hidden(*args, **kwargs)
+            return
         before(*args, **kwargs)
         for reference in live_roots.references:
             root = reference()
@@ -28,12 +31,5 @@ def follow_inner_backwards() -> None:
             if root is not None and root.active is not None and not _torch_private.in_backward():
                 root.end_inner_backward()
 
-    hidden = _torch_private.hidden_from_compile(follows)
-
-    def called(*args: Any, **kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            hidden(*args, **kwargs)
-        else:
-            follows(*args, **kwargs)
-
+    hidden = _torch_private.hidden_from_compile(called)
     before = _torch_private.exchange_body(torch.autograd.backward, called)
