@@ -40,8 +40,8 @@ def test_two_modules_that_share_a_weight(
         config = threaded(world, rank, layout=layout)
         first(model.body, config)
         before = {name: (parameter, parameter.clone()) for name, parameter in model.named_parameters()}
-        words = rf"'weight' of this Linear is sharded already, as '0\.weight' of Sequential, which shares it \(rank {rank}\)"
-        with pytest.raises(AlreadyShardedError, match=words + r"\. .* on the module that contains both"):
+        words = rf"'weight' of this Linear is sharded already, as '0\.weight' of Sequential, .* \(rank {rank}\)\. "
+        with pytest.raises(AlreadyShardedError, match=words + ".* on the module that contains both"):
             second(model.head, config)
         for name, parameter in model.named_parameters():
             assert parameter is before[name][0]

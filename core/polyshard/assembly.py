@@ -296,7 +296,7 @@ def _plan(request: Request, plugins: _Plugins, divides: bool) -> list[PlannedSta
 
 
 def _refuse_pieces(request: Request, rank: int) -> None:
-    """Raise if a module that is not inside of this one has a parameter sharded already: its piece would be cut again."""
+    """Raise if a module that is not inside of this one has cut a parameter already: its piece would be cut again."""
     module = request.module
     named = parameters_to_shard(
         module, ignored_modules=request.ignored_modules, ignored_parameters=request.ignored_parameters

@@ -1,9 +1,9 @@
 """Backwards that the program runs inside of a sharded module's forward.
 
-``loss.backward()`` in a ``training_step``, say, or a block's own loss. A stage notices a backward where it comes through
-one of the tensors that the stage returned, and a module that has not returned yet has none. A hook on every parameter
-would notice, and cost more than the rest of a step's Python. What stands behind ``torch.autograd.backward``, which
-``Tensor.backward`` calls, is therefore exchanged as in [Note: torch's functions], and asks the models that run a
+``loss.backward()`` in a ``training_step``, say, or a block's own loss. A stage notices a backward where it comes
+through one of the tensors that the stage returned, and a module that has not returned yet has none. A hook on every
+parameter would notice, and cost more than the rest of a step's Python. What stands behind ``torch.autograd.backward``,
+which ``Tensor.backward`` calls, is therefore exchanged as in [Note: torch's functions], and asks the models that run a
 forward once it has ended.
 """
 
