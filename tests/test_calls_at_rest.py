@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import polyshard
@@ -170,8 +171,70 @@ def test_composed_modules_refuse_for_the_new_root_alone() -> None:
         model.shared(TOKENS)
 
 
-def test_the_modules_are_copied_and_pickled_as_before() -> None:
+def test_a_whole_module_is_copied_and_pickled_without_the_model() -> None:
     model = sharded()
-    assert copy.deepcopy(model.encoder.norm).weight.shape == model.encoder.norm.weight.shape
-    again = pickle.loads(pickle.dumps(model.encoder.norm))
-    assert torch.equal(again.weight, model.encoder.norm.weight)
+    with polyshard.unsharded(model):
+        copies = [copy.deepcopy(model.encoder.norm), pickle.loads(pickle.dumps(model.encoder.norm))]
+        expected = model.encoder.norm(torch.ones(2, 6))
+    for each in copies:
+        assert torch.equal(each(torch.ones(2, 6)), expected)
+        assert copy.deepcopy(each).weight.shape == (6,)
+
+
+def train(model: nn.Module) -> torch.Tensor:
+    """Named as a method of every module is."""
+    encoded: torch.Tensor = model.encoder(TOKENS)
+    return encoded
+
+
+def test_a_function_that_is_given_the_model_is_no_method() -> None:
+    model = sharded()
+    with pytest.raises(UnshardedUseError) as caught:
+        train(model)
+    text = str(caught.value)
+    assert "(Embedding) was called outside of" in text
+    assert 'register_forward_method(model, "generate")' in text
+
+
+class Trained(EncoderDecoder):
+    """Has methods of all kinds that call the encoder."""
+
+    def fit(self, steps: int) -> None:
+        for _ in range(steps):
+            self.training_step().backward()
+
+    def training_step(self) -> torch.Tensor:
+        return self._loss()
+
+    def _loss(self) -> torch.Tensor:
+        loss: torch.Tensor = self.encoder(TOKENS).square().mean()
+        return loss
+
+    def whole_step(self) -> None:
+        self._loss().backward()
+
+    def bare_step(self) -> None:
+        self.encoder(TOKENS).square().mean().backward()
+
+    @torch.no_grad()
+    def decorated(self) -> torch.Tensor:
+        return self._loss()
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda model: model.fit(2), "training_step"),
+        (lambda model: model.whole_step(), "_loss"),
+        (lambda model: model.bare_step(), "bare_step"),
+        (lambda model: model.decorated(), "decorated"),
+    ],
+)
+def test_a_loop_over_steps_is_not_to_be_one_forward(call: Callable[[nn.Module], None], named: str) -> None:
+    torch.manual_seed(0)
+    model = polyshard.shard(Trained(), ShardConfig(collectives={"name": "fake", "world_size": 4}))
+    with pytest.raises(UnshardedUseError) as caught:
+        call(model)
+    assert f'register_forward_method(model, "{named}")' in str(caught.value)
+    polyshard.register_forward_method(model, named)
+    call(model)

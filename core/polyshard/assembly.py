@@ -25,11 +25,19 @@ from .engine.cutting.materialize import Initializer, refuse_uninitializable
 from .engine.planning.answers import leaves_alone, refuse_unable
 from .engine.planning.arrangement import NamedLayout
 from .engine.planning.draft import Draft, draft_stage
-from .engine.planning.plan import STAGE_ATTRIBUTE, PlannedStage, plan_stages, refuse_sharded, refuse_unshardable
+from .engine.planning.plan import (
+    STAGE_ATTRIBUTE,
+    PlannedStage,
+    parameters_to_shard,
+    plan_stages,
+    refuse_sharded,
+    refuse_unshardable,
+)
 from .engine.planning.ranks import RankGrid
 from .engine.planning.values import described_buffers, described_values
 from .engine.step.root import Root
-from .errors import ConfigError, DeviceError, ParameterError, RankMismatchError, WorldSizeError
+from .engine.surface.live_roots import live_roots
+from .errors import AlreadyShardedError, ConfigError, DeviceError, ParameterError, RankMismatchError, WorldSizeError
 from .events import Events
 from .interfaces import (
     Collectives,
@@ -256,6 +264,7 @@ def _plan(request: Request, plugins: _Plugins, divides: bool) -> list[PlannedSta
             refuse_sharded(module, rank)
     else:
         refuse_sharded(module, rank)
+    _refuse_pieces(request, rank)
     refuse_unshardable(
         module,
         ignored_modules=request.ignored_modules,
@@ -284,6 +293,33 @@ def _plan(request: Request, plugins: _Plugins, divides: bool) -> list[PlannedSta
     refuse_uninitializable(planned, named, request.initializer, rank)
     _refuse_irreducible(planned, plugins.collectives)
     return planned
+
+
+def _refuse_pieces(request: Request, rank: int) -> None:
+    """Raise if a module that is not inside of this one has cut a parameter already: its piece would be cut again."""
+    module = request.module
+    named = parameters_to_shard(
+        module, ignored_modules=request.ignored_modules, ignored_parameters=request.ignored_parameters
+    )
+    inside = set(module.modules())
+    for name, found in zip(named.values(), live_roots.find(list(named)), strict=True):
+        if found is None or found.slot is None:
+            continue
+        holder = found.root.stages[0].module
+        if holder in inside:
+            # ``plan_stages`` refuses it.
+            continue
+        there = f"'{found.unit.parameters[found.slot].names[0]}' of {type(holder).__name__}"
+        if module in set(holder.modules()):
+            where = f"{there}, which contains this module"
+            instead = "Leave this call out, or compose the model from the inside out with fully_shard"
+        else:
+            where = f"{there}, which shares it"
+            instead = "Shard neither by itself: call polyshard.shard or fully_shard on the module that contains both"
+        raise AlreadyShardedError(
+            f"Parameter '{name}' of this {type(module).__name__} is sharded already, as {where} (rank {rank}). "
+            f"{instead}."
+        )
 
 
 def _draft(

@@ -23,6 +23,7 @@ from .engine.step.resting import Resting
 from .engine.step.root import Root
 from .engine.step.schedule import Schedule
 from .engine.step.stage import Stage
+from .engine.step.uncopied import refuse_copies
 from .engine.step.unit import Reshard
 from .engine.surface.report import memory_report
 from .engine.transport.lanes import lanes_for
@@ -178,6 +179,7 @@ def _join(blueprint: Blueprint, grid: RankGrid, made: Mapping[nn.Module, Stage])
     for module, stage in made.items():
         Forward(stage).attach()
         module.__dict__[STAGE_ATTRIBUTE] = stage
+    refuse_copies(unit for stage in made.values() for unit in stage.units)
     root.rest = Resting(root, stages)
     return root
 

@@ -135,6 +135,22 @@ def plan_stages(
     return stages
 
 
+def parameters_to_shard(
+    root: nn.Module,
+    *,
+    ignored_modules: Collection[nn.Module] = (),
+    ignored_parameters: Collection[nn.Parameter] = (),
+) -> dict[nn.Parameter, str]:
+    """What would be sharded, under its first name: all of ``root`` but what is ignored or inside of a stage."""
+    skipped = set(ignored_parameters)
+    found: dict[nn.Parameter, str] = {}
+    for prefix, module, _ in _walk(root, {}, _inside(ignored_modules)):
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter not in skipped:
+                found.setdefault(parameter, f"{prefix}.{key}" if prefix else key)
+    return found
+
+
 def refuse_unshardable(
     root: nn.Module,
     *,

@@ -8,10 +8,12 @@ Modules inside of other units are left out: there are many, and what calls them 
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -23,6 +25,8 @@ from .step import Step
 
 #: Under which the hooks stand; torch's own keys are numbers.
 _KEY = "polyshard"
+#: What a method calls that computes gradients; ``manual_backward`` is Lightning's.
+_DIFFERENTIATES = frozenset({"backward", "manual_backward"})
 
 
 class Resting:
@@ -90,7 +94,11 @@ class _Refusal:
 
 
 def _method_of(owner: nn.Module) -> str:
-    """The name of the outermost method of ``owner`` that is running; empty where none is."""
+    """The name of the outermost method of ``owner`` that is running; empty where none is.
+
+    Nothing around one that computes gradients, and that one only if it calls no other: a loop over steps cannot be one
+    forward, since its optimizer changes what stays gathered.
+    """
     found = ""
     frame = sys._getframe(1)
     while frame is not None:
@@ -98,10 +106,25 @@ def _method_of(owner: nn.Module) -> str:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         # torch's own are how a module is called.
         theirs = code.co_argcount and package not in ("torch", "polyshard")
-        if theirs and frame.f_locals.get(code.co_varnames[0]) is owner:
-            found = code.co_name
+        if theirs and frame.f_locals.get(code.co_varnames[0]) is owner and _is_method(owner, code):
+            differentiates = bool(_DIFFERENTIATES.intersection(code.co_names))
+            if not (differentiates and found):
+                found = code.co_name
+            if differentiates:
+                break
         frame = frame.f_back  # type: ignore[assignment]
     return found
+
+
+def _is_method(owner: nn.Module, code: CodeType) -> bool:
+    """Whether ``code`` runs under its name as a method of ``owner``, and not as a function that is given it."""
+    method: Any = inspect.getattr_static(owner, code.co_name, None)
+    # Decorators that keep a name, such as torch.no_grad(), say what they are around.
+    while method is not None:
+        if getattr(method, "__code__", None) is code:
+            return True
+        method = getattr(method, "__func__", None) or getattr(method, "__wrapped__", None)
+    return False
 
 
 def _pass(*_: Any) -> None:

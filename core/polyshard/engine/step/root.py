@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -58,6 +60,10 @@ class Root(Step):
         # The last itinerary of each inner stage that was called by itself, with gradients on, since the last backward.
         self._apart: dict[object, Itinerary[Stage]] = {}
         self._followed = False
+        # The thread that the forward runs in that began last.
+        self._thread = 0
+        #: Whether an optimizer changed parameters since that forward began, inside of it.
+        self.outdated = False
         #: Refuses calls that would compute with pieces between steps; None where nothing does.
         self.rest: Resting | None = None
         #: Collectives that were made for this model, to be closed with it, in this order on every rank.
@@ -99,6 +105,8 @@ class Root(Step):
         if self.rest is not None:
             self.rest.leave()
         self.phase = Phase.FORWARD
+        self._thread = threading.get_ident()
+        self.outdated = False
         self.active = outermost
         self.itinerary = Itinerary(outermost)
         for unit in self.units:
@@ -147,6 +155,8 @@ class Root(Step):
             # One before this one raised.
             self.abandon()
         self.refuse_closed("A backward")
+        if self.outdated and self.active is not None:
+            self._refuse_outdated()
         self.phase = Phase.BACKWARD
         self.accumulates = any(
             leaf.requires_grad and _torch_private.will_accumulate(leaf)
@@ -154,12 +164,65 @@ class Root(Step):
             for unit in stage.units
             for leaf in unit.leaves
         )
-        if self.borrowed and self.accumulates:
+        if self.accumulates:
+            self._refuse_borrowed()
+        self._goes_on = _torch_private.queue_after_backward(self.end_backward)
+
+    def _refuse_borrowed(self) -> None:
+        if self.borrowed:
             raise StateError(
                 "A backward inside of AveragedWeights.applied() would give the parameters gradients of their averages "
                 f"(rank {self.rank}). Train outside of it; torch.autograd.grad of inputs is served."
             )
-        self._goes_on = _torch_private.queue_after_backward(self.end_backward)
+
+    def _refuse_outdated(self) -> NoReturn:
+        raise StateError(
+            f"A backward came behind an optimizer's step inside of one forward of '{self.active_label}' (rank "
+            f"{self.rank}): what is gathered there has the values from before the step. Let each step be a call of its "
+            "own: name the method that makes one step with polyshard.register_forward_method, and not a loop over them."
+        )
+
+    @property
+    def active_label(self) -> str:
+        """The name, in messages, of the stage whose forward runs."""
+        return next((stage.label for stage in self.stages if stage is self.active), "(root)")
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether a forward of the model runs in this thread, and no backward inside of it."""
+        return self.phase is Phase.FORWARD and self._thread == threading.get_ident()
+
+    def end_inner_backward(self) -> None:
+        """A backward ended in this thread, of whatever model: inside of the forward that runs, if one does.
+
+        What it left in parameters of stages that are entered came through no output, at which a stage would have
+        noticed it. Nothing else would take these gradients where no other backward follows, and a step of the optimizer
+        inside of the forward would not find them.
+
+        Raises:
+            StateError: they are gradients of averages or of outdated values, or are to be differentiated again.
+        """
+        if not self.runs_here:
+            return
+        pending = [unit for unit in self.units if unit.pending]
+        if not pending:
+            return
+        try:
+            self._refuse_borrowed()
+            if self.outdated:
+                self._refuse_outdated()
+            for unit in pending:
+                unit.refuse_differentiable_gradients()
+        except StateError:
+            for unit in pending:
+                unit.discard_gradients()
+            raise
+        self.phase = Phase.BACKWARD
+        self.accumulates = True
+        # Ranks whose backward came through outputs follow it, too.
+        self._walk.begin(self.itinerary)
+        self.itinerary.walked = True
+        self.end_backward()
 
     def arrive(self, itinerary: Itinerary[Stage], mark: Mark[Stage]) -> bool:
         """Do what comes before ``mark``, so that every rank does it here, whichever outputs this one used.

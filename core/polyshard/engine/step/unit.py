@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ...errors import StateError
 from ...interfaces import (
     COMPLETED,
     BufferRole,
@@ -292,6 +293,20 @@ class Unit:
         if not self.resident:
             self.take_gradients()
         self.gradients.discard()
+
+    def refuse_differentiable_gradients(self) -> None:
+        """Raise if a view's gradient has a graph of its own.
+
+        Raises:
+            StateError: naming the parameter.
+        """
+        for leaf, parameter in zip(self.leaves, self.parameters, strict=True):
+            if leaf.grad is not None and leaf.grad.requires_grad:
+                raise StateError(
+                    "polyshard does not support gradients of gradients: backward(create_graph=True) reached "
+                    f"'{parameter.names[0]}' on rank {self.grid.world.rank}. Differentiate twice outside of sharded "
+                    "modules."
+                )
 
     def follow_requires_grad(self) -> None:
         """Take up a ``requires_grad`` that the user changed on an original."""

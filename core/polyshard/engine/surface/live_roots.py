@@ -39,6 +39,8 @@ class LiveRoots:
         self._places: weakref.WeakKeyDictionary[Root, dict[int, tuple[int, int]]] = weakref.WeakKeyDictionary()
         # All of those, and some that were.
         self._known: frozenset[int] = frozenset()
+        #: All of these roots, and some that went; for those who ask at every step.
+        self.references: tuple[weakref.ref[Root], ...] = ()
         #: Those whose units an optimizer sees as flat parameters.
         self.flattened: weakref.WeakSet[Root] = weakref.WeakSet()
 
@@ -52,6 +54,7 @@ class LiveRoots:
         with self._lock:
             self._places[root] = places
             self._known = frozenset(key for each in self._places.values() for key in each)
+            self.references = tuple(map(weakref.ref, self._places))
             self.changes += 1
 
     def roots(self) -> list[Root]:

@@ -50,12 +50,24 @@ class OptimizerCheck:
         """
         if torch.compiler.is_compiling():
             _hidden_look_at(self, optimizer)
-        elif self._passed.get(optimizer) != len(optimizer.param_groups):
+            return
+        if self._passed.get(optimizer) != len(optimizer.param_groups):
             self._look_at(optimizer)
+        for reference in self._live.references:
+            root = reference()
+            if root is not None and root.active is not None and root.runs_here:
+                self._note_outdated(optimizer)
 
     def forget(self) -> None:
         """Another model was sharded, whose parameters optimizers may hold already."""
         self._passed.clear()
+
+    def _note_outdated(self, optimizer: torch.optim.Optimizer) -> None:
+        """What forwards have gathered is older than the parameters from now on."""
+        for group in optimizer.param_groups:
+            for found in self._live.find(group["params"]):
+                if found is not None and found.root.runs_here and not found.unit.permanent:
+                    found.root.outdated = True
 
     def _look_at(self, optimizer: torch.optim.Optimizer) -> None:
         found = [

@@ -25,6 +25,7 @@ from ...interfaces import Collectives, ReduceOp
 from .. import _torch_private
 from ..step.root import Root
 from ..step.unit import Unit
+from .inner_backward import follow_inner_backwards
 from .live_roots import Found, live_roots
 from .norms import accumulator, group_norms, refuse_order
 from .optimizer_check import OptimizerCheck
@@ -46,6 +47,7 @@ def follow(root: Root) -> None:
         if not _checks:
             GradientUtilities().install()
             guard_whole_functions()
+            follow_inner_backwards()
             _checks.append(OptimizerCheck(live_roots))
             register_optimizer_step_pre_hook(_checks[0].before_step)
         _checks[0].forget()

@@ -1,0 +1,256 @@
+"""Backwards that run inside of a sharded module's forward, against the same calls on unsharded models."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from parity import (
+    Block,
+    Net,
+    assert_parity,
+    draw,
+    on_ranks,
+    seeded,
+    sharded_copy,
+    square_step,
+    train_reference,
+    units_of,
+)
+from polyshard.errors import StateError
+from polyshard_backends.threaded import ThreadedWorld
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+BLOCKS = units_of(Block)
+
+
+class Inside(Net):
+    """Computes gradients of its loss itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.loss(x)
+        loss.backward()
+        return loss.detach()
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        return Inside.forward(self, x)
+
+
+class OwnAlone(Inside):
+    """Of parameters alone that are no block's: no tensor that a unit returned is on the way."""
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(x))).square().mean()
+
+
+class Uneven(OwnAlone):
+    """Ranks whose gradients come through blocks, and ranks where none does."""
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        own, all_of_it = super().loss(x), Inside.loss(self, x)
+        return own if x.shape[0] == 4 else all_of_it
+
+
+class Recomputed(OwnAlone):
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = checkpoint(super().loss, x, use_reentrant=False)
+        return loss
+
+
+class Reentrant(OwnAlone):
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = checkpoint(super().loss, x.clone().requires_grad_(), use_reentrant=True)
+        return loss
+
+
+class Penalised(OwnAlone):
+    """A gradient penalty: the loss holds the gradient of its inputs."""
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        value = super().loss(x)
+        (slope,) = torch.autograd.grad(value, x, create_graph=True)
+        return value + slope.square().sum()
+
+
+class Greedy(Block):
+    """A block with a loss of its own, which nothing else is differentiated with."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x.detach())
+        y.square().mean().backward()
+        return y.detach()
+
+
+class Layerwise(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Greedy() for _ in range(3))
+
+
+def call(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+    output = model(draw(4 + rank, 3, turn=turn, rank=rank))
+    if output.requires_grad:
+        output.square().mean().backward()
+    return [output.detach()]
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("policy", [BLOCKS, "never"], ids=["blocks", "whole"])
+@pytest.mark.parametrize("make", [Inside, OwnAlone, Uneven, Recomputed, Reentrant, Penalised])
+def test_a_forward_that_computes_its_own_gradients(make: type[nn.Module], policy: Any, strategy: str) -> None:
+    assert_parity(seeded(make), call, 2, turns=2, settings={"policy": policy, "strategy": strategy})
+
+
+@pytest.mark.parametrize("policy", [units_of(Greedy), "never", "always"], ids=["blocks", "whole", "always"])
+def test_blocks_with_losses_of_their_own(policy: Any) -> None:
+    assert_parity(seeded(Layerwise), call, 3, settings={"policy": policy})
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_method_that_makes_a_step(world_size: int) -> None:
+    def wrap(model: nn.Module, config: polyshard.ShardConfig) -> nn.Module:
+        polyshard.shard(model, config)
+        polyshard.register_forward_method(model, "training_step")
+        return model
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        loss: torch.Tensor = model.training_step(draw(4, 3, turn=turn, rank=rank))
+        return [loss]
+
+    assert_parity(seeded(OwnAlone), step, world_size, settings={"policy": BLOCKS}, wrap=wrap)
+
+
+def test_a_backward_inside_and_one_behind_add_up() -> None:
+    class Both(OwnAlone):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Net.forward(self, x) * super().forward(x)
+
+    assert_parity(seeded(Both), call, 2, settings={"policy": BLOCKS})
+
+
+class Judged(Net):
+    """Its forward trains another model on what it makes, and asks a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others: Sequence[nn.Module] = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = super().forward(x)
+        critic, frozen = self.others
+        wide = torch.cat([made, x], dim=1)
+        critic(wide.detach()).square().mean().backward()
+        return torch.stack([made.square().mean(), frozen(wide).mean()])
+
+
+@pytest.mark.parametrize("whole", ["", "critic", "made"])
+def test_other_models_inside_of_the_forward(whole: str) -> None:
+    """``whole``: which model is not sharded, if any."""
+    models = seeded(Judged), seeded(Block, seed=1), seeded(Block, seed=2).requires_grad_(False)
+
+    def play(made: Judged, critic: nn.Module, frozen: nn.Module, rank: int) -> list[torch.Tensor]:
+        made.others = (critic, frozen)
+        losses = []
+        for turn in range(2):
+            loss = made(draw(4, 3, turn=turn, rank=rank)).sum()
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[list[torch.Tensor], list[dict[str, torch.Tensor]]]:
+        mine = []
+        for name, model in zip(("made", "critic", "frozen"), models, strict=True):
+            if name == whole:
+                with world.lock:
+                    mine.append(copy.deepcopy(model))
+            else:
+                mine.append(sharded_copy(model, rank, world, policy=BLOCKS))
+        losses = play(*mine, rank)
+        return losses, [{k: p.grad for k, p in each.named_parameters() if p.grad is not None} for each in mine[:2]]
+
+    copies = [[copy.deepcopy(each) for each in models] for _ in range(2)]
+    losses = [play(*each, rank) for rank, each in enumerate(copies)]
+    found = on_ranks(2, on_rank)
+    for rank in range(2):
+        torch.testing.assert_close(found[rank][0], losses[rank], rtol=1e-12, atol=1e-12)
+    for number, name in enumerate(("made", "critic")):
+        for key, parameter in copies[0][number].named_parameters():
+            grads = [dict(each[number].named_parameters())[key].grad for each in copies]
+            pieces = [gradients[number].get(key) for _, gradients in found]
+            if name == whole:
+                torch.testing.assert_close(pieces, grads, rtol=1e-12, atol=1e-12)
+                continue
+            held = torch.cat([piece.flatten() for piece in pieces if piece is not None])
+            assert grads[0] is not None
+            assert grads[1] is not None
+            assert held.numel() == parameter.numel()
+            torch.testing.assert_close(held, (grads[0] + grads[1]).flatten() / 2, rtol=1e-12, atol=1e-12)
+
+
+def test_an_optimizer_may_step_inside_once_and_no_backward_may_follow() -> None:
+    class Steps(OwnAlone):
+        optimizer: torch.optim.Optimizer
+
+        def forward(self, x: torch.Tensor, steps: int = 1) -> torch.Tensor:
+            for _ in range(steps):
+                loss = self.loss(x)
+                loss.backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            return loss.detach()
+
+    def train(model: nn.Module, rank: int) -> list[torch.Tensor]:
+        return [model(draw(4, 3, turn=turn)) for turn in range(3)]
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        mine = sharded_copy(seeded(Steps), rank, world, policy=BLOCKS)
+        mine.optimizer = torch.optim.SGD(mine.parameters(), lr=0.5)
+        losses = train(mine, rank)
+        with pytest.raises(StateError, match=r"behind an optimizer's step inside of one forward of '\(root\)' \(rank"):
+            mine(draw(4, 3, turn=3), steps=2)
+        mine.optimizer.zero_grad()
+        return [*losses, mine(draw(4, 3, turn=4))]
+
+    plain = seeded(Steps)
+    plain.optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    expected = train(plain, 0)
+    # The first step of those that were refused was made.
+    plain(draw(4, 3, turn=3))
+    expected.append(plain(draw(4, 3, turn=4)))
+    assert expected[0] > expected[2]
+    for losses in on_ranks(2, on_rank):
+        torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_gradients_of_gradients_inside_are_refused_and_the_model_goes_on() -> None:
+    class Twice(OwnAlone):
+        refuses = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.refuses:
+                self.loss(x).backward(create_graph=True)
+            return Net.forward(self, x)
+
+    model = seeded(Twice)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        mine = sharded_copy(model, rank, world, policy=BLOCKS)
+        mine.refuses = True
+        with pytest.raises(StateError, match=r"gradients of gradients: .*'first\.weight' on rank"):
+            mine(draw(4, 3))
+        mine.refuses = False
+        return square_step(mine, 0, rank)
+
+    expected = train_reference(model, square_step, 2, turns=1).observed[0]
+    for values, reference in zip(on_ranks(2, on_rank), expected, strict=True):
+        torch.testing.assert_close(values, reference, rtol=1e-12, atol=1e-12)
