@@ -453,6 +453,16 @@ class Unit:
         self._expired = False
 
 
+def unshard_due(units: Sequence[Unit]) -> None:
+    """Issue the gathers of those of ``units``, of one stage, that are due, as one communication."""
+    if len(units) == 1:
+        units[0].unshard()
+        return
+    due = [unit for unit in units if unit.due]
+    if due:
+        unshard_together(due)
+
+
 def unshard_together(units: Sequence[Unit]) -> None:
     """Issue the gathers of ``units`` of one root, all of them due, as one communication."""
     step = units[0].step
