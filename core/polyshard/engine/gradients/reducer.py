@@ -11,8 +11,8 @@ Units of medium size have enough bytes for a communication, and copying them twi
 saves. But whatever is launched costs the host, which small batches keep busier than the device. So they wait for each
 other as small ones do, and are then brought together by one copy and reduced by one launch of several communications.
 
-A module may have several units, whose gradients come at once. They go in one launch whatever their sizes: one by one, the
-first reduction would have to end before the third unit's input gets memory, with nothing to compute beside it.
+A module may have several units, whose gradients come at once. They go in one launch whatever their sizes: one by one,
+the first reduction would have to end before the third unit's input gets memory, with nothing to compute beside it.
 
 What waits for what follows from sizes and order alone, so that all ranks fill their buckets alike.
 """
