@@ -84,10 +84,12 @@ class Launches(NamedTuple):
     reduced_alone: int
 
 
-def launches_of(model: nn.Module, inside: type[nn.Module], steps: int, batch_nbytes: int | str) -> list[Launches]:
+def launches_of(
+    model: nn.Module, inside: type[nn.Module], steps: int, batch_nbytes: int | str, offload: str = "none"
+) -> list[Launches]:
     """Of each of so many steps, on one of four pretended ranks, where each module of type ``inside`` is a group."""
     collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
-    settings = {"layout": RowsOfEach(), "split_root": False, "batch_nbytes": batch_nbytes}
+    settings = {"layout": RowsOfEach(), "split_root": False, "batch_nbytes": batch_nbytes, "offload": offload}
     polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, policy=units_of(inside), **settings))
     assert len(root_of(model).units) == len(list(model.parameters()))
     found = []
@@ -103,12 +105,13 @@ def launches_of(model: nn.Module, inside: type[nn.Module], steps: int, batch_nby
     return found
 
 
-def test_large_groups_are_one_launch_each_in_every_step() -> None:
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_large_groups_are_one_launch_each_in_every_step(offload: str) -> None:
     # As many as FSDP2 issues: each block in forward and in backward, the root once; and each once behind its backward.
     blocks = [9] * BLOCKS
     expected = Launches([2, *blocks, *blocks], 0, [*blocks, 2], 0)
     # No block leaves room for another one.
-    assert launches_of(seeded(Model), Block, 2, batch_nbytes=1) == [expected, expected]
+    assert launches_of(seeded(Model), Block, 2, 1, offload) == [expected, expected]
 
 
 def test_small_groups_share_launches() -> None:
@@ -131,13 +134,16 @@ GROUPS: dict[str, Any] = {"policy": units_of(OddBlock), "layout": RowsOfEach(), 
 
 
 @pytest.mark.parametrize("step", [square_step, accumulating_step])
-@pytest.mark.parametrize(("world_size", "held"), [(2, 1), (3, thresholds.HELD_NBYTES)])
+@pytest.mark.parametrize(
+    ("world_size", "held", "offload"), [(2, 1, "none"), (3, thresholds.HELD_NBYTES, "none"), (2, 1, "cpu")]
+)
 def test_training_is_that_of_the_unsharded_model(
-    monkeypatch: pytest.MonkeyPatch, world_size: int, held: int, step: Any
+    monkeypatch: pytest.MonkeyPatch, world_size: int, held: int, offload: str, step: Any
 ) -> None:
     """``held`` of 1: gradients are copied, and let go of, before they are reduced."""
     monkeypatch.setattr(thresholds, "HELD_NBYTES", held)
-    assert_parity(seeded(lambda: Net(3)), step, world_size=world_size, turns=2, optimizer=adam, settings=GROUPS)
+    settings = {**GROUPS, "offload": offload}
+    assert_parity(seeded(lambda: Net(3)), step, world_size=world_size, turns=2, optimizer=adam, settings=settings)
 
 
 def half_frozen() -> nn.Module:
