@@ -35,6 +35,7 @@ from ._init_utils import (
     move_to,
     warn_about_container,
 )
+from ._originals import replaced_parameters
 from ._precision import FSDPPrecision
 from ._stage import FSDPStage
 from ._state import FSDPInstance, Settings
@@ -189,6 +190,7 @@ def _make_unit(instance: FSDPInstance, module: nn.Module, params: list[nn.Parame
     )
     if not instance._use_orig_params:
         handle.register_flat_param()
+        replaced_parameters.add(params, handle.flat_param._fqns, handle.rank)
     instance._handle, instance._flat_unit = handle, unit
     return unit
 

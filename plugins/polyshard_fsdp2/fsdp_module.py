@@ -10,7 +10,7 @@ import torch
 from polyshard.engine.cutting.build import is_meta
 from polyshard.engine.step.root import root_of
 from polyshard.engine.step.step import Phase
-from polyshard.engine.step.unit import Unit
+from polyshard.engine.step.unit import Unit, unshard_due
 from polyshard.errors import ConfigError, ConfigTypeError, StateError, UnsupportedError
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -85,7 +85,8 @@ class FSDPModule:
                 if not unit.prepared:
                     unit.prepare()
                 unit.choose_buffer(stage.governing.training)
-                unit.unshard()
+            unshard_due(units)
+            for unit in units:
                 unit.ahead = rests
         handle = UnshardHandle(units)
         if async_op:

@@ -180,9 +180,9 @@ class Collectives(ABC):
     def all_gather_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
         """Do what ``all_gather(out, shard)`` does for each of ``pairs`` in turn; one ``Work`` for all.
 
-        The engine gathers neighbouring small units by it. A backend overrides it where one launch of many operations
-        takes less time than as many launches. ``pairs`` are the same on every rank, in number, sizes and order, and
-        may be of several dtypes.
+        The engine gathers neighbouring small units by it, and the units of one module. A backend overrides it where one
+        launch of many operations takes less time than as many launches. ``pairs`` are the same on every rank, in
+        number, sizes and order, and may be of several dtypes.
         """
         return _Together([self.all_gather(out, shard) for out, shard in pairs])
 
@@ -208,8 +208,8 @@ class Collectives(ABC):
     ) -> Work:
         """Do ``reduce_scatter(out, full, op=op, scratch=scratch)`` for each of ``triples``; one ``Work`` for all.
 
-        The engine reduces neighbouring units of medium size by it. A backend overrides it for the same reason as
-        ``all_gather_many``. ``triples`` are the same on every rank, in number, sizes and order.
+        The engine reduces neighbouring units of medium size by it, and the units of one module. A backend overrides it
+        for the same reason as ``all_gather_many``. ``triples`` are the same on every rank, in number, sizes and order.
         """
         return _Together([self.reduce_scatter(out, full, op=op, scratch=scratch) for out, full, scratch in triples])
 

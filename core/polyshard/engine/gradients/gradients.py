@@ -136,11 +136,15 @@ class Gradients:
 
         ``.grad`` has the result after ``Reducer.flush`` and ``Lanes.drain``.
         """
+        reducer.reduce(self.contribute(gradients, reducer.lanes), gradients)
+
+    def contribute(self, gradients: list[torch.Tensor | None], lanes: Lanes) -> Contribution:
+        """The part that ``gradients``, and those that waited, have in the reduction that is to follow."""
         self._note_missed(self.input.missing(gradients))
-        self.computed_at((reducer.lanes.here(),))
+        self.computed_at((lanes.here(),))
         contribution = self._contribution(tuple(self._places))
         self._places.clear()
-        reducer.reduce(contribution, gradients)
+        return contribution
 
     def _contribution(self, places: Sequence[object]) -> Contribution:
         return Contribution(self.spec, self.grid, self.input, places, self.observers, self.comm_hook, self._deliver)

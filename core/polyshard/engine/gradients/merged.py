@@ -19,8 +19,7 @@ class Merged:
 
     def __init__(self, inputs: Sequence[ReductionInput], ranks: int) -> None:
         self.inputs = inputs
-        self._numels = [each.layout.shard_numel for each in inputs]
-        self._columns = [round_up(numel, thresholds.MERGED_ALIGNMENT) for numel in self._numels]
+        self._columns = columns_of(inputs)
         #: Elements of the result.
         self.numel = sum(self._columns)
         self._buffers = [each.buffer for each in inputs]
@@ -32,7 +31,7 @@ class Merged:
             self.flat = torch.empty(ranks * self.numel, dtype=inputs[0].dtype, device=inputs[0].device)
             rows = self.flat.view(ranks, self.numel)
             columns = torch.split(rows, self._columns, dim=1)
-            places = [each[:, :numel] for each, numel in zip(columns, self._numels, strict=True)]
+            places = [each[:, : of.layout.shard_numel] for each, of in zip(columns, inputs, strict=True)]
             parts = [each.flat.view(ranks, -1) for each in self._buffers]
             if ranks <= thresholds.ROWS_TOGETHER:
                 # Row by row both sides are contiguous, which is what one launch for all of them needs.
@@ -75,5 +74,15 @@ class Merged:
 
     def cut(self, result: torch.Tensor) -> list[torch.Tensor]:
         """The units' gradient shards in ``result`` (``[numel]``)."""
-        parts = torch.split(result, self._columns)
-        return [part[:numel] for part, numel in zip(parts, self._numels, strict=True)]
+        return cut(result, self.inputs, self._columns)
+
+
+def columns_of(inputs: Sequence[ReductionInput]) -> list[int]:
+    """Elements that each of ``inputs`` takes of a rank's part, where they stand next to each other."""
+    return [round_up(each.layout.shard_numel, thresholds.MERGED_ALIGNMENT) for each in inputs]
+
+
+def cut(result: torch.Tensor, inputs: Sequence[ReductionInput], columns: Sequence[int]) -> list[torch.Tensor]:
+    """The shard of each of ``inputs`` in ``result`` (``[sum(columns)]``)."""
+    parts = torch.split(result, list(columns))
+    return [part[: each.layout.shard_numel] for part, each in zip(parts, inputs, strict=True)]

@@ -11,6 +11,9 @@ Units of medium size have enough bytes for a communication, and copying them twi
 saves. But whatever is launched costs the host, which small batches keep busier than the device. So they wait for each
 other as small ones do, and are then brought together by one copy and reduced by one launch of several communications.
 
+A module may have several units, whose gradients come at once. They go in one launch whatever their sizes: one by one,
+the first reduction would have to end before the third unit's input gets memory, with nothing to compute beside it.
+
 What waits for what follows from sizes and order alone, so that all ranks fill their buckets alike.
 """
 
@@ -19,6 +22,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -29,7 +33,7 @@ from ..planning.ranks import RankGrid
 from ..transport.audit import Audit
 from ..transport.buffer import FlatBuffer
 from ..transport.lanes import REDUCTIONS_ALIVE, Lanes, Reduction
-from .merged import Merged
+from .merged import Merged, columns_of, cut
 from .reduction_input import Copies, ReductionInput, together
 
 #: Called on the stream that reduces, in the place of the mean over ranks: takes ``[padded_numel]``, which it may
@@ -109,26 +113,57 @@ class Reducer:
 
         All are issued after ``flush``, and delivered after ``Lanes.drain``.
         """
-        input, grid = contribution.input, contribution.grid
-        if input.gradients is not None:
-            # A unit used twice in one backward.
-            self.flush()
-        input.gradients = gradients
-        if self.audit is not None:
-            self.audit.agree(grid.world, contribution.spec.label, "reduce", input.layout.padded_numel, input.dtype)
-        nbytes = input.nbytes
-        way = Way.ALONE if contribution.comm_hook is not None else self.way_of(nbytes, grid)
+        nbytes = contribution.input.nbytes
+        way = Way.ALONE if contribution.comm_hook is not None else self.way_of(nbytes, contribution.grid)
+        self._take((contribution,), (gradients,), nbytes, way)
+
+    def reduce_together(self, parts: Sequence[tuple[Contribution, list[torch.Tensor | None]]]) -> None:
+        """``reduce`` for each of ``parts``, of units of one module, by as few launches as they may share."""
+        for _, same in groupby(parts, lambda part: part[0].goes_with):
+            members, gradients = zip(*same, strict=True)
+            whole = members[0].grid.shard is None
+            if whole or len(members) == 1 or any(each.comm_hook is not None for each in members):
+                for each, its in zip(members, gradients, strict=True):
+                    self.reduce(each, its)
+                continue
+            sizes = [each.input.nbytes for each in members]
+            self._take(members, gradients, sum(sizes), self.way_together(sizes, members[0].grid))
+
+    def way_together(self, sizes: Sequence[int], grid: RankGrid) -> Way:
+        """How units of one module, with inputs of ``sizes`` bytes, are reduced over ``grid``."""
+        if len(sizes) == 1 or grid.shard is None:
+            return self.way_of(max(sizes), grid)
+        merges = sum(sizes) <= self.room[Way.MERGED] and self.way_of(max(sizes), grid) is Way.MERGED
+        return Way.MERGED if merges else Way.GROUPED
+
+    def _take(
+        self,
+        members: Sequence[Contribution],
+        gradients: Sequence[list[torch.Tensor | None]],
+        nbytes: int,
+        way: Way,
+    ) -> None:
+        """Let ``members``, of ``nbytes``, wait for others that go the same ``way``, or issue them."""
+        for each, its in zip(members, gradients, strict=True):
+            input = each.input
+            if input.gradients is not None:
+                # A unit used twice in one backward.
+                self.flush()
+            input.gradients = its
+            if self.audit is not None:
+                self.audit.agree(each.grid.world, each.spec.label, "reduce", input.layout.padded_numel, input.dtype)
         room = self.room[way]
         if self._waiting and (
-            way is not self._way or self._nbytes + nbytes > room or self._waiting[0].goes_with != contribution.goes_with
+            way is not self._way or self._nbytes + nbytes > room or self._waiting[0].goes_with != members[0].goes_with
         ):
             self.flush()
         self._way = way
-        self._places += [place for place in contribution.places if place not in self._places]
-        self._waiting.append(contribution)
+        for each in members:
+            self._places += [place for place in each.places if place not in self._places]
+        self._waiting += members
         self._nbytes += nbytes
         if self._nbytes + nbytes > room:
-            # The next one is likely of the same size: do not wait for it.
+            # What comes next is likely of the same size: do not wait for it.
             self.flush()
 
     def flush(self) -> None:
@@ -176,28 +211,35 @@ class Reducer:
 
     def _group(self, members: Sequence[Contribution]) -> _Launch:
         """A reduction for each of ``members``."""
-        inputs, results, copies = map(list, zip(*map(self._prepare, members), strict=True))
-        return _Launch(members, inputs, results, together(copies))
-
-    def _prepare(self, contribution: Contribution) -> tuple[torch.Tensor, torch.Tensor, Copies]:
-        """Its reduction's input and result, and what is still to be written into the input."""
-        input, shard = contribution.input, contribution.grid.shard
-        if shard is None:
-            # Reduced in place, and then what ``.grad`` views: not memory that comes and goes.
-            buffer = FlatBuffer(input.new_result(input.layout.padded_numel), input.layout, resizable=False)
-        else:
-            if not input.claimed:
-                self.open(contribution)
-            buffer = input.buffer
-        copies, most = input.collect(buffer), thresholds.HELD_NBYTES
-        if shard is None or (input.nbytes > most and sum(source.nbytes for source in copies.sources) > most):
+        inputs = [each.input for each in members]
+        buffers = [self._filled_by(each) for each in members]
+        copies = together([input.collect(buffer) for input, buffer in zip(inputs, buffers, strict=True)])
+        flats, most = [buffer.flat for buffer in buffers], thresholds.HELD_NBYTES
+        grid = members[0].grid
+        many = sum(input.nbytes for input in inputs) > most and sum(source.nbytes for source in copies.sources) > most
+        if grid.shard is None or many:
             copies.run()
             copies.let_go()
             copies = Copies([], [], [], [])
-        if shard is None:
-            return buffer.flat, buffer.flat, copies
-        copies.spent.append(buffer)
-        return buffer.flat, input.new_result(input.layout.shard_numel), copies
+        if grid.shard is None:
+            return _Launch(members, flats, list(flats), copies)
+        copies.spent.extend(buffers)
+        if grid.replicate is None or len(members) == 1:
+            return _Launch(members, flats, [input.new_result(input.layout.shard_numel) for input in inputs], copies)
+        # Next to each other, so that one communication adds them up over replicas.
+        columns = columns_of(inputs)
+        result = inputs[0].new_result(sum(columns))
+        return _Launch(members, flats, cut(result, inputs, columns), copies, result=result)
+
+    def _filled_by(self, contribution: Contribution) -> FlatBuffer:
+        """The memory in which its gradients are brought together."""
+        input = contribution.input
+        if contribution.grid.shard is None:
+            # Reduced in place, and then what ``.grad`` views: not memory that comes and goes.
+            return FlatBuffer(input.new_result(input.layout.padded_numel), input.layout, resizable=False)
+        if not input.claimed:
+            self.open(contribution)
+        return input.buffer
 
     def _merge(self, members: Sequence[Contribution]) -> _Launch:
         """One reduction for all ``members``."""
@@ -233,6 +275,8 @@ class _Launch(NamedTuple):
     results: list[torch.Tensor]
     copies: Copies
     merged: Merged | None = None
+    result: torch.Tensor | None = None
+    """What ``results`` are parts of, where replicas add it up."""
 
     def start(self) -> Work:
         for each in self.members:
@@ -249,7 +293,7 @@ class _Launch(NamedTuple):
             return COMPLETED
         if len(self.inputs) == 1:
             return first.grid.reduce(self.results[0], self.inputs[0])
-        return first.grid.reduce_many(list(zip(self.results, self.inputs, strict=True)))
+        return first.grid.reduce_many(list(zip(self.results, self.inputs, strict=True)), self.result)
 
     def retire(self) -> None:
         """Let go of inputs, gradients, and results, which were sources of a cast or of a copy to the host."""

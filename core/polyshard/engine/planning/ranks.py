@@ -54,10 +54,15 @@ class RankGrid:
             return COMPLETED if self.replicate is None else self.replicate.all_reduce(wire, op=ReduceOp.MEAN)
         scratch = self._scratch(self.shard, result, wire)
         work = self.shard.reduce_scatter(result, wire, op=ReduceOp.MEAN, scratch=scratch)
-        return work if self.replicate is None else _ThenAllReduce(work, self.replicate, [result])
+        return work if self.replicate is None else _ThenAllReduce(work, self.replicate, result)
 
-    def reduce_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
-        """``reduce(result, wire)`` of units that have shards, in one launch where the backend can."""
+    def reduce_many(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], results: torch.Tensor | None = None
+    ) -> Work:
+        """``reduce(result, wire)`` of units that have shards, in one launch where the backend can.
+
+        ``results``: what each ``result`` is a part of; needed where there are replicas, which reduce it as a whole.
+        """
         shard = self.shard
         assert shard is not None
         work = shard.reduce_scatter_many(
@@ -65,7 +70,8 @@ class RankGrid:
         )
         if self.replicate is None:
             return work
-        return _ThenAllReduce(work, self.replicate, [result for result, _ in pairs])
+        assert results is not None
+        return _ThenAllReduce(work, self.replicate, results)
 
     @staticmethod
     def _scratch(shard: Collectives, result: torch.Tensor, wire: torch.Tensor) -> torch.Tensor | None:
@@ -79,12 +85,11 @@ class _ThenAllReduce:
 
     first: Work
     replicate: Collectives
-    results: Sequence[torch.Tensor]
+    result: torch.Tensor
     done: bool = False
 
     def wait(self) -> None:
         if not self.done:
             self.first.wait()
-            for work in [self.replicate.all_reduce(result, op=ReduceOp.MEAN) for result in self.results]:
-                work.wait()
+            self.replicate.all_reduce(self.result, op=ReduceOp.MEAN).wait()
             self.done = True

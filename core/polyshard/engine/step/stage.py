@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NoReturn
 from weakref import WeakSet
 
+import torch
 from torch import nn
 
 from ...errors import StateError
@@ -17,7 +18,7 @@ from ..planning.ranks import RankGrid
 from .itinerary import Act, Itinerary, Mark
 from .schedule import Schedule
 from .step import Step
-from .unit import Unit, UnitState, unshard_together
+from .unit import Unit, UnitState, unshard_due, unshard_together
 
 
 class Holds(enum.Enum):
@@ -172,9 +173,8 @@ class Stage:
         return sum(unit.gathered_nbytes for unit in self.units)
 
     def unshard(self) -> None:
-        """Issue the gathers of all units."""
-        for unit in self.units:
-            unit.unshard()
+        """Issue the gathers of all units, as one communication."""
+        unshard_due(self.units)
 
     def reshard(self, turns: bool) -> None:
         """Release what is not kept after a forward; ``turns``: its backward is expected to follow at once."""
@@ -203,8 +203,8 @@ class Stage:
         self.reached = Reached.INSIDE
         for unit in self.units:
             unit.refuse_changes()
-            if self.reads_in_backward:
-                unit.unshard()
+        if self.reads_in_backward:
+            unshard_due(self.units)
         for unit in self.units:
             if self.reads_in_backward:
                 unit.wait()
@@ -235,6 +235,7 @@ class Stage:
             self.reached = Reached.FINISHED
         self.awaits_backward = False
         owes, self.owes = self.owes, False
+        reduced: list[tuple[Unit, list[torch.Tensor | None]]] = []
         for unit in self.units:
             if unit.resident:
                 continue
@@ -257,10 +258,17 @@ class Stage:
                 # Not part of this step, or autograd.grad, which accumulates nowhere: no rank has anything to reduce.
                 continue
             if step.synchronises:
-                unit.gradients.reduce(gradients, step.reducer)
+                reduced.append((unit, gradients))
                 unit.reduced = True
             else:
                 unit.gradients.keep(gradients, step.lanes)
+        if len(reduced) == 1:
+            unit, gradients = reduced[0]
+            unit.gradients.reduce(gradients, step.reducer)
+        elif reduced:
+            step.reducer.reduce_together(
+                [(unit.gradients.contribute(gradients, step.lanes), gradients) for unit, gradients in reduced]
+            )
 
     def catch_up(self) -> None:
         """Finish where a backward went past, or has ended."""
@@ -338,7 +346,7 @@ def show_whole(units: Sequence[Unit], training: bool, *, recomputes: bool) -> No
     """Gather ``units``, order compute behind that, and let modules see whole parameters."""
     for unit in units:
         unit.choose_buffer(training)
-        unit.unshard()
+    unshard_due(units)
     for unit in units:
         unit.wait()
         unit.show()

@@ -333,8 +333,12 @@ class Unit:
 
     @property
     def gather_group(self) -> Collectives | None:
-        """The ranks over which the gather buffer is gathered as it is; None where it is encoded, parked or local."""
-        return None if self.parks or self._encoded is not None else self.grid.shard
+        """The ranks over which the gather buffer is gathered as it is; None where it is encoded or local."""
+        return None if self._encoded is not None else self.grid.shard
+
+    def fetch(self) -> None:
+        """Write the own slice from a parked master. Called by lanes."""
+        self.offload.fetch(self.spec, self.master, self.buffer.own)
 
     @property
     def gathered(self) -> tuple[int, torch.dtype]:
@@ -359,7 +363,7 @@ class Unit:
                 self.offload.fetch(self.spec, self.master, source)
             return self._encoded.start(shard, source, self.buffer.flat)
         if self.parks:
-            self.offload.fetch(self.spec, self.master, self.buffer.own)
+            self.fetch()
         else:
             # The cast is the copy-in: master dtype to compute dtype, straight into the slice that is sent.
             self.buffer.own.copy_(self.master)
@@ -466,6 +470,16 @@ class Unit:
         self.state = UnitState.GATHERING
         self.places.clear()
         self._expired = False
+
+
+def unshard_due(units: Sequence[Unit]) -> None:
+    """Issue the gathers of those of ``units``, of one stage, that are due, as one communication."""
+    if len(units) == 1:
+        units[0].unshard()
+        return
+    due = [unit for unit in units if unit.due]
+    if due:
+        unshard_together(due)
 
 
 def unshard_together(units: Sequence[Unit]) -> None:

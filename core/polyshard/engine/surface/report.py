@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
-from ..gradients.gradients import Gradients
-from ..gradients.reducer import Reducer, Way
+from ..gradients.reducer import Way
 from ..step.root import Root
 from ..transport.lanes import REDUCTIONS_ALIVE
 
@@ -59,7 +59,9 @@ def memory_report(root: Root) -> MemoryReport:
     stages = (root.stages[0], root.schedule.turning)
     turning = {unit for stage in stages if stage is not None for unit in stage.units}
     kept = [u for u in units if not u.permanent and not u.releases(u in turning)]
-    released = sorted((u.gathered_nbytes for u in units if not u.permanent and u not in kept), reverse=True)
+    # A stage gathers its units together.
+    waits = [sum(u.gathered_nbytes for u in stage.units if not u.permanent and u not in kept) for stage in root.stages]
+    released = sorted(filter(None, waits), reverse=True)
     parameters = sum(slot.numel for u in units for slot in u.layout.slots)
     return MemoryReport(
         world_size=root.collectives.world_size,
@@ -70,7 +72,7 @@ def memory_report(root: Root) -> MemoryReport:
         master_nbytes=sum(u.master.numel() * u.master.element_size() for u in units),
         gradient_nbytes=sum(u.layout.shard_numel * u.dtypes.grad.itemsize for u in units if u.trainable),
         gathered_nbytes=sum(u.gathered_nbytes for u in kept) + _prefetched_nbytes(released, root),
-        reduction_nbytes=_reduced_nbytes([u.gradients for u in units if u.trainable and not u.resident], root.reducer),
+        reduction_nbytes=_reduced_nbytes(root),
         kept=tuple(u.name for u in kept),
     )
 
@@ -86,16 +88,24 @@ def _prefetched_nbytes(released: Sequence[int], root: Root) -> int:
     return min(sum(released), max(single, sum(released[:ahead]) + batch, 2 * batch))
 
 
-def _reduced_nbytes(gradients: Sequence[Gradients], reducer: Reducer) -> int:
-    """Of the two largest inputs, whether they are one unit's or a bucket's."""
+def _reduced_nbytes(root: Root) -> int:
+    """Of the two largest inputs, whether they are one unit's, one stage's or a bucket's."""
+    reducer = root.reducer
     inputs: list[int] = []
     nbytes = dict.fromkeys(Way, 0)
-    for each in gradients:
-        size = each.input.nbytes
-        way = reducer.way_of(size, each.grid)
-        nbytes[way] += size
-        if way is Way.ALONE:
-            inputs.append(size)
+    for stage in root.stages:
+        reduced = [unit.gradients for unit in stage.units if unit.trainable and not unit.resident]
+        for _, same in groupby(reduced, lambda each: (each.grid.shard, each.input.dtype, each.input.result_dtype)):
+            together = list(same)
+            sizes = [each.input.nbytes for each in together]
+            total, grid = sum(sizes), together[0].grid
+            way = reducer.way_together(sizes, grid)
+            if way is Way.ALONE:
+                inputs += sizes
+            elif way is Way.GROUPED and total > reducer.room[way]:
+                inputs.append(total)
+            else:
+                nbytes[way] += total
     for way in (Way.GROUPED, Way.MERGED):
         total, room = nbytes[way], reducer.room[way]
         inputs += [min(total, room), min(max(0, total - room), room)]

@@ -56,10 +56,15 @@ class Gatherable(Protocol):
     master: torch.Tensor
     #: Where it was used since its gather, as ``Lanes.here`` says.
     places: list[object]
+    #: Whether ``master`` lies where ``fetch`` alone reads it.
+    parks: bool
 
     @property
     def gather_group(self) -> Collectives | None:
         """The ranks that ``buffer`` is gathered over as it is; None where ``fill`` alone knows how."""
+
+    def fetch(self) -> None:
+        """Write the own slice from a parked master."""
 
     @property
     def allocation(self) -> AbstractContextManager[Any]:
@@ -401,8 +406,14 @@ def _fill(units: Sequence[Gatherable]) -> Sequence[Work]:
         plain = list(members)
         for unit in plain:
             unit.filling()
-        # The cast is the copy-in, as in ``fill``.
-        _torch_private.foreach_copy_([unit.buffer.own for unit in plain], [unit.master for unit in plain])
+        here = [unit for unit in plain if not unit.parks]
+        if here:
+            # The cast is the copy-in, as in ``fill``.
+            _torch_private.foreach_copy_([unit.buffer.own for unit in here], [unit.master for unit in here])
+        if len(here) < len(plain):
+            for unit in plain:
+                if unit.parks:
+                    unit.fetch()
         works.append(group.all_gather_many([(unit.buffer.flat, unit.buffer.own) for unit in plain]))
     return works
 

@@ -1,0 +1,289 @@
+"""What one ``fully_shard`` call sharded is gathered by one launch, and reduced by one: each parameter is a unit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import polyshard
+import pytest
+import torch
+from fsdp2_models import FACES, OURS, Words, batches, loss_of, shard_all
+from parity import Block as OddBlock
+from parity import (
+    Net,
+    accumulating_step,
+    adam,
+    assert_parity,
+    draw,
+    on_ranks,
+    root_of,
+    seeded,
+    sgd,
+    sharded_copy,
+    square_step,
+    train_reference,
+    units_of,
+)
+from polyshard.engine import thresholds
+from polyshard.interfaces import Observer, PluginContext, UnitSpec
+from polyshard_backends.fake import FakeCollectives
+from polyshard_backends.gloo import GlooCollectives
+from polyshard_backends.threaded import ThreadedWorld
+from polyshard_fsdp2._layout import RowsOfEach
+from processes import KeptRanks
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+BLOCKS = 4
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """Nine parameters, as a transformer block has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.behind = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.before(x)
+        x = x + self.out(self.query(inner) * self.key(inner) + self.value(inner))
+        hidden: torch.Tensor = x + self.down(torch.relu(self.up(self.behind(x))))
+        return hidden
+
+
+class Model(nn.Module):
+    """Blocks of nine parameters, and two of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+class Launches(NamedTuple):
+    """How many gathers each launch of several had, in order, and how many went alone; the same of reductions."""
+
+    gathered: list[int]
+    gathered_alone: int
+    reduced: list[int]
+    reduced_alone: int
+
+
+def launches_of(
+    model: nn.Module, inside: type[nn.Module], steps: int, batch_nbytes: int | str, offload: str = "none"
+) -> list[Launches]:
+    """Of each of so many steps, on one of four pretended ranks, where each module of type ``inside`` is a group."""
+    collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
+    settings = {"layout": RowsOfEach(), "split_root": False, "batch_nbytes": batch_nbytes, "offload": offload}
+    polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, policy=units_of(inside), **settings))
+    assert len(root_of(model).units) == len(list(model.parameters()))
+    found = []
+    for _ in range(steps):
+        collectives.calls.clear()
+        collectives.batches.clear()
+        collectives.reduction_batches.clear()
+        model(torch.ones(2, WIDTH, dtype=torch.float64)).square().mean().backward()
+        counts = Counter(call.operation for call in collectives.calls)
+        gathered, reduced = list(collectives.batches), list(collectives.reduction_batches)
+        alone = counts["all_gather"] - sum(gathered), counts["reduce_scatter"] - sum(reduced)
+        found.append(Launches(gathered, alone[0], reduced, alone[1]))
+    return found
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_large_groups_are_one_launch_each_in_every_step(offload: str) -> None:
+    # As many as FSDP2 issues: each block in forward and in backward, the root once; and each once behind its backward.
+    blocks = [9] * BLOCKS
+    expected = Launches([2, *blocks, *blocks], 0, [*blocks, 2], 0)
+    # No block leaves room for another one.
+    assert launches_of(seeded(Model), Block, 2, 1, offload) == [expected, expected]
+
+
+def test_small_groups_share_launches() -> None:
+    first, second = launches_of(seeded(Model), Block, 2, batch_nbytes="128 MiB")
+    # No order is known in the first forward. All gradients are merged, and travel as one.
+    assert first == Launches([2, 9, 9, 9, 9, 9 * BLOCKS], 0, [], 1)
+    assert second == Launches([2, 9 * BLOCKS, 9 * BLOCKS], 0, [], 1)
+
+
+@pytest.mark.parametrize(("room", "reduced"), [(2, [4, 4, 2]), (1, [2] * 5)])
+def test_groups_of_medium_size_share_launches_of_reductions(room: int, reduced: list[int]) -> None:
+    # Weights and biases; a weight is more than a quarter of the room for two, and so is not merged.
+    nbytes = 8 * (WIDTH * WIDTH + WIDTH)
+    model = seeded(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5))))
+    (found,) = launches_of(model, nn.Linear, 1, batch_nbytes=room * nbytes)
+    assert (found.reduced, found.reduced_alone) == (reduced, 0)
+
+
+GROUPS: dict[str, Any] = {"policy": units_of(OddBlock), "layout": RowsOfEach(), "batch_nbytes": 1}
+
+
+@pytest.mark.parametrize("step", [square_step, accumulating_step])
+@pytest.mark.parametrize(
+    ("world_size", "held", "offload"), [(2, 1, "none"), (3, thresholds.HELD_NBYTES, "none"), (2, 1, "cpu")]
+)
+def test_training_is_that_of_the_unsharded_model(
+    monkeypatch: pytest.MonkeyPatch, world_size: int, held: int, offload: str, step: Any
+) -> None:
+    """``held`` of 1: gradients are copied, and let go of, before they are reduced."""
+    monkeypatch.setattr(thresholds, "HELD_NBYTES", held)
+    settings = {**GROUPS, "offload": offload}
+    assert_parity(seeded(lambda: Net(3)), step, world_size=world_size, turns=2, optimizer=adam, settings=settings)
+
+
+def half_frozen() -> nn.Module:
+    model = Net(3)
+    model.blocks[0].up.requires_grad_(False)
+    model.blocks[2].requires_grad_(False)
+    return model
+
+
+def test_frozen_parameters_of_a_group() -> None:
+    assert_parity(seeded(half_frozen), world_size=2, turns=2, optimizer=adam, settings=GROUPS)
+
+
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "no_shard"])
+def test_replicas(strategy: str) -> None:
+    model = seeded(lambda: Net(2))
+    expected = train_reference(model, square_step, 4, turns=2)
+    sharding = {"shard_size": 2} if strategy == "hybrid_shard" else {}
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        mine = sharded_copy(model, rank, world, **GROUPS, strategy=strategy, **sharding)
+        optimizer = sgd(mine)
+        for turn in range(2):
+            square_step(mine, turn, rank)
+            optimizer.step()
+            optimizer.zero_grad()
+        with polyshard.unsharded(mine):
+            for name, parameter in mine.named_parameters():
+                torch.testing.assert_close(parameter.detach(), expected.parameters[name], rtol=1e-12, atol=1e-12)
+
+    on_ranks(4, on_rank)
+
+
+def test_replicas_add_up_a_group_by_one_reduction() -> None:
+    collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
+    model = seeded(Model)
+    settings = {"layout": RowsOfEach(), "split_root": False, "batch_nbytes": 1, "strategy": "hybrid_shard"}
+    config = polyshard.ShardConfig(collectives=collectives, policy=units_of(Block), shard_size=2, **settings)
+    polyshard.shard(model, config)
+    model(torch.ones(2, WIDTH, dtype=torch.float64)).square().mean().backward()
+    replicas = root_of(model).units[0].grid.replicate
+    assert isinstance(replicas, FakeCollectives)
+    assert [call.operation for call in replicas.calls] == ["all_reduce"] * (BLOCKS + 1)
+
+
+class Gathered:
+    """Bytes of whole parameters that are there at once, at most."""
+
+    def __init__(self, nbytes: dict[str, int]) -> None:
+        self.nbytes, self.now, self.peak = nbytes, 0, 0
+
+    @polyshard.hookimpl
+    def make_observer(self, unit: UnitSpec) -> Observer:
+        return self
+
+    def unshard(self, unit: UnitSpec) -> None:
+        self.now += self.nbytes[unit.parameter_names[0]]
+        self.peak = max(self.peak, self.now)
+
+    def reshard(self, unit: UnitSpec) -> None:
+        self.now -= self.nbytes[unit.parameter_names[0]]
+
+    def unsharded(self, unit: UnitSpec) -> None: ...
+    def compute(self, unit: UnitSpec, backward: bool) -> None: ...
+    def computed(self, unit: UnitSpec, backward: bool) -> None: ...
+    def wait(self, unit: UnitSpec) -> None: ...
+    def waited(self, unit: UnitSpec) -> None: ...
+    def reduce(self, unit: UnitSpec) -> None: ...
+    def reduced(self, unit: UnitSpec) -> None: ...
+
+
+@pytest.mark.parametrize("batch_nbytes", [1, "128 MiB"])
+def test_the_report_counts_groups(batch_nbytes: int | str) -> None:
+    model = seeded(Model)
+    gathered = Gathered({name: 8 * parameter.numel() for name, parameter in model.named_parameters()})
+    collectives = {"name": "fake", "world_size": 2}
+    settings = {"layout": RowsOfEach(), "split_root": False, "batch_nbytes": batch_nbytes, "listeners": [gathered]}
+    polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, policy=units_of(Block), **settings))
+    for _ in range(2):
+        model(draw(2, WIDTH)).square().mean().backward()
+    report = polyshard.report(model)
+    assert gathered.peak <= report.gathered_nbytes <= 1.2 * gathered.peak
+    block = 8 * sum(parameter.numel() for parameter in Block().parameters())
+    # One block's inputs while another's travel; of small ones the bucket, and what it was copied from.
+    assert report.reduction_nbytes >= 2 * block
+
+
+@contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """What the engine issues through gloo inside: launches, not what they consist of."""
+    counts: Counter[str] = Counter()
+    inside: list[str] = []
+
+    def counted(name: str, method: Any) -> Any:
+        def call(self: GlooCollectives, *args: Any, **options: Any) -> Any:
+            if not inside:
+                counts[name] += 1
+            inside.append(name)
+            try:
+                return method(self, *args, **options)
+            finally:
+                inside.pop()
+
+        return call
+
+    names = ("all_gather", "all_gather_many", "reduce_scatter", "reduce_scatter_many", "announce", "all_gather_object")
+    patches = [patch.object(GlooCollectives, name, counted(name, getattr(GlooCollectives, name))) for name in names]
+    for each in patches:
+        each.start()
+    try:
+        yield counts
+    finally:
+        for each in patches:
+            each.stop()
+
+
+def _issued(face: ModuleType) -> tuple[int, int]:
+    """Gathers and reductions of a second step."""
+    torch.manual_seed(0)
+    first, second = batches(2)
+    with counting() as counts:
+        model = shard_all(face, Words(blocks=BLOCKS))
+        loss_of(model, first).backward()
+        counts.clear()
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            loss_of(model, second).backward()
+    if face is OURS:
+        gathers = counts["all_gather"] + counts["all_gather_many"]
+        return gathers, counts["reduce_scatter"] + counts["reduce_scatter_many"]
+    issued = {event.key: event.count for event in profiled.key_averages() if event.key.startswith("c10d::")}
+    return issued["c10d::_allgather_base_"], issued["c10d::_reduce_scatter_base_"]
+
+
+def _beside_fsdp2(rank: int) -> None:
+    theirs, ours = (_issued(face) for face in FACES)
+    # Blocks and the embedding in forward and backward, the root once.
+    assert theirs == (2 * (BLOCKS + 1) + 1, BLOCKS + 2)
+    # The root, the rest of forward, and the blocks in backward, which needs no embedding; everything's gradients.
+    assert ours == (3, 1)
+
+
+def test_fewer_launches_than_fsdp2_issues(ranks: KeptRanks) -> None:
+    ranks.run(2, _beside_fsdp2)
