@@ -241,9 +241,9 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
         whole: dict[str, Any] = {}
         for name in state:
             if name == key:
-                value: Any = whole_model_state(module, self.messages_device)
+                value: Any = whole_model_state(module)
             elif name in optimizers:
-                value = whole_optimizer_state(module, optimizers[name], self.messages_device)
+                value = whole_optimizer_state(module, optimizers[name])
             else:
                 value = rest[name]
             chosen = (filter or {}).get(name)

@@ -209,7 +209,7 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
             return state
         if self._settings.state_dict_type is StateDictType.SHARDED:
             return _InFolder()
-        return whole_model_state(module, self.messages_device)
+        return whole_model_state(module)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state of the unsharded model's optimizer on rank 0, nothing on others."""
@@ -217,7 +217,7 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
             optimizer = optimizer.optimizer
         if self._settings.state_dict_type is StateDictType.SHARDED:
             return _InFolder()
-        return whole_optimizer_state(self.lightning_module, optimizer, self.messages_device)
+        return whole_optimizer_state(self.lightning_module, optimizer)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
