@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning
 import polyshard
+import polyshard_fsdp2
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import MixedPrecision
 from lightning_ranks import BATCH, CONFIG, Net, Pairs, built, loader, mean_losses, on_ranks, reference
 from parity import Block
@@ -354,6 +357,16 @@ def wrong(rank: int, folder: str) -> list[tuple[str, str]]:
     for block in composed.blocks:
         torch.distributed.fsdp.fully_shard(block)
     refused(runs.setup_module, composed)
+    dropped_in = built()
+    polyshard_fsdp2.fully_shard(dropped_in.blocks)
+    refused(runs.setup_module, dropped_in)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    refused(fabric(config=replace(CONFIG, collectives=alone)).setup_module, built())
+    early = built()
+    stepped = torch.optim.SGD(early.parameters(), lr=0.1, momentum=0.9)
+    early(torch.ones(2, 3)).sum().backward()
+    stepped.step()
+    refused(runs.setup, early, stepped)
     mine = polyshard.shard(built(), CONFIG)
     refused(runs.setup_module, mine)
     # The model that was refused was left as it was.
@@ -389,7 +402,10 @@ def test_wrong_use_is_refused_by_name(tmp_path: Path) -> None:
     expected = [
         (ConfigError, "Parameter 0 of group 0 of SGD"),
         (AlreadyShardedError, "DistributedDataParallel"),
-        (AlreadyShardedError, "FSDP"),
+        (AlreadyShardedError, "FSDP2"),
+        (AlreadyShardedError, "'blocks' of Net is wrapped already, by polyshard's drop-in polyshard_fsdp2"),
+        (ConfigError, "collectives is of 1 ranks, but Lightning divides its data between 2"),
+        (ConfigError, "SGD has taken steps: it has state of the whole 'first.weight'"),
         (AlreadyShardedError, "Leave that to the strategy"),
         (ConfigError, "Parameter 0 of group 0 of SGD"),
         (ConfigError, "needs one model that was set up"),

@@ -156,7 +156,7 @@ def outcome(trainer: Any) -> dict[str, Any]:
 def parameters(model: Any) -> dict[str, torch.Tensor]:
     """All of them by name, whole."""
     import polyshard
-    from polyshard.transformers.refusals import is_sharded
+    from polyshard.trainers.sharded import is_sharded
 
     with polyshard.unsharded(model) if is_sharded(model) else nullcontext():
         return {name: each.detach().clone() for name, each in model.named_parameters()}

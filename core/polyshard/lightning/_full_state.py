@@ -69,7 +69,8 @@ def whole_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -
     for group, names in zip(whole["param_groups"], _names_by_group(module, optimizer), strict=True):
         numbers = range(number, number + len(names))
         number += len(names)
-        state.update({index: whole["state"][name] for index, name in zip(numbers, names) if name in whole["state"]})
+        own = zip(numbers, names, strict=True)
+        state.update({index: whole["state"][name] for index, name in own if name in whole["state"]})
         groups.append({**_settings(group), "params": list(numbers)})
     return {"state": state, "param_groups": groups}
 

@@ -38,7 +38,7 @@ from ._private import TrainerLauncher
 from ._processes import Processes
 from ._random_states import random_states, restore_random_state
 from ._settings import Settings, StateDictType
-from ._sharding import is_sharded, refuse_wrapped, require_parameters_of, shard_once
+from ._sharding import is_sharded, refuse_module, refuse_optimizer, shard_once
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
@@ -125,7 +125,7 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
         module = self.lightning_module
         fits = trainer.state.fn == TrainerFn.FITTING
         _refuse_copies(trainer.callbacks)
-        refuse_wrapped(module, self.global_rank)
+        refuse_module(module, self.global_rank)
         self.accelerator.setup(trainer)
         if not is_sharded(module):
             if fits and self._layer_sync is not None:
@@ -163,7 +163,7 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
         """
         ParallelStrategy.setup_optimizers(self, trainer)
         for optimizer in self.optimizers:
-            require_parameters_of(optimizer, [self.lightning_module], self.global_rank)
+            refuse_optimizer(optimizer, [self.lightning_module], self._precise, self.global_rank)
 
     def model_to_device(self) -> None:
         """Sharding does."""
