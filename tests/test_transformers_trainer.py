@@ -197,6 +197,9 @@ def train_adapters(rank: int, folder: str) -> dict[str, Any]:
     quiet()
     import peft
     import polyshard
+    from polyshard.checkpoint import latest
+    from polyshard.errors import ConfigError
+    from torch.distributed.checkpoint import FileSystemReader
     from transformers import AutoModelForCausalLM
 
     base = f"{folder}/base"
@@ -211,10 +214,13 @@ def train_adapters(rank: int, folder: str) -> dict[str, Any]:
 
     saving = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4, "activation_checkpointing": True}
     with launched(rank, 2):
-        trainer = sharded_trainer(adapted(), f"{folder}/run", "llama", **saving)
+        trainer = sharded_trainer(adapted(), f"{folder}/run", "llama", **saving, save_frozen=False)
         trainer.train()
-        again = sharded_trainer(adapted(), f"{folder}/again", "llama", **saving)
+        again = sharded_trainer(adapted(), f"{folder}/again", "llama", **saving, save_frozen=False)
         again.train(resume_from_checkpoint=f"{folder}/run/checkpoint-4")
+        whole = sharded_trainer(adapted(), f"{folder}/again", "llama", **saving)
+        with pytest.raises(ConfigError, match=r"has no .*base_layer.* need no gradient.*frozen=False"):
+            whole.train(resume_from_checkpoint=f"{folder}/run/checkpoint-4")
         read = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), f"{folder}/run/checkpoint-8")
         found = {
             "ours": curve(trainer),
@@ -222,6 +228,7 @@ def train_adapters(rank: int, folder: str) -> dict[str, Any]:
             "parameters": parameters(trainer.model),
             "read": parameters(read),
             "units": polyshard.report(trainer.model).units,
+            "written": FileSystemReader(latest(Path(f"{folder}/run/checkpoint-8/polyshard"))).read_metadata(),
             "files": sorted(path.name for path in Path(f"{folder}/run/checkpoint-8").iterdir()),
         }
     if not rank:
@@ -239,6 +246,9 @@ def test_adapters_train_and_come_back_bit_equal(ranks: KeptRanks, tmp_path: Path
         assert found["again"] == found["ours"]
         assert_equal(found["read"], found["parameters"])
         assert "adapter_model.safetensors" in found["files"]
+        written = [name for name in found["written"].state_dict_metadata if name.startswith("model.")]
+        assert len(written) == 12
+        assert all("lora_" in name for name in written)
         assert "model.safetensors" not in found["files"]
         # Of each block one that is frozen and one that is trained, and the frozen root.
         assert found["units"] == 7

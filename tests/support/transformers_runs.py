@@ -105,7 +105,7 @@ def sharded_trainer(model: Any, folder: str, family: str, **settings: Any) -> An
     """``settings``: of the arguments, and what the trainer itself takes."""
     from polyshard.transformers import PolyshardSeq2SeqTrainer, PolyshardTrainer
 
-    own = ("shard", "optimizers", "callbacks", "compute_metrics")
+    own = ("shard", "save_frozen", "optimizers", "callbacks", "compute_metrics")
     extra = {"shard": shard_config(), **{key: settings.pop(key) for key in own if key in settings}}
     made = PolyshardSeq2SeqTrainer if family == "t5" else PolyshardTrainer
     return made(

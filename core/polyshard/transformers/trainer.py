@@ -45,11 +45,13 @@ class PolyshardMixin(TrainerHooks):
     closes the one before.
     """
 
-    def __init__(self, *args: Any, shard: ShardConfig | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, shard: ShardConfig | None = None, save_frozen: bool = True, **kwargs: Any) -> None:
         """``shard``: how; ``ShardConfig(policy="transformers")`` where None. Not for a model that is sharded already,
         which is taken as it is. Its precision follows ``TrainingArguments``: ``bf16=True`` takes the plugin ``bf16``,
-        ``fp16=True`` the plugin ``fp16`` with a gradient scaler. All else goes to the ``Trainer`` behind this class,
-        whichever it is.
+        ``fp16=True`` the plugin ``fp16`` with a gradient scaler. ``save_frozen``: whether the sharded state in
+        checkpoints has parameters that need no gradient; without, a run resumes with those of the model that the
+        trainer is given, and whether they are the same is not looked at. All else goes to the ``Trainer`` behind this
+        class, whichever it is.
 
         Raises:
             ConfigError: another engine is asked for or has wrapped the model, precision differs between the two
@@ -59,6 +61,7 @@ class PolyshardMixin(TrainerHooks):
         """
         refuse_other_trainers(self)
         self.shard_config = shard
+        self._save_frozen = save_frozen
         self._prepared: nn.Module | None = None
         self._whole_numel = 0
         super().__init__(*args, **kwargs)
@@ -145,7 +148,14 @@ class PolyshardMixin(TrainerHooks):
     def save_training(self, folder: Path) -> None:
         """Write model, optimizer and schedule into a checkpoint's folder."""
         optimizer = plain_optimizer(self.optimizer)
-        save_state(folder, self.state.global_step, self.model, optimizer, coordinates=self.is_world_process_zero())
+        save_state(
+            folder,
+            self.state.global_step,
+            self.model,
+            optimizer,
+            coordinates=self.is_world_process_zero(),
+            frozen=self._save_frozen,
+        )
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
 
@@ -155,13 +165,13 @@ class PolyshardMixin(TrainerHooks):
 
     def load_training(self, folder: Path) -> None:
         """Read model, optimizer and schedule from a checkpoint's folder."""
-        load_state(folder, self.model, plain_optimizer(self.optimizer))
+        load_state(folder, self.model, plain_optimizer(self.optimizer), frozen=self._save_frozen)
         # Plain numbers: nothing in it needs code to be read.
         self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
 
     def load_best(self, folder: Path) -> None:
         """Read the model alone."""
-        load_state(folder, self.model)
+        load_state(folder, self.model, frozen=self._save_frozen)
 
 
 def _numel_without_embeddings(model: nn.Module) -> int:
