@@ -117,8 +117,8 @@ def load_whole_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimiz
     by_name = {
         "state": {name_of[key]: own for key, own in state["state"].items()},
         "param_groups": [
-            {**_settings(group), "params": [name_of[key] for key in keys]}
-            for group, keys in zip(state["param_groups"], saved, strict=True)
+            {**_switches(own), **_settings(group), "params": [name_of[key] for key in keys]}
+            for own, group, keys in zip(optimizer.param_groups, state["param_groups"], saved, strict=True)
         ],
     }
     set_optimizer_state_dict(module, optimizer, by_name)
@@ -137,6 +137,11 @@ def _names_by_group(module: nn.Module, optimizer: torch.optim.Optimizer) -> list
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in _NAMES}
+
+
+def _switches(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What is on or off. Files of an earlier torch lack what later ones have added, as torch's own loading allows."""
+    return {name: value for name, value in _settings(group).items() if value is None or isinstance(value, bool)}
 
 
 def _on_host(value: Any) -> Any:
