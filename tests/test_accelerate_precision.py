@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
 from accelerate.utils import GradScalerKwargs
-from accelerate_ranks import Critic, launched, loader_of, pair_loss, pairs, same, whole
+from accelerate_ranks import Critic, launched, loader_of, on_ranks, pair_loss, pairs, same, whole
 from parity import Block, Net, seeded, units_of
 from polyshard import ShardConfig
 from polyshard.accelerate import Accelerator
-from processes import KeptRanks
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import LambdaLR
 
 BLOCKS = ShardConfig(policy=units_of(Block))
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[KeptRanks]:
-    kept = KeptRanks()
-    yield kept
-    kept.close()
 
 
 def train_in(rank: int, precision: str) -> None:
@@ -63,8 +54,8 @@ def train_in(rank: int, precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision_is_what_the_model_computes_in(ranks: KeptRanks, precision: str) -> None:
-    ranks.run(2, train_in, precision)
+def test_mixed_precision_is_what_the_model_computes_in(precision: str) -> None:
+    on_ranks(2, train_in, precision)
 
 
 def overflow(rank: int) -> None:
@@ -94,8 +85,8 @@ def overflow(rank: int) -> None:
         accelerator.free_memory()
 
 
-def test_all_ranks_skip_where_one_overflows(ranks: KeptRanks) -> None:
-    ranks.run(2, overflow)
+def test_all_ranks_skip_where_one_overflows() -> None:
+    on_ranks(2, overflow)
 
 
 def scale_a_pair(rank: int) -> None:
@@ -125,5 +116,5 @@ def scale_a_pair(rank: int) -> None:
         accelerator.free_memory()
 
 
-def test_clipping_one_of_two_models_leaves_the_others_gradients_scaled(ranks: KeptRanks) -> None:
-    ranks.run(2, scale_a_pair)
+def test_clipping_one_of_two_models_leaves_the_others_gradients_scaled() -> None:
+    on_ranks(2, scale_a_pair)

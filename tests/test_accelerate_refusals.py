@@ -14,6 +14,7 @@ from typing import Any
 import accelerate
 import polyshard
 import polyshard_fsdp
+import polyshard_fsdp2
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,6 +38,8 @@ from polyshard.errors import (
     StateError,
     UnsupportedError,
 )
+from polyshard.interfaces import PluginContext
+from polyshard_plugins.precision import Mixed
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -117,8 +120,22 @@ def test_arguments_that_ask_for_another_engine() -> None:
         Accelerator(cpu=True, shard={"policy": "never"})  # type: ignore[arg-type]
 
 
+class PretendedGroup:
+    """Of two ranks."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+
 def test_ranks_that_accelerate_does_not_count(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     Accelerator(cpu=True)
+    forget()
+    part = PretendedGroup()
+    with pytest.raises(ConfigError, match=r"collectives is of 2 ranks, but Accelerate divides its data between 1"):
+        Accelerator(cpu=True, shard=ShardConfig(collectives=part))
     forget()
     monkeypatch.setattr(dist, "get_world_size", lambda *_: 4)
     with pytest.raises(StateError, match=r"torch\.distributed has 4 ranks, but Accelerate counts 1 .*cpu=True"):
@@ -152,7 +169,9 @@ def test_mixed_precision_and_the_configuration_must_say_the_same(monkeypatch: py
 
 
 def test_a_precision_of_the_configuration_is_told_to_accelerate() -> None:
-    for config, told in ((ShardConfig(precision="bf16"), "bf16"), (ShardConfig(precision="fp32"), "no")):
+    made = Mixed(PluginContext("mine", torch.device("cpu")), param="fp16")
+    named = {"none": "no", "fp32": "no", "bf16": "bf16", made: "fp16"}
+    for config, told in ((ShardConfig(precision=given), told) for given, told in named.items()):
         assert Accelerator(cpu=True, shard=config).mixed_precision == told
         forget()
 
@@ -168,11 +187,12 @@ def test_models_that_others_have_wrapped(group: None) -> None:
             "DistributedDataParallel": DistributedDataParallel(seeded(Net)),
             "FSDP1": FullyShardedDataParallel(seeded(Net), device_id=torch.device("cpu")),
             "FSDP2": fully_shard(seeded(Net), mesh=dist.device_mesh.init_device_mesh("cpu", (1,))),
-            "a drop-in of polyshard's": polyshard_fsdp.FullyShardedDataParallel(seeded(Net)),
+            "drop-in polyshard_fsdp ": polyshard_fsdp.FullyShardedDataParallel(seeded(Net)),
+            "drop-in polyshard_fsdp2 ": polyshard_fsdp2.fully_shard(seeded(Net)),
         }
         inside = seeded(Net)
         inside.blocks[1] = DistributedDataParallel(inside.blocks[1])
-        wrapped["DistributedDataParallel already, at 'blocks.1'"] = inside
+        wrapped["'blocks.1' of Net is wrapped already, by DistributedDataParallel"] = inside
     accelerator = Accelerator(shard=ALONE, cpu=True)
     for words, model in wrapped.items():
         fine = seeded(Net)
@@ -220,7 +240,7 @@ def test_nothing_is_prepared_where_one_model_of_several_cannot_be() -> None:
     with pytest.raises(ConfigError, match="device_placement has 1 elements for 2 objects"):
         accelerator.prepare(model, loader_of(pairs()), device_placement=[True])
     placed = Accelerator(shard=ShardConfig(strategy="no_shard", device="meta"), cpu=True)
-    with pytest.raises(ConfigError, match=r"ShardConfig\.device is meta, but Accelerate computes on cpu"):
+    with pytest.raises(ConfigError, match=r"device='meta'\) is not the device that Accelerate chose, 'cpu'"):
         placed.prepare(model)
     still_trains(model)
 
@@ -248,15 +268,15 @@ def test_optimizers_over_other_parameters() -> None:
     accelerator = Accelerator(shard=ALONE, cpu=True)
     model = seeded(Net)
     stranger = torch.optim.AdamW(copy.deepcopy(model).parameters())
-    with pytest.raises(ConfigError, match=r"AdamW's parameter 0 of group 0, \(5, 3\) on cpu, is of no model .*\(Net"):
+    with pytest.raises(ConfigError, match=r"group 0 of AdamW, \(5, 3\) on cpu, is not among the parameters of Net"):
         accelerator.prepare(stranger, model)
     with pytest.raises(ConfigError, match=r"It has the shape of 'first\.weight' of Net, but is another tensor"):
         accelerator.prepare(model, stranger)
     partly = torch.optim.SGD([{"params": model.parameters()}, {"params": [nn.Parameter(torch.ones(7))]}], lr=0.1)
-    with pytest.raises(ConfigError, match=r"SGD's parameter 0 of group 1, \(7,\) on cpu"):
+    with pytest.raises(ConfigError, match=r"Parameter 0 of group 1 of SGD, \(7,\) on cpu"):
         accelerator.prepare(model, partly)
     for prepare in (accelerator.prepare, accelerator.prepare_optimizer):
-        with pytest.raises(ConfigError, match=r"there is none\. Give prepare\(\) the model first, or together"):
+        with pytest.raises(ConfigError, match=r"there is none .*Give prepare\(\) the model first, or together"):
             prepare(torch.optim.SGD(model.parameters()))
     still_trains(model)
     still_trains(seeded(Net))

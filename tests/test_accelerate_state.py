@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.utils import DataLoaderConfiguration, GradScalerKwargs, ProjectConfiguration, set_seed
-from accelerate_ranks import forget, launched, loader_of, pairs, whole
+from accelerate_ranks import forget, launched, loader_of, on_ranks, pairs, whole
 from parity import Block, Net, Words, seeded, units_of
 from polyshard import ShardConfig
 from polyshard.accelerate import Accelerator
 from polyshard.errors import ConfigError, StateError
-from processes import KeptRanks
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -25,13 +23,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 BLOCKS = ShardConfig(policy=units_of(Block))
 SAME: dict[str, Any] = {"rtol": 0.0, "atol": 0.0}
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[KeptRanks]:
-    kept = KeptRanks()
-    yield kept
-    kept.close()
 
 
 # Resuming.
@@ -123,8 +114,8 @@ def resume(rank: int, folder: Path, precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])
-def test_a_run_that_resumes_is_the_run_that_never_stopped(ranks: KeptRanks, tmp_path: Path, precision: str) -> None:
-    ranks.run(2, resume, tmp_path / "state", precision)
+def test_a_run_that_resumes_is_the_run_that_never_stopped(tmp_path: Path, precision: str) -> None:
+    on_ranks(2, resume, tmp_path / "state", precision)
 
 
 # Another number of ranks.
@@ -183,15 +174,15 @@ def load_and_go_on(folder: Path, chained: bool) -> list[dict[str, torch.Tensor]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chained", [False, True], ids=["an optimizer each", "one optimizer over both"])
-def test_a_checkpoint_of_two_ranks_goes_on_at_one_and_at_three(ranks: KeptRanks, tmp_path: Path, chained: bool) -> None:
-    ranks.run(2, save_after_two, tmp_path / "state", chained)
+def test_a_checkpoint_of_two_ranks_goes_on_at_one_and_at_three(tmp_path: Path, chained: bool) -> None:
+    on_ranks(2, save_after_two, tmp_path / "state", chained)
     models = [seeded(Net), seeded(Net, 1)]
     steps(None, models, [torch.optim.AdamW(model.parameters(), lr=3e-2) for model in models], 0, 4)
     expected = [{name: p.detach() for name, p in model.named_parameters()} for model in models]
     with pytest.warns(UserWarning, match="switching to use `NO_SHARD`"):
         alone = load_and_go_on(tmp_path / "state", chained)
     forget()
-    for found in (alone, *ranks.run(3, go_on, tmp_path / "state", chained)):
+    for found in (alone, *on_ranks(3, go_on, tmp_path / "state", chained)):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -247,8 +238,8 @@ def interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_folders_are_saved_into_again_numbered_and_kept_to_a_limit(ranks: KeptRanks, tmp_path: Path) -> None:
-    ranks.run(2, fill_folders, tmp_path)
+def test_folders_are_saved_into_again_numbered_and_kept_to_a_limit(tmp_path: Path) -> None:
+    on_ranks(2, fill_folders, tmp_path)
 
 
 def look_on(rank: int, folder: Path) -> None:
@@ -272,8 +263,8 @@ def look_on(rank: int, folder: Path) -> None:
         accelerator.free_memory()
 
 
-def test_hooks_of_the_user_see_every_model(ranks: KeptRanks, tmp_path: Path) -> None:
-    ranks.run(2, look_on, tmp_path / "state")
+def test_hooks_of_the_user_see_every_model(tmp_path: Path) -> None:
+    on_ranks(2, look_on, tmp_path / "state")
 
 
 # Whole models.
@@ -315,8 +306,8 @@ def write_whole(rank: int, folder: Path) -> None:
         accelerator.free_memory()
 
 
-def test_whole_models_are_what_was_sharded(ranks: KeptRanks, tmp_path: Path) -> None:
-    ranks.run(2, write_whole, tmp_path / "model")
+def test_whole_models_are_what_was_sharded(tmp_path: Path) -> None:
+    on_ranks(2, write_whole, tmp_path / "model")
 
 
 # Wrong folders.
@@ -379,5 +370,5 @@ def refuse_folders(rank: int, folder: Path) -> None:
             forget()
 
 
-def test_folders_of_something_else_are_refused_and_change_nothing(ranks: KeptRanks, tmp_path: Path) -> None:
-    ranks.run(2, refuse_folders, tmp_path)
+def test_folders_of_something_else_are_refused_and_change_nothing(tmp_path: Path) -> None:
+    on_ranks(2, refuse_folders, tmp_path)

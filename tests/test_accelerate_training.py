@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import polyshard
@@ -17,25 +16,17 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     find_executable_batch_size,
 )
-from accelerate_ranks import Critic, launched, loader_of, pair_loss, pairs, same, whole, whole_gradients
+from accelerate_ranks import Critic, launched, loader_of, on_ranks, pair_loss, pairs, same, whole, whole_gradients
 from parity import Block, Net, seeded, units_of
 from polyshard import ShardConfig
 from polyshard.accelerate import Accelerator
 from polyshard.errors import ConfigError, StateError, UnsupportedError
-from processes import KeptRanks
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import LambdaLR
 
 BLOCKS = ShardConfig(policy=units_of(Block))
 EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[KeptRanks]:
-    kept = KeptRanks()
-    yield kept
-    kept.close()
 
 
 # Twenty steps.
@@ -89,10 +80,8 @@ def train_twenty_steps(rank: int, split_batches: bool, strategy: str) -> None:
     ("world_size", "split_batches", "strategy"),
     [(2, True, "full_shard"), (2, False, "no_shard"), pytest.param(3, False, "shard_grad_op", marks=pytest.mark.slow)],
 )
-def test_twenty_steps_are_those_of_the_unsharded_model(
-    ranks: KeptRanks, world_size: int, split_batches: bool, strategy: str
-) -> None:
-    ranks.run(world_size, train_twenty_steps, split_batches, strategy)
+def test_twenty_steps_are_those_of_the_unsharded_model(world_size: int, split_batches: bool, strategy: str) -> None:
+    on_ranks(world_size, train_twenty_steps, split_batches, strategy)
 
 
 def keep_a_share(rank: int) -> None:
@@ -115,8 +104,8 @@ def keep_a_share(rank: int) -> None:
         accelerator.free_memory()
 
 
-def test_each_rank_keeps_its_share_of_parameters_and_optimizer_state(ranks: KeptRanks) -> None:
-    ranks.run(2, keep_a_share)
+def test_each_rank_keeps_its_share_of_parameters_and_optimizer_state() -> None:
+    on_ranks(2, keep_a_share)
 
 
 # Accumulation.
@@ -161,8 +150,8 @@ def withhold(rank: int) -> None:
         accelerator.free_memory()
 
 
-def test_gradients_wait_inside_no_sync(ranks: KeptRanks) -> None:
-    ranks.run(2, withhold)
+def test_gradients_wait_inside_no_sync() -> None:
+    on_ranks(2, withhold)
 
 
 def accumulate(rank: int, sync_each_batch: bool) -> None:
@@ -193,8 +182,8 @@ def accumulate(rank: int, sync_each_batch: bool) -> None:
 
 
 @pytest.mark.parametrize("sync_each_batch", [False, True])
-def test_accumulation_reduces_with_the_last_batch(ranks: KeptRanks, sync_each_batch: bool) -> None:
-    ranks.run(2, accumulate, sync_each_batch)
+def test_accumulation_reduces_with_the_last_batch(sync_each_batch: bool) -> None:
+    on_ranks(2, accumulate, sync_each_batch)
 
 
 # Clipping.
@@ -231,8 +220,8 @@ def clip(rank: int) -> None:
         accelerator.free_memory()
 
 
-def test_clipping_is_that_of_the_unsharded_model_and_refused_while_gradients_wait(ranks: KeptRanks) -> None:
-    ranks.run(2, clip)
+def test_clipping_is_that_of_the_unsharded_model_and_refused_while_gradients_wait() -> None:
+    on_ranks(2, clip)
 
 
 def flatten(rank: int) -> None:
@@ -259,8 +248,8 @@ def flatten(rank: int) -> None:
         accelerator.free_memory()
 
 
-def test_an_optimizer_over_flat_parameters(ranks: KeptRanks) -> None:
-    ranks.run(2, flatten)
+def test_an_optimizer_over_flat_parameters() -> None:
+    on_ranks(2, flatten)
 
 
 # Several models, several calls.
@@ -294,8 +283,8 @@ def train_a_pair(rank: int) -> None:
         accelerator.free_memory()
 
 
-def test_two_models_with_optimizers_of_their_own(ranks: KeptRanks) -> None:
-    ranks.run(2, train_a_pair)
+def test_two_models_with_optimizers_of_their_own() -> None:
+    on_ranks(2, train_a_pair)
 
 
 def refuse_a_used_optimizer(rank: int) -> None:
@@ -317,8 +306,8 @@ def refuse_a_used_optimizer(rank: int) -> None:
         accelerator.free_memory()
 
 
-def test_an_optimizer_that_took_steps_with_the_whole_model(ranks: KeptRanks) -> None:
-    ranks.run(2, refuse_a_used_optimizer)
+def test_an_optimizer_that_took_steps_with_the_whole_model() -> None:
+    on_ranks(2, refuse_a_used_optimizer)
 
 
 def evaluate(rank: int) -> None:
@@ -352,8 +341,8 @@ def evaluate(rank: int) -> None:
         accelerator.free_memory()
 
 
-def test_evaluation_only(ranks: KeptRanks) -> None:
-    ranks.run(2, evaluate)
+def test_evaluation_only() -> None:
+    on_ranks(2, evaluate)
 
 
 def start_again(rank: int) -> None:
@@ -392,8 +381,8 @@ def out_of_memory(_: torch.Tensor) -> None:
     raise RuntimeError("CUDA out of memory.")
 
 
-def test_a_smaller_batch_starts_with_a_new_model(ranks: KeptRanks) -> None:
-    ranks.run(2, start_again)
+def test_a_smaller_batch_starts_with_a_new_model() -> None:
+    on_ranks(2, start_again)
 
 
 def compile_it(rank: int) -> None:
@@ -422,5 +411,5 @@ def compile_it(rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_model(ranks: KeptRanks) -> None:
-    ranks.run(2, compile_it)
+def test_a_compiled_model() -> None:
+    on_ranks(2, compile_it)

@@ -335,6 +335,38 @@ def test_a_checkpoint_of_another_model_changes_nothing(
     alike(change_loading, 1, load)
 
 
+def test_frozen_parameters_may_be_left_out_where_both_sides_say_so(tmp_path: Path) -> None:
+    def save(model: Net) -> tuple[Path, Path, Values]:
+        optimizer = adamw(model)
+        train(model, optimizer, range(2))
+        everything = checkpoint.save(tmp_path / "all", 1, model, optimizer)
+        return everything, checkpoint.save(tmp_path / "trained", 1, model, optimizer, frozen=False), values(model)
+
+    everything, directory, trained = on_threads(2, save, seed=0)[0]
+    written = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    assert {name for name in Net(0).state_dict() if f"model.{name}" not in written} == {"frozen"}
+
+    def load(model: Net) -> tuple[Values, Values, Values]:
+        before, optimizer = values(model), adamw(model)
+        with pytest.raises(ConfigError, match=r"has no 'frozen' \(rank \d\)\. They need no gradient.*frozen=False"):
+            checkpoint.load(directory, model, optimizer)
+        assert_equal(values(model), before)
+        checkpoint.load(directory, model, optimizer, frozen=False)
+        assert optimizer.param_groups[0]["lr"] == 0.05
+        loaded = values(model)
+        checkpoint.load(everything, model, frozen=False)
+        again = values(model)
+        # What is trained here must be there.
+        model.frozen.requires_grad_(True)
+        with pytest.raises(ConfigError, match=r"has no 'frozen' \(rank \d\)\. Load it into the model"):
+            checkpoint.load(directory, model, frozen=False)
+        return before, loaded, again
+
+    for before, loaded, again in on_threads(3, load, seed=1):
+        assert_equal(loaded, {**trained, "frozen": before["frozen"]})
+        assert_equal(again, trained)
+
+
 def test_an_optimizer_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     def work(model: Net) -> None:
         without = checkpoint.save(tmp_path, 1, model)

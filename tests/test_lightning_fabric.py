@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning
 import polyshard
+import polyshard_fsdp2
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import MixedPrecision
 from lightning_ranks import BATCH, CONFIG, Net, Pairs, built, loader, mean_losses, on_ranks, reference
-from parity import Block
+from parity import Block, units_of
+from plain_states import Odd, Part
 from polyshard import ShardConfig
 from polyshard.errors import AlreadyShardedError, ConfigError, PolyshardError, StateError, UnsupportedError
 from polyshard.lightning import PolyshardFabricStrategy
@@ -308,7 +312,10 @@ def raw(rank: int, folder: str) -> list[bool]:
     optimizer.step()
     if rank == 0:
         torch.save(other.state_dict(), f"{folder}/model.pt")
-        torch.save(optimizer.state_dict(), f"{folder}/optimizer.pt")
+        state = optimizer.state_dict()
+        # As in a file of an earlier torch.
+        del state["param_groups"][0]["decoupled_weight_decay"]
+        torch.save(state, f"{folder}/optimizer.pt")
     runs.barrier()
     model = built().double()
     model, loaded = runs.setup(model, torch.optim.Adam(model.parameters()))
@@ -330,6 +337,78 @@ def test_raw_files_are_loaded_and_filters_are_kept_to(tmp_path: Path) -> None:
     for found in on_ranks(raw, str(tmp_path)):
         assert len(found) == 21
         assert all(found)
+
+
+class Extra(Odd):
+    """With state that is no tensor."""
+
+    told: dict[str, int] | None = None
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.told = state
+
+
+def extra(seed: int, *, amsgrad: bool = False) -> tuple[Extra, torch.optim.Optimizer]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Extra().double()
+    named = list(model.named_parameters())
+    groups = [[each for name, each in named if ("weight" in name) is weights] for weights in (False, True)]
+    # The bias before the norm has a gradient of rounding alone, which Adam would make steps of.
+    settings = {"amsgrad": amsgrad, "eps": 1e-3}
+    return model, torch.optim.AdamW([{"params": group, "lr": 0.1 + seed} for group in groups], **settings)
+
+
+def whole_file(rank: int, folder: str, settings: dict[str, Any]) -> None:
+    """What plain torch would have saved of the same two steps: names, order, shapes, values; and back again."""
+    runs = fabric("full", replace(CONFIG, policy=units_of(Part), **settings))
+    tokens = torch.arange(6)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        loss = model(tokens).square().mean()
+        loss.backward() if isinstance(model, Extra) else runs.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plain = extra(0)
+    model, optimizer = runs.setup(*extra(0))
+    for _ in range(2):
+        step(*plain)
+        step(model, optimizer)
+    runs.save(f"{folder}/whole", {"model": model, "optimizer": optimizer})
+    runs.barrier()
+    found = torch.load(f"{folder}/whole", weights_only=False)
+    wanted = {"model": plain[0].state_dict(), "optimizer": plain[1].state_dict()}
+    assert list(found["model"]) == list(wanted["model"])
+    assert [list(each) for each in found["optimizer"]["state"].values()] == [
+        list(each) for each in wanted["optimizer"]["state"].values()
+    ]
+    assert found["optimizer"]["param_groups"] == wanted["optimizer"]["param_groups"]
+    assert found["model"]["_extra_state"] == {"version": 3}
+    for part in found["model"], wanted["model"]:
+        part.pop("_extra_state")
+    torch.testing.assert_close(dict(found["model"]), dict(wanted["model"]), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found["optimizer"]["state"], wanted["optimizer"]["state"], rtol=1e-9, atol=1e-9)
+
+    again, resumed = runs.setup(*extra(1))
+    _, other = runs.setup(*extra(1, amsgrad=True))
+    with pytest.raises(ConfigError, match="'amsgrad' was False and is True"):
+        runs.load(f"{folder}/whole", {"optimizer": other})
+    assert not other.state_dict()["state"]
+    runs.load(f"{folder}/whole", {"model": again, "optimizer": resumed})
+    assert again.module.told == {"version": 3}
+    step(model, optimizer)
+    step(again, resumed)
+    for name, each in whole(again).items():
+        assert torch.equal(each, whole(model)[name]), name
+
+
+@pytest.mark.parametrize("settings", [{}, {"layout": "rows"}, {"strategy": "no_shard"}], ids=str)
+def test_a_full_checkpoint_is_the_file_of_the_unsharded_model(tmp_path: Path, settings: dict[str, Any]) -> None:
+    on_ranks(whole_file, str(tmp_path), settings)
 
 
 # Wrong use.
@@ -354,6 +433,16 @@ def wrong(rank: int, folder: str) -> list[tuple[str, str]]:
     for block in composed.blocks:
         torch.distributed.fsdp.fully_shard(block)
     refused(runs.setup_module, composed)
+    dropped_in = built()
+    polyshard_fsdp2.fully_shard(dropped_in.blocks)
+    refused(runs.setup_module, dropped_in)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    refused(fabric(config=replace(CONFIG, collectives=alone)).setup_module, built())
+    early = built()
+    stepped = torch.optim.SGD(early.parameters(), lr=0.1, momentum=0.9)
+    early(torch.ones(2, 3)).sum().backward()
+    stepped.step()
+    refused(runs.setup, early, stepped)
     mine = polyshard.shard(built(), CONFIG)
     refused(runs.setup_module, mine)
     # The model that was refused was left as it was.
@@ -389,7 +478,10 @@ def test_wrong_use_is_refused_by_name(tmp_path: Path) -> None:
     expected = [
         (ConfigError, "Parameter 0 of group 0 of SGD"),
         (AlreadyShardedError, "DistributedDataParallel"),
-        (AlreadyShardedError, "FSDP"),
+        (AlreadyShardedError, "FSDP2"),
+        (AlreadyShardedError, "'blocks' of Net is wrapped already, by polyshard's drop-in polyshard_fsdp2"),
+        (ConfigError, "collectives is of 1 ranks, but Lightning divides its data between 2"),
+        (ConfigError, "SGD has taken steps: it has state of the whole 'first.weight'"),
         (AlreadyShardedError, "Leave that to the strategy"),
         (ConfigError, "Parameter 0 of group 0 of SGD"),
         (ConfigError, "needs one model that was set up"),

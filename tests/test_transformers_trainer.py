@@ -197,6 +197,9 @@ def train_adapters(rank: int, folder: str) -> dict[str, Any]:
     quiet()
     import peft
     import polyshard
+    from polyshard.checkpoint import latest
+    from polyshard.errors import ConfigError
+    from torch.distributed.checkpoint import FileSystemReader
     from transformers import AutoModelForCausalLM
 
     base = f"{folder}/base"
@@ -211,10 +214,13 @@ def train_adapters(rank: int, folder: str) -> dict[str, Any]:
 
     saving = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4, "activation_checkpointing": True}
     with launched(rank, 2):
-        trainer = sharded_trainer(adapted(), f"{folder}/run", "llama", **saving)
+        trainer = sharded_trainer(adapted(), f"{folder}/run", "llama", **saving, save_frozen=False)
         trainer.train()
-        again = sharded_trainer(adapted(), f"{folder}/again", "llama", **saving)
+        again = sharded_trainer(adapted(), f"{folder}/again", "llama", **saving, save_frozen=False)
         again.train(resume_from_checkpoint=f"{folder}/run/checkpoint-4")
+        whole = sharded_trainer(adapted(), f"{folder}/again", "llama", **saving)
+        with pytest.raises(ConfigError, match=r"has no .*base_layer.* need no gradient.*frozen=False"):
+            whole.train(resume_from_checkpoint=f"{folder}/run/checkpoint-4")
         read = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), f"{folder}/run/checkpoint-8")
         found = {
             "ours": curve(trainer),
@@ -222,6 +228,7 @@ def train_adapters(rank: int, folder: str) -> dict[str, Any]:
             "parameters": parameters(trainer.model),
             "read": parameters(read),
             "units": polyshard.report(trainer.model).units,
+            "written": FileSystemReader(latest(Path(f"{folder}/run/checkpoint-8/polyshard"))).read_metadata(),
             "files": sorted(path.name for path in Path(f"{folder}/run/checkpoint-8").iterdir()),
         }
     if not rank:
@@ -239,6 +246,9 @@ def test_adapters_train_and_come_back_bit_equal(ranks: KeptRanks, tmp_path: Path
         assert found["again"] == found["ours"]
         assert_equal(found["read"], found["parameters"])
         assert "adapter_model.safetensors" in found["files"]
+        written = [name for name in found["written"].state_dict_metadata if name.startswith("model.")]
+        assert len(written) == 12
+        assert all("lora_" in name for name in written)
         assert "model.safetensors" not in found["files"]
         # Of each block one that is frozen and one that is trained, and the frozen root.
         assert found["units"] == 7
@@ -330,6 +340,7 @@ def misuse(rank: int, folder: str) -> dict[str, str]:
     """What each wrong use is told, by name; at the end a model that was refused trains."""
     quiet()
     import polyshard
+    import polyshard_fsdp2
     from polyshard.transformers import PolyshardMixin
     from torch.distributed.fsdp import fully_shard
 
@@ -354,7 +365,14 @@ def misuse(rank: int, folder: str) -> dict[str, str]:
         other = [nn.Parameter(torch.ones(3, 4))]
         stolen = torch.optim.AdamW([*make_model("llama").parameters(), *other])
         told_by("optimizer", lambda: train(make_model("llama"), optimizers=(stolen, None)))
+        early = make_model("llama")
+        stepped = torch.optim.SGD(early.parameters(), lr=0.1, momentum=0.9)
+        early(input_ids=torch.ones(1, 2, dtype=torch.int64)).logits.sum().backward()
+        stepped.step()
+        told_by("stepped", lambda: train(early, optimizers=(stepped, None)))
         told_by("fsdp2", lambda: train(fully_shard(make_model("llama"))))
+        told_by("drop-in", lambda: train(polyshard_fsdp2.fully_shard(make_model("llama")), shard=None))
+        told_by("device", lambda: train(make_model("llama"), shard=shard_config(device="meta")))
         told_by("ddp", lambda: train(nn.parallel.DistributedDataParallel(make_model("llama"))))
         told_by("arguments", lambda: train(make_model("llama"), fsdp=True))
         os.environ["ACCELERATE_USE_FSDP"] = "true"
@@ -383,11 +401,14 @@ def misuse(rank: int, folder: str) -> dict[str, str]:
 
 
 REFUSED = {
-    "optimizer": r"ConfigError: The AdamW in optimizers=\(\.\.\.\) holds a parameter that is not the model's",
-    "fsdp2": "ConfigError: 'FSDPLlamaForCausalLM' is wrapped by FSDPModule already",
-    "ddp": "ConfigError: 'DistributedDataParallel' is wrapped by DistributedDataParallel already",
+    "optimizer": r"ConfigError: Parameter 0 of group 0 of AdamW, .* not among the parameters of LlamaForCausalLM",
+    "stepped": "ConfigError: SGD has taken steps: it has state of the whole 'model.embed_tokens.weight'",
+    "drop-in": "AlreadyShardedError: .* is wrapped already, by polyshard's drop-in polyshard_fsdp2",
+    "device": r"ConfigError: ShardConfig\(device='meta'\) is not the device that Trainer chose, 'cpu'",
+    "fsdp2": r"AlreadyShardedError: '\(root\)' of FSDPLlamaForCausalLM is wrapped already, by torch's fully_shard",
+    "ddp": r"AlreadyShardedError: '\(root\)' .* is wrapped already, by DistributedDataParallel",
     "arguments": "ConfigError: TrainingArguments.fsdp is set, and PolyshardTrainer shards the model itself",
-    "environment": "ConfigError: Accelerate was told by ACCELERATE_USE_FSDP=true to shard the model",
+    "environment": r"ConfigError: The environment asks Accelerate for FSDP \(ACCELERATE_USE_FSDP=true\)",
     "precision": "ConfigError: The ShardConfig's precision='fp32' computes in fp32, but .* have bf16=True",
     "no precision": "ConfigError: The ShardConfig's precision='fp16' computes in fp16, but .* neither bf16 nor fp16",
     "sharded": "AlreadyShardedError: This LlamaForCausalLM is sharded already, and shard= was given",

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import polyshard
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from parity import Block
+from processes import KeptRanks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+T = TypeVar("T")
+
 EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
+
+#: Shared by all files of a process but that of the scripts, which end the group of their ranks.
+_RANKS = KeptRanks()
+atexit.register(_RANKS.close)
+
+
+def on_ranks(world_size: int, target: Callable[..., T], *args: Any) -> list[T]:
+    """``target(rank, *args)`` on each rank."""
+    return _RANKS.run(world_size, target, *args)
 
 
 @contextmanager

@@ -105,7 +105,7 @@ def sharded_trainer(model: Any, folder: str, family: str, **settings: Any) -> An
     """``settings``: of the arguments, and what the trainer itself takes."""
     from polyshard.transformers import PolyshardSeq2SeqTrainer, PolyshardTrainer
 
-    own = ("shard", "optimizers", "callbacks", "compute_metrics")
+    own = ("shard", "save_frozen", "optimizers", "callbacks", "compute_metrics")
     extra = {"shard": shard_config(), **{key: settings.pop(key) for key in own if key in settings}}
     made = PolyshardSeq2SeqTrainer if family == "t5" else PolyshardTrainer
     return made(
@@ -156,7 +156,7 @@ def outcome(trainer: Any) -> dict[str, Any]:
 def parameters(model: Any) -> dict[str, torch.Tensor]:
     """All of them by name, whole."""
     import polyshard
-    from polyshard.transformers.refusals import is_sharded
+    from polyshard.trainers.sharded import is_sharded
 
     with polyshard.unsharded(model) if is_sharded(model) else nullcontext():
         return {name: each.detach().clone() for name, each in model.named_parameters()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -14,11 +13,16 @@ import torch
 from torch import nn
 
 from ..composable import close, no_sync, outermost_root, shard
-from ..config import ShardConfig, Strategy
+from ..config import ShardConfig
 from ..errors import ConfigError, UnsupportedError
-from . import _private, export, precision, refusals
+from ..state import StateForm, StateOptions, get_model_state_dict
+from ..trainers.device import on_device
+from ..trainers.engines import refuse_engines
+from ..trainers.optimizers import parameters_of
+from ..trainers.ranks import keeps_whole, refuse_other_ranks, with_ranks
+from . import _private, precision, refusals
 from .saved_state import Index, TrainingState, tidy
-from .sharded import named_parameters_of, refuse_flat, refuse_unreduced, sharded_in, uncompiled
+from .sharded import refuse_flat, refuse_unreduced, sharded_in, uncompiled
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
@@ -32,8 +36,6 @@ if TYPE_CHECKING:
         RNGType,
         TorchDynamoPlugin,
     )
-
-_COLLECTIVES_OF_ONE = {"name": "fake", "world_size": 1}
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -92,9 +94,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "megatron_lm_plugin": megatron_lm_plugin,
                 "torch_tp_plugin": torch_tp_plugin,
                 "parallelism_config": parallelism_config,
-            },
-            os.environ,
+            }
         )
+        refuse_engines(os.environ, "this Accelerator")
         refusals.refuse_handlers(kwargs_handlers or [])
         super().__init__(
             device_placement=device_placement,
@@ -117,8 +119,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._config = precision.served(self.mixed_precision, self._config)
         if self.mixed_precision == "fp16":
             _private.give_scaler(self)
-        if not self._communicates and self._config.collectives == "auto" and self._config.mesh is None:
-            self._config = dataclasses.replace(self._config, collectives=_COLLECTIVES_OF_ONE)
+        refuse_other_ranks(self._config, "Accelerate", self.num_processes)
+        self._config = with_ranks(self._config)
 
     @property
     def shard_config(self) -> ShardConfig:
@@ -323,7 +325,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if module is None:
             state: dict[str, Any] = super().get_state_dict(model, unwrap)
             return state
-        return export.whole_state_dict(module)
+        return get_model_state_dict(module, StateOptions(form=StateForm.FULL_ON_RANK_0))
 
     def save_model(
         self,
@@ -337,11 +339,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         Raises:
             StateError: inside a step.
         """
-        if sharded_in(model) is None:
-            super().save_model(model, save_directory, max_shard_size, safe_serialization)
-            return
-        export.save_model(super().save_model, model, save_directory, max_shard_size, safe_serialization)
-        self.wait_for_everyone()
+        # Theirs writes what get_state_dict returns on the main process.
+        super().save_model(model, save_directory, max_shard_size, safe_serialization)
+        if sharded_in(model) is not None:
+            self.wait_for_everyone()
 
     def free_memory(self, *objects: Any) -> Any:
         """Close the sharded models, and forget what was prepared; every rank calls it.
@@ -357,29 +358,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._close_models()
         super().end_training()
 
-    @property
-    def _communicates(self) -> bool:
-        return torch.distributed.is_available() and torch.distributed.is_initialized()
-
     def _config_for_device(self, places: bool) -> ShardConfig:
-        given = self._config.device
-        if given is not None and (given.type != self.device.type or given.index not in (None, self.device.index)):
-            raise ConfigError(
-                f"ShardConfig.device is {given}, but Accelerate computes on {self.device} (rank {self.process_index}). "
-                "Leave it out."
-            )
-        return dataclasses.replace(self._config, device=self.device) if places else self._config
+        placed = on_device(self._config, self.device, "Accelerate", self.process_index)
+        return placed if places else self._config
 
     def _refuse_optimizers(self, optimizers: Sequence[Any], models: Sequence[nn.Module]) -> None:
         known = [*_private.models_of(self), *(model for model in models if model not in _private.models_of(self))]
-        cuts = self.num_processes > 1 and self._config.strategy is not Strategy.NO_SHARD
-        cut = [model for model in models if cuts and sharded_in(model) is None]
+        whole = keeps_whole(self._config, self.num_processes)
+        cut = [] if whole else [model for model in models if sharded_in(model) is None]
         refusals.refuse_optimizers([_private.unwrapped(each) for each in optimizers], known, cut, self.process_index)
 
     def _sharded(self) -> tuple[list[nn.Module], list[Any]]:
         """The prepared models that are sharded, and the optimizers that have parameters of them."""
         models = [found for model in _private.models_of(self) if (found := sharded_in(model)) is not None]
-        own = {parameter for model in models for _, parameter in named_parameters_of(model)}
+        own = {parameter for model in models for parameter in parameters_of(model)}
         optimizers = [
             each
             for each in _private.optimizers_of(self)
@@ -398,9 +390,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         wanted = set(parameters)
         # Gradients of a model's parameters may be those of its flat ones.
         for model in models:
-            named = [parameter for _, parameter in named_parameters_of(model)]
-            if any(parameter in wanted for parameter in named):
-                wanted.update(named)
+            own = set(parameters_of(model))
+            if own & wanted:
+                wanted |= own
         self.unscale_gradients(
             [
                 each

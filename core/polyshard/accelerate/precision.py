@@ -5,12 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from ..config import PluginSpec, ShardConfig
+from ..config import ShardConfig
 from ..errors import ConfigError, UnsupportedError
-
-#: In which Accelerate's settings a built-in precision computes. ``mixed`` says so by its option ``param``.
-_COMPUTES = {"none": "no", "fp32": "no", "bf16": "bf16", "fp16": "fp16"}
-_DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16"}
+from ..trainers.precision import is_left_out, mixed_precision_of
 
 _VARIABLE = "ACCELERATE_MIXED_PRECISION"
 
@@ -20,6 +17,7 @@ def asked_for(mixed_precision: str | None, config: ShardConfig, environ: Mapping
 
     Raises:
         ConfigError: ``config`` computes in something else.
+        PluginError: its plugin cannot be made.
         UnsupportedError: fp8.
     """
     asked = mixed_precision
@@ -29,7 +27,7 @@ def asked_for(mixed_precision: str | None, config: ShardConfig, environ: Mapping
     if asked is not None:
         served(str(asked).lower(), config)
         return str(asked).lower()
-    computes = computes_in(config)
+    computes = mixed_precision_of(config)
     return None if computes in (None, "no") else computes
 
 
@@ -41,6 +39,7 @@ def served(mixed_precision: str, config: ShardConfig) -> ShardConfig:
 
     Raises:
         ConfigError: ``config`` names a precision that computes in something else.
+        PluginError: its plugin cannot be made.
         UnsupportedError: fp8.
     """
     if mixed_precision == "fp8":
@@ -51,8 +50,7 @@ def served(mixed_precision: str, config: ShardConfig) -> ShardConfig:
         raise ConfigError(
             f"mixed_precision={mixed_precision!r} is none of 'no', 'bf16' and 'fp16'. Choose one of them."
         )
-    computes = computes_in(config)
-    if mixed_precision != "no" and config.precision == "none":
+    if mixed_precision != "no" and is_left_out(config):
         precision = {
             "name": "mixed",
             "param": mixed_precision,
@@ -60,6 +58,7 @@ def served(mixed_precision: str, config: ShardConfig) -> ShardConfig:
             "overrides": {"": {"output": "fp32"}},
         }
         return dataclasses.replace(config, precision=precision)
+    computes = mixed_precision_of(config)
     if computes not in (None, mixed_precision):
         raise ConfigError(
             f"Accelerate was asked for mixed_precision={mixed_precision!r}, and ShardConfig.precision is "
@@ -67,13 +66,3 @@ def served(mixed_precision: str, config: ShardConfig) -> ShardConfig:
             "environment counts as mixed_precision."
         )
     return config
-
-
-def computes_in(config: ShardConfig) -> str | None:
-    """``"no"``, ``"bf16"`` or ``"fp16"``; None for a plugin of which it is not known."""
-    spec = PluginSpec.parse(config.precision)
-    if not isinstance(spec, PluginSpec) or spec.distribution is not None:
-        return None
-    if spec.name == "mixed":
-        return _DTYPES.get(str(spec.options.get("param")).removeprefix("torch."), "no")
-    return _COMPUTES.get(spec.name)

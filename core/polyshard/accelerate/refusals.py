@@ -7,48 +7,25 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ..engine.planning.plan import STAGE_ATTRIBUTE, refuse_sharded, refuse_unshardable
-from ..engine.step.stage import Stage
+from ..engine.planning.plan import refuse_sharded, refuse_unshardable
 from ..errors import AlreadyShardedError, ConfigError, StateError, UnsupportedError
-from .sharded import named_parameters_of, root_in, sharded_in
-
-#: Variables by which the launcher asks for an engine of Accelerate's own.
-_ENGINES = {
-    "ACCELERATE_USE_FSDP": "FSDP",
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "a ParallelismConfig",
-}
-_WRAPPERS: tuple[tuple[type, str], ...] = (
-    (DistributedDataParallel, "DistributedDataParallel"),
-    (DataParallel, "DataParallel"),
-    (TorchFSDP, "torch's FullyShardedDataParallel (FSDP1)"),
-    (FSDPModule, "torch's fully_shard (FSDP2)"),
-)
+from ..trainers.optimizers import refuse_stepped, refuse_strangers
+from ..trainers.wrapped import refuse_wrapped
+from .sharded import root_in, sharded_in
 
 
-def refuse_other_engines(arguments: Mapping[str, object], environ: Mapping[str, str]) -> None:
-    """Raise where ``arguments`` or ``environ`` ask for an engine beside polyshard.
+def refuse_other_engines(arguments: Mapping[str, object]) -> None:
+    """Raise where ``arguments`` ask for an engine beside polyshard.
 
     Raises:
-        ConfigError: naming the argument or the variable.
+        ConfigError: naming the argument.
     """
     for name, value in arguments.items():
         if value is not None:
             raise ConfigError(
                 f"Accelerator got {name}={type(value).__name__}(...), but polyshard shards the models of this "
                 f"Accelerator. Leave {name} out, or use accelerate.Accelerator."
-            )
-    for variable, engine in _ENGINES.items():
-        if environ.get(variable, "false").lower() in ("1", "true", "yes", "on", "y", "t"):
-            raise ConfigError(
-                f"The environment asks Accelerate for {engine} ({variable}={environ[variable]}), but polyshard shards "
-                "the models of this Accelerator. Launch with torchrun, or with a configuration of accelerate launch "
-                "that has no such section, or use accelerate.Accelerator."
             )
 
 
@@ -103,20 +80,7 @@ def refuse_models(models: Sequence[nn.Module], rank: int) -> None:
     owners: dict[nn.Parameter, tuple[nn.Module, str]] = {}
     for model in models:
         described = type(model).__name__
-        for name, module in model.named_modules():
-            for wrapper, told in _WRAPPERS:
-                if isinstance(module, wrapper):
-                    raise AlreadyShardedError(
-                        f"{described} is wrapped by {told} already, at '{name or '(root)'}' (rank {rank}). Give "
-                        "prepare() the model itself."
-                    )
-            stage = module.__dict__.get(STAGE_ATTRIBUTE)
-            if stage is not None and type(stage) is not Stage:
-                raise AlreadyShardedError(
-                    f"{described} is sharded by a drop-in of polyshard's already, at '{name or '(root)'}', which this "
-                    f"Accelerator does not serve (rank {rank}). Give prepare() the model itself, or one that "
-                    "polyshard.shard has sharded."
-                )
+        refuse_wrapped(model, rank, "Give prepare() the model itself, or one that polyshard.shard has sharded.")
         inner = sharded_in(model)
         if inner is not None:
             root_in(inner).refuse_closed("prepare()")
@@ -149,41 +113,13 @@ def refuse_optimizers(
     Raises:
         ConfigError: an optimizer holds a parameter of no model, or state of whole parameters that are about to be cut.
     """
-    known = {parameter for model in models for _, parameter in named_parameters_of(model)}
-    cut = {parameter: name for model in to_be_cut for name, parameter in model.named_parameters()}
-    for optimizer in optimizers:
-        kind = type(optimizer).__name__
-        for index, group in enumerate(optimizer.param_groups):
-            for place, parameter in enumerate(group["params"]):
-                if parameter not in known:
-                    _refuse_stranger(kind, index, place, parameter, models, rank)
-                if parameter in cut and optimizer.state.get(parameter):
-                    raise ConfigError(
-                        f"{kind} has taken steps: it has state of the whole '{cut[parameter]}', of which this rank is "
-                        f"about to keep a piece (rank {rank}). Prepare a new optimizer, and load its state by "
-                        "load_state()."
-                    )
-
-
-def _refuse_stranger(
-    kind: str, index: int, place: int, parameter: torch.Tensor, models: Sequence[nn.Module], rank: int
-) -> None:
-    where = f"{kind}'s parameter {place} of group {index}, {tuple(parameter.shape)} on {parameter.device},"
-    if not models:
-        raise ConfigError(
-            f"{where} is of no model that was prepared (rank {rank}): there is none. Give prepare() the model first, "
-            "or together with its optimizer."
-        )
-    alike = [
-        f"'{name}' of {type(model).__name__}"
-        for model in models
-        if sharded_in(model) is None
-        for name, own in model.named_parameters()
-        if own.shape == parameter.shape
-    ]
-    hint = f" It has the shape of {alike[0]}, but is another tensor." if alike else ""
-    there = ", ".join(type(model).__name__ for model in models)
-    raise ConfigError(
-        f"{where} is of no model that is prepared ({there}; rank {rank}).{hint} Make the optimizer over the parameters "
-        "of the model that is given to prepare(), and after anything that copies the model."
+    remedy = (
+        "Make the optimizer over the parameters of the model that is given to prepare(), and after anything that "
+        "copies the model."
     )
+    if not models:
+        remedy = "Give prepare() the model first, or together with its optimizer."
+    cut = list(to_be_cut)
+    for optimizer in optimizers:
+        refuse_strangers(optimizer, models, rank, remedy)
+        refuse_stepped(optimizer, cut, rank, "Prepare a new optimizer, and load its state by load_state().")

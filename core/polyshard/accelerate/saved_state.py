@@ -23,7 +23,7 @@ from .. import checkpoint
 from ..checkpoint.attempt import discard
 from ..checkpoint.folder import Contents
 from ..errors import ConfigError, StateError
-from .sharded import named_parameters_of
+from ..trainers.optimizers import parameters_of
 
 INDEX = "polyshard.json"
 _FORMAT = 1
@@ -157,7 +157,7 @@ class _Part:
 
     def __init__(self, number: int, whole: torch.optim.Optimizer, model: nn.Module) -> None:
         self.number = number
-        own = {parameter for _, parameter in named_parameters_of(model)}
+        own = set(parameters_of(model))
         self._whole = whole
         #: Each group of the optimizer that has parameters of the model, and which of them.
         self.groups = [

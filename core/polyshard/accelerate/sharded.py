@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from accelerate.utils import extract_model_from_parallel
@@ -10,10 +10,10 @@ from torch import nn
 
 from ..engine.planning.plan import STAGE_ATTRIBUTE
 from ..engine.step.root import Root, root_of
-from ..engine.step.stage import Stage
 from ..engine.step.unit import Unit
 from ..engine.surface.live_roots import live_roots
 from ..errors import StateError
+from ..trainers import sharded as trainers
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
@@ -27,26 +27,13 @@ def sharded_in(model: nn.Module) -> nn.Module | None:
 
     None where it is none, also where modules inside of it are.
     """
-    module = uncompiled(model)
-    inner = module._modules.get("module")
-    if STAGE_ATTRIBUTE not in module.__dict__ and inner is not None and STAGE_ATTRIBUTE in inner.__dict__:
-        module = inner
-    stage = module.__dict__.get(STAGE_ATTRIBUTE)
-    # Those of the drop-in have no root before their first forward, and are not served.
-    return module if type(stage) is Stage and root_of(stage).stages[0] is stage else None
+    module = trainers.sharded_in(uncompiled(model))
+    return module if module is not None and root_in(module).stages[0].module is module else None
 
 
 def root_in(module: nn.Module) -> Root:
     """What the units of the sharded ``module`` share; closed or not."""
     return root_of(module.__dict__[STAGE_ATTRIBUTE])
-
-
-def named_parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The model's parameters, and the flat ones that stand for those of a unit."""
-    yield from model.named_parameters()
-    module = sharded_in(model)
-    if module is not None:
-        yield from ((unit.name, unit.flat.parameter) for unit in root_in(module).units if unit.flat is not None)
 
 
 def refuse_unreduced(parameters: Iterable[torch.Tensor], call: str) -> None:

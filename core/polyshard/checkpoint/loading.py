@@ -31,13 +31,22 @@ from .transfer import read_metadata
 _METADATA = ".metadata"
 
 
-def load(directory: Path, model: nn.Module, optimizer: Optimizers | None = None) -> Mapping[str, Any]:
+def load(
+    directory: Path, model: nn.Module, optimizer: Optimizers | None = None, *, frozen: bool = True
+) -> Mapping[str, Any]:
     """Read a checkpoint that ``save`` wrote into ``model`` and ``optimizer``; returns ``extra``.
 
     Every rank calls it, between steps, with the optimizers that were saved, in the same order. World size and strategy
     may differ from those of the save. Parameters and buffers change in place; an optimizer that never stepped is given
     its state. Optimizer state that polyshard 0.1 let stand still is repaired, with a warning, where it can be known.
     A save that goes on in the background is waited for. Only read checkpoints that you trust: they contain pickles.
+
+    Args:
+        directory: What ``save`` or ``latest`` returned.
+        model: The outermost sharded module.
+        optimizer: Those that were saved; None leaves saved ones alone.
+        frozen: Whether parameters that need no gradient must be in the checkpoint. Without, those that are not there
+            keep their values, which are not compared with those at the save: they have to be the same.
 
     Raises:
         StateError: the directory is not committed, or damaged; inside a step; ``model`` is not the outermost sharded
@@ -61,7 +70,7 @@ def load(directory: Path, model: nn.Module, optimizer: Optimizers | None = None)
         beside = Beside.read(directory)
     _require_same(directory, marker.identity, collectives)
     with together(collectives, f"Matching the checkpoint {directory}"), _readable(directory, collectives):
-        targets = ModelRestore(source, model, collectives.rank).targets
+        targets = ModelRestore(source, model, collectives.rank, frozen=frozen).targets
         restore = None
         if optimizer is not None:
             restore = OptimizerRestore(source, owner, Joint(optimizer), beside.optimizer)

@@ -14,7 +14,7 @@ from torch import nn
 from ..engine.step.root import Root
 from ..errors import ConfigError
 from ..state.agreement import together
-from ..state.contents import model_state, names_of, optimizer_state
+from ..state.contents import frozen_names, model_state, names_of, optimizer_state
 from ..state.exchange import coordinates, from_first, speaks
 from ..state.kind import described
 from ..state.optimizers import Joint, Optimizers
@@ -38,6 +38,7 @@ def save(
     *,
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
+    frozen: bool = True,
 ) -> Path:
     """Write ``root/step-00000100`` for step 100, by ``torch.distributed.checkpoint``; returns that directory.
 
@@ -57,6 +58,8 @@ def save(
         extra: Small picklable values (data position, random states); rank 0's are kept. Buffers, too, are rank 0's.
         keep: How many checkpoints to leave of those that this one goes back to, itself included; older ones are
             removed. What ``root`` holds beside them, and links, stay. None for all.
+        frozen: Whether parameters that need no gradient are written. Without them whoever loads must have their values
+            from elsewhere, and says so by ``load(..., frozen=False)``.
 
     Raises:
         StateError: inside a step, or ``model`` is not the outermost sharded module.
@@ -69,7 +72,7 @@ def save(
     owner = resting_root(model, "checkpoint.save()")
     collectives = owner.collectives
     with ExitStack() as stack:
-        task = _prepared(owner, Path(root), step, model, optimizer, extra, keep, stack)
+        task = _prepared(owner, Path(root), step, model, optimizer, extra, keep, stack, frozen=frozen)
         written = write_state(task.path, task.state, collectives, task.aliases)
         with together(collectives, f"Committing {task.described}"):
             if task.commit is not None:
@@ -86,6 +89,7 @@ def async_save(
     *,
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
+    frozen: bool = True,
 ) -> PendingSave:
     """As ``save``, with the writing in the background: returns once the state is copied to host memory.
 
@@ -106,7 +110,7 @@ def async_save(
     owner = resting_root(model, "checkpoint.async_save()")
     collectives = owner.collectives
     with ExitStack() as stack:
-        task = _prepared(owner, Path(root), step, model, optimizer, extra, keep, stack)
+        task = _prepared(owner, Path(root), step, model, optimizer, extra, keep, stack, frozen=frozen)
         writing = plan_writing(task.path, task.state, collectives)
         with together(collectives, f"Copying {task.described}"):
             writing = writing.detached()
@@ -178,6 +182,8 @@ def _prepared(
     extra: Mapping[str, Any] | None,
     keep: int | None,
     stack: ExitStack,
+    *,
+    frozen: bool,
 ) -> _Task:
     """Everything up to the writing. ``stack`` gives the directory back."""
     collectives = owner.collectives
@@ -188,7 +194,7 @@ def _prepared(
     with together(collectives, f"Preparing {what}"):
         if step < 0 or (keep is not None and keep < 1):
             raise ConfigError(f"step must not be negative and keep at least 1, but they are {step} and {keep}.")
-        state = _state(owner, model, optimizer)
+        state = _state(owner, model, optimizer, frozen=frozen)
         if coordinates(collectives):
             line = history.line_in(root)
             target = root / line.target(step).name
@@ -240,8 +246,11 @@ def _ended(owner: Root, model: nn.Module, task: _Task, notes: Notes, deadline: f
     owner.events.on_save(model, task.target)
 
 
-def _state(owner: Root, model: nn.Module, optimizer: Optimizers | None) -> dict[str, Any]:
+def _state(owner: Root, model: nn.Module, optimizer: Optimizers | None, *, frozen: bool) -> dict[str, Any]:
     values = model_state(model)
+    if not frozen:
+        left_out = frozen_names(model)
+        values = {name: value for name, value in values.items() if name not in left_out}
     if owner.rank != 0 and owner.collectives.capabilities.can_communicate:
         # Buffers may differ between ranks (running statistics); one rank's must go together.
         values = {name: value for name, value in values.items() if isinstance(value, CheckpointTensor)}

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import catalog
-from ..config import PluginSpec, ShardConfig
+from ..config import ShardConfig
 from ..errors import ConfigError
-from ..interfaces import Group, PluginContext, PrecisionCaster, UnitSpec
+from ..trainers.precision import compute_dtype, is_left_out, needs_scaler
 
 _MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _TRUE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
@@ -42,9 +41,8 @@ def with_precision(config: ShardConfig, plugin: object, served: tuple[type, ...]
             f"Choose one of {', '.join(map(repr, _SERVED))}, or leave Lightning's precision out and set "
             "ShardConfig(precision=...)."
         )
-    caster = _caster(config)
     if name == _FULL:
-        if caster.capabilities.loss_scaling:
+        if needs_scaler(config):
             raise ConfigError(
                 f"ShardConfig(precision={config.precision!r}) computes in fp16, whose gradients underflow without a "
                 "gradient scaler, and Lightning makes one for precision='16-mixed' alone. Give that to Lightning, too, "
@@ -52,11 +50,11 @@ def with_precision(config: ShardConfig, plugin: object, served: tuple[type, ...]
             )
         return config
     if name in _TRUE:
-        _require(config, name, _compute_dtype(caster, _TRUE[name]), _TRUE[name])
+        _require(config, name, compute_dtype(config, _TRUE[name]), _TRUE[name])
         return config
-    if _is_none(config):
+    if is_left_out(config):
         return replace(config, precision=_mixed(_MIXED[name]))
-    _require(config, name, _compute_dtype(caster, torch.float32), _MIXED[name])
+    _require(config, name, compute_dtype(config), _MIXED[name])
     return config
 
 
@@ -79,32 +77,3 @@ def _require(config: ShardConfig, name: str, found: torch.dtype, wanted: torch.d
             f"Lightning's precision={name!r} computes in {wanted}, but ShardConfig(precision={config.precision!r}) in "
             f"{found}. Say it in one place: leave one of the two out."
         )
-
-
-def _caster(config: ShardConfig) -> PrecisionCaster:
-    label = config.precision if isinstance(config.precision, str) else ""
-    spec = PluginSpec.parse(config.precision)
-    if isinstance(spec, PluginSpec):
-        label = spec.name
-    context = PluginContext(name=label, device=torch.device("cpu"))
-    return catalog.resolve(Group.PRECISION, config.precision).construct(context)
-
-
-def _compute_dtype(caster: PrecisionCaster, master: torch.dtype) -> torch.dtype:
-    """In which dtype the outermost unit computes, of parameters in ``master``."""
-    unit = UnitSpec(
-        name="",
-        module_class=nn.Module,
-        parameter_names=(),
-        numel=0,
-        shard_numel=0,
-        master_dtype=master,
-        device=torch.device("cpu"),
-        is_root=True,
-    )
-    return caster.dtypes(unit).compute
-
-
-def _is_none(config: ShardConfig) -> bool:
-    spec = PluginSpec.parse(config.precision)
-    return isinstance(spec, PluginSpec) and spec.name == "none"

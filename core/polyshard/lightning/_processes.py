@@ -69,11 +69,6 @@ class Processes:
         """What Lightning's own messages go through; gradients and parameters go through ``ShardConfig.collectives``."""
         return self._process_group_backend or dist.get_default_backend_for_device(self.root_device)
 
-    @property
-    def messages_device(self) -> torch.device:
-        """Where tensors lie that are sent through Lightning's process group."""
-        return torch.device("cpu") if dist.get_backend() == "gloo" else self.root_device
-
     def set_world_ranks(self) -> None:
         """Tell the environment, and Lightning's functions of rank 0, which rank this is."""
         if self.cluster_environment is not None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
 from ..composable import fully_shard, shard
@@ -16,10 +15,14 @@ from ..config import ShardConfig
 from ..engine.cutting.materialize import Initializer
 from ..engine.planning.plan import STAGE_ATTRIBUTE
 from ..errors import AlreadyShardedError, ConfigError, ParameterError
+from ..trainers import sharded as trainers
+from ..trainers.device import on_device
+from ..trainers.optimizers import refuse_stepped, refuse_strangers
+from ..trainers.ranks import keeps_whole, refuse_other_ranks
+from ..trainers.wrapped import refuse_wrapped
 from ._children import with_children
 
 _SETTINGS = "_polyshard_lightning_settings"
-_OTHERS = (FullyShardedDataParallel, FSDPModule, DistributedDataParallel)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -48,13 +51,14 @@ def shard_once(
             then is a unit of its own.
 
     Raises:
-        ConfigError: ``config`` names another device than Lightning's, or the module was sharded with other settings,
-            or has parameters of its own although its children are called by themselves.
+        ConfigError: ``config`` names another device or other ranks than Lightning's, or the module was sharded with
+            other settings, or has parameters of its own although its children are called by themselves.
         AlreadyShardedError: something else has wrapped it.
         ShardingError, PluginError, RankMismatchError: as ``polyshard.shard``.
     """
-    config = _on_device(config, device, rank)
-    refuse_wrapped(module, rank)
+    refuse_other_ranks(config, "Lightning", dist.get_world_size())
+    config = on_device(config, device, "Lightning", rank)
+    refuse_module(module, rank)
     known: ShardConfig | None = module.__dict__.get(_SETTINGS)
     if known is not None:
         _require_equal(known, config, module, rank)
@@ -73,74 +77,34 @@ def shard_once(
     module.__dict__[_SETTINGS] = config
 
 
-def names_of_parameters(module: nn.Module) -> dict[int, tuple[str, ...]]:
-    """Names of the parameters that each one stands for, by its identity: several, for a unit's flat parameter.
+def refuse_optimizer(
+    optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], config: ShardConfig, rank: int
+) -> None:
+    """Refuse an optimizer over other parameters than those of ``modules``, or with state of whole ones that are cut.
 
-    It has all that an optimizer of ``module`` may hold.
-    """
-    known: dict[int, tuple[str, ...]] = {id(parameter): (name,) for name, parameter in module.named_parameters()}
-    for inner in module.modules():
-        stage = inner.__dict__.get(STAGE_ATTRIBUTE)
-        for unit in stage.units if stage is not None else ():
-            if unit.flat is not None:
-                known[id(unit.flat.parameter)] = tuple(parameter.names[0] for parameter in unit.parameters)
-    return known
-
-
-def require_parameters_of(optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module], rank: int) -> None:
-    """Refuse an optimizer over other parameters than those of ``modules``: nothing would reduce their gradients.
+    ``modules``: sharded, or about to be, by ``config``.
 
     Raises:
         ConfigError: naming the parameter.
     """
-    known: set[int] = set()
-    names = []
-    for module in modules:
-        known.update(names_of_parameters(module))
-        names.append(type(module).__name__)
-    for index, group in enumerate(optimizer.param_groups):
-        for position, parameter in enumerate(group["params"]):
-            if id(parameter) not in known:
-                raise ConfigError(
-                    f"Parameter {position} of group {index} of {type(optimizer).__name__}, of shape "
-                    f"{tuple(parameter.shape)}, is not among the parameters of {' or '.join(names)} that were sharded "
-                    f"(rank {rank}), so its gradient would be this rank's alone. Make the optimizer from the "
-                    "parameters of the model that is set up."
-                )
+    refuse_strangers(optimizer, modules, rank, "Make the optimizer from the parameters of the model that is set up.")
+    whole = keeps_whole(config, dist.get_world_size())
+    to_be_cut = [] if whole else [module for module in modules if not is_sharded(module)]
+    refuse_stepped(optimizer, to_be_cut, rank, "Make a new optimizer, and load a checkpoint into it.")
 
 
-def _on_device(config: ShardConfig, device: torch.device, rank: int) -> ShardConfig:
-    if config.device is None:
-        return replace(config, device=device)
-    wanted = config.device
-    if wanted.type != device.type or wanted.index not in (None, device.index):
-        raise ConfigError(
-            f"ShardConfig(device='{wanted}') is not the device that Lightning chose, '{device}' (rank {rank}). Leave "
-            "it out, and choose by accelerator and devices."
-        )
-    return replace(config, device=device)
-
-
-def refuse_wrapped(module: nn.Module, rank: int) -> None:
+def refuse_module(module: nn.Module, rank: int) -> None:
     """Raise where something else divides the parameters of ``module``, or did.
 
     Raises:
         AlreadyShardedError: naming the module inside, and what it is.
     """
-    if STAGE_ATTRIBUTE in module.__dict__ and not is_sharded(module):
+    refuse_wrapped(module, rank, "Give the model to Lightning as it is: the strategy shards it.")
+    if trainers.is_sharded(module) and not is_sharded(module):
         raise AlreadyShardedError(
             f"{type(module).__name__} was sharded before Lightning's strategy came to it (rank {rank}). Leave that to "
             "the strategy: PolyshardStrategy(config), or PolyshardFabricStrategy(config)."
         )
-    for name, inner in module.named_modules():
-        # The drop-in stands above this package and cannot be imported here.
-        drops_in = type(inner).__module__.partition(".")[0] in ("polyshard_fsdp", "polyshard_fsdp2")
-        if isinstance(inner, _OTHERS) or drops_in:
-            raise AlreadyShardedError(
-                f"'{name or '(root)'}' of {type(module).__name__} is wrapped already, by {type(inner).__module__}."
-                f"{type(inner).__name__} (rank {rank}), and its parameters would be divided twice. Give the model to "
-                "Lightning as it is: the strategy shards it."
-            )
 
 
 def _require_equal(known: ShardConfig, config: ShardConfig, module: nn.Module, rank: int) -> None:

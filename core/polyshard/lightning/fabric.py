@@ -20,6 +20,7 @@ from ..composable import no_sync
 from ..config import ShardConfig
 from ..engine.cutting.materialize import Initializer
 from ..errors import ConfigError, StateError, UnsupportedError
+from ..trainers.optimizers import parameters_of
 from ._folder import has_optimizers, is_folder, load_folder, make_room, require_file, save_folder
 from ._full_state import (
     load_whole_model_state,
@@ -31,7 +32,7 @@ from ._precision import with_precision
 from ._private import BackwardSyncControl, FabricLauncher
 from ._processes import Processes
 from ._settings import Settings, StateDictType
-from ._sharding import is_sharded, names_of_parameters, require_parameters_of, shard_once
+from ._sharding import is_sharded, refuse_optimizer, shard_once
 
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 Filter = Callable[[str, Any], bool]
@@ -207,7 +208,7 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
         return self.reduced(tensor, group, reduce_op)
 
     def _require_known(self, optimizer: torch.optim.Optimizer, *further: nn.Module) -> None:
-        require_parameters_of(optimizer, [*self._live, *further], self.global_rank)
+        refuse_optimizer(optimizer, [*self._live, *further], self._precise, self.global_rank)
         self._known.add(optimizer)
 
     # Checkpoints.
@@ -241,9 +242,9 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
         whole: dict[str, Any] = {}
         for name in state:
             if name == key:
-                value: Any = whole_model_state(module, self.messages_device)
+                value: Any = whole_model_state(module)
             elif name in optimizers:
-                value = whole_optimizer_state(module, optimizers[name], self.messages_device)
+                value = whole_optimizer_state(module, optimizers[name])
             else:
                 value = rest[name]
             chosen = (filter or {}).get(name)
@@ -356,9 +357,9 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
         load_whole_model_state(_inner(module), state_dict, strict=strict)
 
     def _module_of(self, optimizer: torch.optim.Optimizer) -> nn.Module:
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for module in self._live:
-            if held & set(names_of_parameters(module)):
+            if not held.isdisjoint(parameters_of(module)):
                 return module
         raise ConfigError(
             f"{type(optimizer).__name__} holds no parameter of a module that was set up (rank {self.global_rank}). "

@@ -38,7 +38,7 @@ from ._private import TrainerLauncher
 from ._processes import Processes
 from ._random_states import random_states, restore_random_state
 from ._settings import Settings, StateDictType
-from ._sharding import is_sharded, refuse_wrapped, require_parameters_of, shard_once
+from ._sharding import is_sharded, refuse_module, refuse_optimizer, shard_once
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
@@ -125,7 +125,7 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
         module = self.lightning_module
         fits = trainer.state.fn == TrainerFn.FITTING
         _refuse_copies(trainer.callbacks)
-        refuse_wrapped(module, self.global_rank)
+        refuse_module(module, self.global_rank)
         self.accelerator.setup(trainer)
         if not is_sharded(module):
             if fits and self._layer_sync is not None:
@@ -163,7 +163,7 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
         """
         ParallelStrategy.setup_optimizers(self, trainer)
         for optimizer in self.optimizers:
-            require_parameters_of(optimizer, [self.lightning_module], self.global_rank)
+            refuse_optimizer(optimizer, [self.lightning_module], self._precise, self.global_rank)
 
     def model_to_device(self) -> None:
         """Sharding does."""
@@ -209,7 +209,7 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
             return state
         if self._settings.state_dict_type is StateDictType.SHARDED:
             return _InFolder()
-        return whole_model_state(module, self.messages_device)
+        return whole_model_state(module)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state of the unsharded model's optimizer on rank 0, nothing on others."""
@@ -217,7 +217,7 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
             optimizer = optimizer.optimizer
         if self._settings.state_dict_type is StateDictType.SHARDED:
             return _InFolder()
-        return whole_optimizer_state(self.lightning_module, optimizer, self.messages_device)
+        return whole_optimizer_state(self.lightning_module, optimizer)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None

@@ -100,10 +100,10 @@ def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {names[0]: tuple(names) for names in found.values()}
 
 
-def frozen_names(model: nn.Module) -> list[str]:
+def frozen_names(model: nn.Module) -> set[str]:
     """First names of the parameters that need no gradient."""
     module = resting_root(model, "frozen_names()").stages[0].module
-    return [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    return {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
 
 
 def _state_dict_names(module: nn.Module) -> Collection[str]:

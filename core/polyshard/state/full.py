@@ -91,7 +91,7 @@ def full_optimizer_state(root: Root, joint: Joint, own: Mapping[str, Any], *, re
                 found.setdefault(name, {})[key] = value
     order = [name for group in own["param_groups"] for name in group["params"] if name in found]
     groups = [{setting: _on_host(value) for setting, value in group.items()} for group in own["param_groups"]]
-    return {"state": {name: found[name] for name in order}, "param_groups": groups}
+    return {"state": {name: {key: found[name][key] for key in known[name]} for name in order}, "param_groups": groups}
 
 
 class _Tensor:

@@ -58,7 +58,8 @@ class ModelRestore:
         wanted = model_state(model)
         saved = {".".join(map(str, path[1:])): key for key, path in source.paths(MODEL).items()}
         names = names_of(model)
-        optional = set() if frozen else set(frozen_names(model))
+        needing_none = frozen_names(model)
+        optional = set() if frozen else needing_none
         where = f"(rank {rank})"
         remedy = "Load it into the model that it was saved from."
         self.targets: dict[str, Any] = {}
@@ -77,6 +78,11 @@ class ModelRestore:
         if unexpected and strict:
             wrong.insert(0, f"{opening(source)} has {listed(unexpected)}, which the model lacks {where}. {remedy}")
         if missing and strict:
+            if needing_none.issuperset(missing):
+                remedy = (
+                    "They need no gradient: if they were left out on purpose, let the model have their values, and "
+                    "load with frozen=False."
+                )
             wrong.insert(0, f"{opening(source)} has no {listed(missing)} {where}. {remedy}")
         if wrong:
             more = len(wrong) - _MOST_PROBLEMS

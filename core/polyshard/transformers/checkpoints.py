@@ -17,17 +17,17 @@ SCHEDULER = "scheduler.pt"
 
 
 def save_state(
-    folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, *, coordinates: bool
+    folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, *, coordinates: bool, frozen: bool
 ) -> None:
     """Write ``model`` and ``optimizer``, each rank its own part, into ``folder``. All ranks call it.
 
     ``coordinates``: true on one rank, which removes what an earlier run left of the same step: ``Trainer`` writes over
-    its other files, too.
+    its other files, too. ``frozen``: whether parameters that need no gradient are written.
     """
     if coordinates:
         # No rank writes before this one has come to the save.
         shutil.rmtree(folder / STATE, ignore_errors=True)
-    save(folder / STATE, step, model, optimizer)
+    save(folder / STATE, step, model, optimizer, frozen=frozen)
 
 
 def require_state(folder: Path) -> Path:
@@ -46,10 +46,12 @@ def require_state(folder: Path) -> Path:
     return state
 
 
-def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, frozen: bool) -> None:
     """Read ``model``, and ``optimizer`` where one is given, from ``folder``. All ranks call it.
+
+    ``frozen``: whether parameters that need no gradient must be there; without, ``model`` may have them already.
 
     Raises:
         ConfigError: ``folder`` has no state, or that of another model or optimizer.
     """
-    load(require_state(folder), model, optimizer)
+    load(require_state(folder), model, optimizer, frozen=frozen)

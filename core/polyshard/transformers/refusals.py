@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import Adafactor
 
 from ..composable import outermost_root
 from ..config import ShardConfig
-from ..engine.planning.plan import STAGE_ATTRIBUTE
 from ..errors import AlreadyShardedError, ConfigError, UnsupportedError
+from ..trainers.optimizers import refuse_stepped, refuse_strangers
+from ..trainers.sharded import is_sharded
+from ..trainers.wrapped import refuse_wrapped
 
 #: How values of ``TrainingArguments.optim`` begin whose update of an element depends on others of its parameter.
 _WHOLE = ("adafactor", "galore", "apollo", "lomo", "adalomo", "stable_adamw", "grokadamw")
 
+_PLAIN = (
+    "Give PolyshardTrainer the plain model, loaded without distributed_config= and tp_plan=; do not call "
+    "accelerator.prepare(model) before."
+)
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -73,58 +75,14 @@ def refuse_whole_optimizers(optim: Any) -> None:
         )
 
 
-def refuse_engines() -> None:
-    """Raise where ``accelerate launch`` chose another engine, of which its variables tell.
-
-    Raises:
-        ConfigError: it did.
-    """
-    for engine in ("fsdp", "deepspeed", "megatron_lm"):
-        variable = f"ACCELERATE_USE_{engine.upper()}"
-        if os.environ.get(variable, "false").lower() == "true":
-            raise ConfigError(
-                f"Accelerate was told by {variable}=true to shard the model, and PolyshardTrainer does that itself. "
-                "Launch with torchrun, or with an Accelerate configuration that has no engine, and give the trainer "
-                "shard=ShardConfig(...)."
-            )
-
-
-def refuse_other_ranks(config: ShardConfig, world_size: int) -> None:
-    """Raise where ``config`` shards over other ranks than those that ``Trainer`` divides its data between.
-
-    Raises:
-        ConfigError: it does.
-    """
-    for name, given in (("mesh", config.mesh), ("collectives", config.collectives)):
-        size = getattr(given, "size", None)
-        if callable(size) and size() != world_size:
-            raise ConfigError(
-                f"The ShardConfig's {name} is of {size()} ranks, but Trainer divides its data between {world_size}. "
-                "Give a mesh or a group of all ranks; for groups inside of it, a hybrid strategy."
-            )
-
-
-def refuse_model(model: nn.Module, config: ShardConfig | None) -> None:
+def refuse_model(model: nn.Module, config: ShardConfig | None, rank: int) -> None:
     """Raise where ``model`` belongs to another engine, or was sharded by polyshard while ``config`` is given, too.
 
     Raises:
-        ConfigError: another engine wrapped it, or it lies on several devices.
-        AlreadyShardedError: it is sharded already, and ``config`` is given.
+        AlreadyShardedError: another engine wrapped it, or it is sharded already and ``config`` is given.
+        ConfigError: it lies on several devices.
     """
-    wrappers = (FullyShardedDataParallel, FSDPModule, DistributedDataParallel, DataParallel)
-    for name, module in model.named_modules():
-        if isinstance(module, wrappers):
-            kind = next(each.__name__ for each in wrappers if isinstance(module, each))
-            raise ConfigError(
-                f"'{name or type(module).__name__}' is wrapped by {kind} already, and PolyshardTrainer shards the "
-                "model itself. Give it the plain model; do not call accelerator.prepare(model) before."
-            )
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise ConfigError(
-                f"'{name}' is a DTensor: the model was sharded when it was loaded, and PolyshardTrainer shards it "
-                "itself. Load it without distributed_config= and tp_plan=."
-            )
+    refuse_wrapped(model, rank, _PLAIN)
     if len(set(getattr(model, "hf_device_map", None) or {})) > 1:
         raise ConfigError(
             "The model was loaded with a device_map over several devices. Load it without device_map: sharding places "
@@ -137,28 +95,28 @@ def refuse_model(model: nn.Module, config: ShardConfig | None) -> None:
         )
 
 
-def refuse_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module, *, whole: bool) -> None:
+def refuse_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module, rank: int, *, whole: bool) -> None:
     """Raise where ``optimizer`` was made over parameters that are not the model's, or computes with whole ones.
 
     ``whole``: each rank will hold whole parameters.
 
     Raises:
-        ConfigError: it holds others.
+        ConfigError: it holds others, or has state of whole parameters that are about to be cut.
         UnsupportedError: it is the Adafactor of Transformers.
     """
     if optimizer is None:
         return
     if isinstance(optimizer, Adafactor) and not whole:
         refuse_whole_optimizers("adafactor")
-    own = set(model.parameters())
-    for index, group in enumerate(optimizer.param_groups):
-        for position, parameter in enumerate(group["params"]):
-            if parameter not in own:
-                raise ConfigError(
-                    f"The {type(optimizer).__name__} in optimizers=(...) holds a parameter that is not the model's: "
-                    f"number {position} of group {index}, of shape {tuple(parameter.shape)}. Make it over the "
-                    "parameters of the model that the trainer is given: sharding keeps these objects."
-                )
+    refuse_strangers(
+        optimizer,
+        [model],
+        rank,
+        "Make the optimizer in optimizers=(...) over the parameters of the model that the trainer is given: sharding "
+        "keeps these objects.",
+    )
+    to_be_cut = [] if whole or is_sharded(model) else [model]
+    refuse_stepped(optimizer, to_be_cut, rank, "Give the trainer a new optimizer, or a checkpoint to resume from.")
 
 
 def refuse_other_precision(model: nn.Module, mixed_precision: str) -> None:
@@ -193,11 +151,6 @@ def refuse_dropped_layers(model: nn.Module) -> None:
                 f"{type(config).__name__}.{name}={value} lets each rank drop other layers at random, but every rank "
                 f"must run the same units in the same order. Set {name}=0.0 in the model's configuration."
             )
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether ``model`` was given to ``polyshard.shard``."""
-    return STAGE_ATTRIBUTE in model.__dict__
 
 
 def _settings(config: Any, prefix: str = "") -> Iterator[tuple[str, object]]:

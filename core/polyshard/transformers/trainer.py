@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch import nn
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from ..composable import close, placement, shard
-from ..config import ShardConfig, Strategy
+from ..config import ShardConfig
+from ..trainers.device import on_device
+from ..trainers.engines import refuse_engines
+from ..trainers.ranks import keeps_whole, refuse_other_ranks, with_ranks
+from ..trainers.sharded import is_sharded
 from ._private import TrainerHooks, plain_optimizer, refuse_other_trainers
 from .accelerator import ShardedAccelerator
 from .checkpoints import SCHEDULER, load_state, require_state, save_state
@@ -25,14 +28,11 @@ from .generation import register_generate
 from .initialization import initializer_of
 from .precision import with_precision
 from .refusals import (
-    is_sharded,
     refuse_arguments,
     refuse_dropped_layers,
-    refuse_engines,
     refuse_model,
     refuse_optimizer,
     refuse_other_precision,
-    refuse_other_ranks,
     refuse_whole_optimizers,
 )
 
@@ -45,11 +45,13 @@ class PolyshardMixin(TrainerHooks):
     closes the one before.
     """
 
-    def __init__(self, *args: Any, shard: ShardConfig | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, shard: ShardConfig | None = None, save_frozen: bool = True, **kwargs: Any) -> None:
         """``shard``: how; ``ShardConfig(policy="transformers")`` where None. Not for a model that is sharded already,
         which is taken as it is. Its precision follows ``TrainingArguments``: ``bf16=True`` takes the plugin ``bf16``,
-        ``fp16=True`` the plugin ``fp16`` with a gradient scaler. All else goes to the ``Trainer`` behind this class,
-        whichever it is.
+        ``fp16=True`` the plugin ``fp16`` with a gradient scaler. ``save_frozen``: whether the sharded state in
+        checkpoints has parameters that need no gradient; without, a run resumes with those of the model that the
+        trainer is given, and whether they are the same is not looked at. All else goes to the ``Trainer`` behind this
+        class, whichever it is.
 
         Raises:
             ConfigError: another engine is asked for or has wrapped the model, precision differs between the two
@@ -59,22 +61,24 @@ class PolyshardMixin(TrainerHooks):
         """
         refuse_other_trainers(self)
         self.shard_config = shard
+        self._save_frozen = save_frozen
         self._prepared: nn.Module | None = None
         self._whole_numel = 0
         super().__init__(*args, **kwargs)
-        refuse_model(self.model, shard)
+        refuse_model(self.model, shard, self.args.process_index)
         if is_sharded(self.model):
             refuse_other_precision(self.model, self.args.mixed_precision)
-        refuse_optimizer(self.optimizer, self.model, whole=self._keeps_whole())
+        refuse_optimizer(self.optimizer, self.model, self.args.process_index, whole=self._keeps_whole())
         if not self._keeps_whole():
             refuse_whole_optimizers(self.args.optim)
 
     def create_accelerator_and_postprocess(self) -> None:
         refuse_arguments(self.args)
-        refuse_engines()
+        refuse_engines(os.environ, "PolyshardTrainer")
         if self.shard_config is not None:
             with_precision(self.shard_config, self.args.mixed_precision)
-            refuse_other_ranks(self.shard_config, self.args.world_size)
+            refuse_other_ranks(self.shard_config, "Trainer", self.args.world_size)
+            on_device(self.shard_config, self.args.device, "Trainer", self.args.process_index)
         super().create_accelerator_and_postprocess()
         ShardedAccelerator.adopt(self.accelerator, scales_loss=self.args.mixed_precision == "fp16")
 
@@ -101,7 +105,7 @@ class PolyshardMixin(TrainerHooks):
             close(self._prepared)
             self._prepared = None
         if not is_sharded(model):
-            refuse_model(model, self.shard_config)
+            refuse_model(model, self.shard_config, self.args.process_index)
             with self._seeded_alike(model):
                 shard(model, self._config(), initializer=initializer_of(model))
         if hasattr(model, "generate") and "generate" not in model.__dict__:
@@ -122,20 +126,12 @@ class PolyshardMixin(TrainerHooks):
 
     def _keeps_whole(self) -> bool:
         """Whether each rank holds whole parameters."""
-        strategy = (self.shard_config or ShardConfig()).strategy
-        return self.args.world_size == 1 or strategy is Strategy.NO_SHARD
+        return keeps_whole(self.shard_config or ShardConfig(), self.args.world_size)
 
     def _config(self) -> ShardConfig:
         config = self.shard_config or ShardConfig(policy="transformers")
         config = with_precision(config, self.args.mixed_precision)
-        if config.device is None:
-            # Accelerate's CPU has a number, which no tensor's has.
-            device = self.args.device
-            config = dataclasses.replace(config, device=torch.device("cpu") if device.type == "cpu" else device)
-        if config.collectives == "auto" and not dist.is_initialized():
-            # A script that was started without a launcher: one rank, and nothing to exchange.
-            config = dataclasses.replace(config, collectives={"name": "fake", "world_size": 1})
-        return config
+        return with_ranks(on_device(config, self.args.device, "Trainer", self.args.process_index))
 
     def save_whole(self, folder: Path) -> bool:
         """Write the model for ``from_pretrained``, tokenizer and arguments; False where it is not sharded."""
@@ -152,7 +148,14 @@ class PolyshardMixin(TrainerHooks):
     def save_training(self, folder: Path) -> None:
         """Write model, optimizer and schedule into a checkpoint's folder."""
         optimizer = plain_optimizer(self.optimizer)
-        save_state(folder, self.state.global_step, self.model, optimizer, coordinates=self.is_world_process_zero())
+        save_state(
+            folder,
+            self.state.global_step,
+            self.model,
+            optimizer,
+            coordinates=self.is_world_process_zero(),
+            frozen=self._save_frozen,
+        )
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
 
@@ -162,13 +165,13 @@ class PolyshardMixin(TrainerHooks):
 
     def load_training(self, folder: Path) -> None:
         """Read model, optimizer and schedule from a checkpoint's folder."""
-        load_state(folder, self.model, plain_optimizer(self.optimizer))
+        load_state(folder, self.model, plain_optimizer(self.optimizer), frozen=self._save_frozen)
         # Plain numbers: nothing in it needs code to be read.
         self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
 
     def load_best(self, folder: Path) -> None:
         """Read the model alone."""
-        load_state(folder, self.model)
+        load_state(folder, self.model, frozen=self._save_frozen)
 
 
 def _numel_without_embeddings(model: nn.Module) -> int:

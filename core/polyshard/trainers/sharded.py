@@ -1,0 +1,20 @@
+"""The module that polyshard has sharded, in what a user holds of it."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..engine.planning.plan import STAGE_ATTRIBUTE
+from ..engine.step.stage import Stage
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``module`` itself was given to ``polyshard.shard`` or ``fully_shard``, not one around or inside it."""
+    # Those of the drop-ins' own kind have no root before their first forward, and are not served.
+    return type(module.__dict__.get(STAGE_ATTRIBUTE)) is Stage
+
+
+def sharded_in(module: nn.Module) -> nn.Module | None:
+    """The sharded module that ``module`` is, by itself or in polyshard's wrapper; None where it is none."""
+    inner = module._modules.get("module")
+    return next((each for each in (module, inner) if each is not None and is_sharded(each)), None)
