@@ -13,6 +13,9 @@ endif
 # Two ranks share a small machine; more threads than cores slow each other down.
 export OMP_NUM_THREADS ?= 1
 
+# Tests start hundreds of processes, each of which would compile all modules anew where bytecode is not written.
+export PYTHONDONTWRITEBYTECODE =
+
 # Tests run in processes that take files over from each other, one more than cores: tests of ranks that are processes,
 # of time limits and of failures wait for a third of their time. WORKERS=0 for one process alone.
 WORKERS ?= $$(( $$(getconf _NPROCESSORS_ONLN) + 1 ))

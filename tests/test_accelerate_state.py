@@ -21,6 +21,9 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import LambdaLR
 
+#: Ranks that save and load, many times over.
+pytestmark = pytest.mark.slow
+
 BLOCKS = ShardConfig(policy=units_of(Block))
 SAME: dict[str, Any] = {"rtol": 0.0, "atol": 0.0}
 

@@ -58,13 +58,17 @@ def sharding_of(strategy: str, ranks: str) -> tuple[int, dict[str, Any]]:
 
 
 SHARDINGS = {f"{strategy} {each}": sharding_of(strategy, each) for strategy, ranks in RANKS.items() for each in ranks}
-#: Every optimizer under every strategy, every optimizer and every strategy at every number of ranks.
+#: Of most trainings; these under every strategy, each other one whole and under one that cuts.
+USUAL = frozenset({"SGD", "AdamW"})
+CUTTING = [strategy for strategy in RANKS if strategy != "no_shard"]
 RESUMED = [
-    (name, f"{strategy} {ranks[(number + turn) % len(ranks)]}")
+    (name, f"{strategy} {RANKS[strategy][number % len(RANKS[strategy])]}")
     for number, name in enumerate(OPTIMIZERS)
-    for turn, (strategy, ranks) in enumerate(RANKS.items())
+    for strategy in RANKS
+    if strategy == "no_shard"
+    or name in USUAL
     # It looks at whole matrices, and is refused over pieces of them.
-    if name != "Adafactor" or strategy == "no_shard"
+    or (strategy == CUTTING[number % len(CUTTING)] and name != "Adafactor")
 ]
 
 

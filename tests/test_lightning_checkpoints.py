@@ -31,6 +31,9 @@ from polyshard.lightning import PolyshardStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
+#: Ranks that save and load, many times over.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:

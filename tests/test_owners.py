@@ -110,14 +110,17 @@ def step_of(
     return list(collectives.calls), [(torch.Size(each.shape).numel(), each.stop - each.start) for each in places]
 
 
+BLOCKS = {"name": "blocks", "size": 64, "smallest": 1}
+
+
 @pytest.mark.parametrize(
-    ("world_size", "dtype"),
+    ("world_size", "dtype", "layout"),
     [
-        *itertools.product((2, 8), (torch.bfloat16, torch.float32)),
-        pytest.param(64, torch.bfloat16, marks=pytest.mark.slow),
+        *itertools.product((2, 8), (torch.bfloat16, torch.float32), ("flat", "rows", BLOCKS)),
+        pytest.param(64, torch.bfloat16, "rows", marks=pytest.mark.slow),
     ],
+    ids=str,
 )
-@pytest.mark.parametrize("layout", ["flat", "rows", {"name": "blocks", "size": 64, "smallest": 1}], ids=str)
 def test_an_element_of_a_matrix_travels_to_its_owner_and_back(world_size: int, layout: Any, dtype: torch.dtype) -> None:
     sent, pieces = 0, []
     for rank in range(world_size):
