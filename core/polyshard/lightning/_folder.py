@@ -28,6 +28,19 @@ def is_folder(path: str | Path) -> bool:
     return not is_remote(path) and (Path(path) / MARKER).is_file()
 
 
+def require_pickles(path: str | Path, weights_only: bool | None) -> None:
+    """Raise where the directory ``path`` is to be read without pickles, which it has.
+
+    Raises:
+        UnsupportedError: saying so.
+    """
+    if weights_only:
+        raise UnsupportedError(
+            f"The sharded checkpoint {path} holds pickles, which weights_only=True forbids. Leave it out where you "
+            "trust the checkpoint."
+        )
+
+
 def save_folder(
     path: str | Path,
     step: int,

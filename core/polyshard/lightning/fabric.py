@@ -21,7 +21,7 @@ from ..config import ShardConfig
 from ..engine.cutting.materialize import Initializer
 from ..errors import ConfigError, StateError, UnsupportedError
 from ..trainers.optimizers import parameters_of
-from ._folder import has_optimizers, is_folder, load_folder, make_room, require_file, save_folder
+from ._folder import has_optimizers, is_folder, load_folder, make_room, require_file, require_pickles, save_folder
 from ._full_state import (
     load_whole_model_state,
     load_whole_optimizer_state,
@@ -292,11 +292,7 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
         """
         path = self.broadcast(path)
         if is_folder(path):
-            if weights_only:
-                raise UnsupportedError(
-                    f"The sharded checkpoint {path} holds pickles, which weights_only=True forbids. Leave it out "
-                    "where you trust the checkpoint."
-                )
+            require_pickles(path, weights_only)
             return self._load_folder(path, state, strict)
         require_file(path)
         checkpoint: dict[str, Any] = dict(self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))

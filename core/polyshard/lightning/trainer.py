@@ -26,7 +26,7 @@ from ..composable import no_sync, register_forward_method
 from ..config import ShardConfig
 from ..engine.cutting.materialize import Initializer
 from ..errors import ConfigError, UnsupportedError
-from ._folder import has_optimizers, is_folder, load_folder, make_room, require_file, save_folder
+from ._folder import has_optimizers, is_folder, load_folder, make_room, require_file, require_pickles, save_folder
 from ._full_state import (
     load_whole_model_state,
     load_whole_optimizer_state,
@@ -149,7 +149,7 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
             calls_children=manual,
         )
         for name in _STEPS if new else ():
-            # Gradients of an inner backward must have arrived before the forward around it ends, or never do.
+            # Its optimizers step inside, where a forward around them would go on with what it gathered before.
             if not (manual and name == "training_step") and callable(getattr(model, name, None)):
                 register_forward_method(model, name)
         self._live.add(model)
@@ -270,11 +270,7 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
         path = self.broadcast(checkpoint_path)
         fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         if is_folder(path):
-            if weights_only:
-                raise UnsupportedError(
-                    f"The sharded checkpoint {path} holds pickles, which weights_only=True forbids. Leave it out "
-                    "where you trust the checkpoint."
-                )
+            require_pickles(path, weights_only)
             loads_optimizers = fits and has_optimizers(path)
             extra = load_folder(path, self.lightning_module, self.optimizers if loads_optimizers else ())
             checkpoint = {**extra, "state_dict": _InFolder()}
@@ -321,6 +317,6 @@ def _refuse_copies(callbacks: list[Callback]) -> None:
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
             raise UnsupportedError(
                 f"{type(callback).__name__} averages a second, whole model beside the one that is trained, whose "
-                "parameters are pieces. Leave it out, and average pieces in a callback of your own, parameter by "
-                "parameter."
+                "parameters are pieces. Leave it out, and update polyshard.optim.AveragedWeights in a callback of your "
+                "own."
             )
