@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from importlib.metadata import PathDistribution
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fake_distribution import install
-from polyshard.catalog import Installed, PluginState, Resolved, fingerprint, installed, resolve
+from polyshard.catalog import Installed, PluginState, Resolved, construct, fingerprint, installed, resolve
 from polyshard.errors import (
     ConfigError,
     PluginConflictError,
@@ -291,18 +292,18 @@ def test_any_object_is_a_listener(context: PluginContext) -> None:
     assert resolve(Group.PLUGINS, listener).construct(context) is listener
 
 
-def test_fingerprint_tells_ranks_apart_by_package_version(site: Path) -> None:
+def test_fingerprint_tells_ranks_apart_by_package_version_and_code(site: Path, context: PluginContext) -> None:
     install(site, "acme-print", "1.0", [(POLICIES, "print", "acme_print:Blocks")], {"acme_print": POLICY_SOURCE})
-    named, given = resolve(Group.POLICIES, "print"), EveryChild()
-    assert fingerprint(named, None) == ["polyshard.policies", "print", "acme_print:Blocks", "acme-print", "1.0", []]
-    assert fingerprint(resolve(Group.POLICIES, given), given) == [
-        "polyshard.policies",
-        "EveryChild",
-        f"{__name__}:EveryChild",
-        "",
-        "",
-        [],
-    ]
+    [row] = fingerprint(construct(resolve(Group.POLICIES, {"name": "print", "depth": 2}), context))
+    digest = hashlib.sha256((site / "acme_print.py").read_bytes()).digest()
+    code = hashlib.sha256(b"acme_print/acme_print.py\0" + digest).hexdigest()[:16]
+    title = "plugin 'print' of polyshard.policies, from acme-print"
+    assert row == [title, ["acme_print:Blocks", "1.0"], ["depth", "2"], ["code", code]]
+
+
+def test_fingerprint_of_an_object_has_no_package(context: PluginContext) -> None:
+    [row] = fingerprint(construct(resolve(Group.POLICIES, EveryChild()), context))
+    assert row == ["plugin 'EveryChild' of polyshard.policies, from the program", [f"{__name__}:EveryChild", ""]]
 
 
 def test_listing_shows_where_a_plugin_comes_from(site: Path, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_plugins_are_listed_with_origin_and_state(capsys: pytest.CaptureFixture[
 @pytest.mark.usefixtures("acme")
 @pytest.mark.parametrize("group", ["plugins", "polyshard.plugins"])
 def test_one_group_as_json(capsys: pytest.CaptureFixture[str], group: str) -> None:
-    assert main(["plugins", "--json", group]) == 0
+    assert main(["plugins", "list", "--json", group]) == 0
     records = json.loads(capsys.readouterr().out)
     assert {record["group"] for record in records} == {"polyshard.plugins"}
     (bad,) = [record for record in records if record["name"] == "acme_bad"]
@@ -63,7 +63,7 @@ def test_one_group_as_json(capsys: pytest.CaptureFixture[str], group: str) -> No
 
 
 def test_an_unknown_group_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plugins", "colectives"]) == 2
+    assert main(["plugins", "list", "colectives"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "no plugin group is named 'colectives'. Did you mean 'collectives'?" in captured.err

@@ -50,7 +50,7 @@ def test_an_import_that_ends_the_process_is_a_broken_plugin(
     site: Path, capsys: pytest.CaptureFixture[str], module: str, source: str, words: str
 ) -> None:
     install(site, "acme-exits", "1.2", [(POLICIES, "leaves", f"{module}:Mine")], {module: source})
-    assert main(["plugins", "--json", "policies"]) == 0
+    assert main(["plugins", "list", "--json", "policies"]) == 0
     records = {record["name"]: record for record in json.loads(capsys.readouterr().out)}
     assert (records["leaves"]["state"], records["leaves"]["error"]) == ("broken", words)
     assert records["never"]["state"] == "ready"
@@ -75,7 +75,7 @@ def test_a_factory_that_ends_the_process_is_an_error_by_name(site: Path) -> None
 def test_an_interrupt_while_a_plugin_is_imported_is_the_users(site: Path) -> None:
     install(site, "acme-slow", "1.0", [(POLICIES, "slow", "acme_slow:x")], {"acme_slow": "raise KeyboardInterrupt"})
     with pytest.raises(KeyboardInterrupt):
-        main(["plugins", "policies"])
+        main(["plugins", "list", "policies"])
     with pytest.raises(KeyboardInterrupt):
         resolve(Group.POLICIES, "slow")
 
@@ -138,7 +138,7 @@ def test_a_stranger_is_used_where_its_package_is_named() -> None:
 
 @pytest.mark.usefixtures("squatter")
 def test_the_listing_shows_who_is_hidden_and_how_to_ask(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plugins", "--json", "policies"]) == 0
+    assert main(["plugins", "list", "--json", "policies"]) == 0
     records = [record for record in json.loads(capsys.readouterr().out) if record["name"] == "never"]
     states = {record["distribution"]: (record["state"], record["error"]) for record in records}
     assert states["polyshard"] == ("ready", "")

@@ -42,7 +42,6 @@ from .events import Events
 from .interfaces import (
     Collectives,
     Group,
-    Layout,
     OffloadManager,
     PluginContext,
     PolicyContext,
@@ -87,10 +86,12 @@ class _Plugins:
     policy: WrapPolicy
     layout: NamedLayout
     events: Events
-    fingerprint: list[list[Any]]
-    """What ranks compare of each, that of the collectives first."""
+    used: tuple[catalog.Constructed[Any], ...]
+    """All of them, the collectives first."""
     collectives_choice: object
     """The options of the collectives, or the object that the user gave: equal where two instances could be one."""
+    entry_points: EntryPoints
+    """What is installed, for the plugins that a policy names."""
 
 
 def shard_module(request: Request) -> Root:
@@ -113,19 +114,18 @@ def shard_module(request: Request) -> Root:
             timeout=timedelta(seconds=config.timeout_s),
         )
         collectives_plugin = catalog.resolve(Group.COLLECTIVES, choice, entry_points)
-        collectives = collectives_plugin.construct(_named(context, choice))
-        plugins = _resolve(request, context, collectives, collectives_plugin, entry_points)
+        constructed = catalog.construct(collectives_plugin, context, entry_points)
+        collectives = constructed.instance
+        plugins = _resolve(request, context, constructed, entry_points)
         strategy = strategy_for(config, collectives.world_size)
         shard_lists, replicate_lists = rank_lists_for(config, strategy, collectives.world_size)
-        # Where nothing is gathered, one unit around the others costs nothing.
-        divides = config.split_root and len(shard_lists[0]) > 1
-        planned = _plan(request, plugins, divides)
+        planned = _plan(request, plugins, len(shard_lists[0]))
         _refuse_unmeasured(config, strategy, context.device, collectives.rank)
         if plugins.events.active:
             plugins.events.before_shard(request.module, config)
         drafts, overrides = _draft(request, plugins, planned, len(shard_lists[0]))
         report = [
-            *plugins.fingerprint,
+            *(row for used in plugins.used for row in catalog.fingerprint(used)),
             ["collectives", *kind_of(collectives)],
             [strategy.value, shard_lists, replicate_lists],
             *([name, getattr(config, name)] for name in _COMPARED),
@@ -155,7 +155,7 @@ def shard_module(request: Request) -> Root:
         drafts,
         plugins.events,
         signature=(
-            plugins.fingerprint[0],
+            catalog.fingerprint(plugins.used[0]),
             plugins.collectives_choice,
             plugins.context.process_group,
             (shard_lists, replicate_lists),
@@ -206,57 +206,57 @@ def _together(config: ShardConfig, collectives: Collectives, process_group: Any 
 def _resolve(
     request: Request,
     context: PluginContext,
-    collectives: Collectives,
-    collectives_plugin: catalog.Resolved[Collectives],
+    constructed: catalog.Constructed[Collectives],
     entry_points: EntryPoints,
 ) -> _Plugins:
-    config = request.config
+    config, collectives = request.config, constructed.instance
     precision = catalog.resolve(Group.PRECISION, config.precision, entry_points)
     offload = catalog.resolve(Group.OFFLOAD, config.offload, entry_points)
     policy = catalog.resolve(Group.POLICIES, _policy_choice(config.policy), entry_points)
     layout = catalog.resolve(Group.LAYOUTS, config.layout, entry_points)
     listeners = [catalog.resolve(Group.PLUGINS, choice, entry_points) for choice in config.listeners]
+    _refuse_unserved(constructed, context)
+    watched = dataclasses.replace(context, rank=collectives.rank, world_size=collectives.world_size)
+    caster = catalog.construct(precision, context, entry_points)
+    manager = catalog.construct(offload, context, entry_points)
+    wraps = catalog.construct(policy, context, entry_points)
+    arranges = catalog.construct(layout, context, entry_points)
+    watching = [catalog.construct(plugin, watched, entry_points) for plugin in listeners]
+    used: tuple[catalog.Constructed[Any], ...] = (constructed, caster, manager, wraps, arranges, *watching)
+    chosen = constructed.resolved
+    return _Plugins(
+        context,
+        collectives,
+        caster.instance,
+        manager.instance,
+        wraps.instance,
+        NamedLayout(arranges.instance, layout.described),
+        Events([(each.resolved.name, each.instance) for each in watching]),
+        used,
+        chosen.options if chosen.distribution else collectives,
+        entry_points,
+    )
+
+
+def _refuse_unserved(constructed: catalog.Constructed[Collectives], context: PluginContext) -> None:
+    collectives, name = constructed.instance, constructed.resolved.name
     capabilities = collectives.capabilities
     if context.device.type not in capabilities.devices:
         raise DeviceError(
-            f"The collectives {collectives_plugin.name!r} serve {', '.join(sorted(capabilities.devices))} tensors, but "
+            f"The collectives {name!r} serve {', '.join(sorted(capabilities.devices))} tensors, but "
             f"the model computes on {context.device} (rank {collectives.rank}). Move the model, set device=, or choose "
             "other collectives."
         )
     least, most = capabilities.min_world_size, capabilities.max_world_size
     if collectives.world_size < least or (most is not None and collectives.world_size > most):
         raise WorldSizeError(
-            f"The collectives {collectives_plugin.name!r} serve {least} to {most or 'any number of'} ranks, but "
+            f"The collectives {name!r} serve {least} to {most or 'any number of'} ranks, but "
             f"there are {collectives.world_size} (rank {collectives.rank}). Start another number of them, or choose "
             "other collectives."
         )
-    caster = precision.construct(_named(context, config.precision))
-    manager = offload.construct(_named(context, config.offload))
-    wraps = policy.construct(_named(context, config.policy))
-    arranges = layout.construct(_named(context, config.layout))
-    watching = [(plugin, plugin.construct(_named(context, plugin.name))) for plugin in listeners]
-    compared: list[tuple[catalog.Resolved[object], object]] = [
-        (collectives_plugin, collectives),
-        (precision, caster),
-        (offload, manager),
-        (policy, wraps),
-        (layout, arranges),
-        *watching,
-    ]
-    return _Plugins(
-        context,
-        collectives,
-        caster,
-        manager,
-        wraps,
-        NamedLayout(arranges, layout.described),
-        Events([(plugin.name, listener) for plugin, listener in watching]),
-        [catalog.fingerprint(plugin, instance) for plugin, instance in compared],
-        collectives_plugin.options if collectives_plugin.distribution else collectives,
-    )
 
 
-def _plan(request: Request, plugins: _Plugins, divides: bool) -> list[PlannedStage]:
+def _plan(request: Request, plugins: _Plugins, shards: int) -> list[PlannedStage]:
     module, rank = request.module, plugins.collectives.rank
     refuse_broken(module, "shard()")
     if request.composes:
@@ -272,7 +272,9 @@ def _plan(request: Request, plugins: _Plugins, divides: bool) -> list[PlannedSta
         rank=rank,
     )
     refuse_unable(plugins.caster, rank)
-    chosen = plugins.policy.plan(module, PolicyContext(request.ignored_modules, request.ignored_parameters))
+    chosen = plugins.policy.plan(
+        module, PolicyContext(request.ignored_modules, request.ignored_parameters, shards, plugins.context.device)
+    )
     if isinstance(chosen, Mapping):
         alone = {
             inner: dict[str, Any]()
@@ -286,7 +288,8 @@ def _plan(request: Request, plugins: _Plugins, divides: bool) -> list[PlannedSta
         ignored_modules=request.ignored_modules,
         ignored_parameters=request.ignored_parameters,
         rank=rank,
-        divides=divides,
+        # Where nothing is gathered, one unit around the others costs nothing.
+        divides=request.config.split_root and shards > 1,
     )
     own = {inner for modules in _own_modules(planned, request) for inner in modules}
     named = {inner: name for name, inner in module.named_modules() if inner in own}
@@ -335,7 +338,7 @@ def _draft(
         layout = plugins.layout
         own = _overriding(Group.LAYOUTS, stage, "layout", plugins, compared)
         if own is not None:
-            layout = NamedLayout(cast("Layout", own[1]), own[0].described)
+            layout = NamedLayout(own.instance, own.resolved.described)
         refuse_unable(caster, rank)
         refuse_unable(offload, rank)
         drafts.append(
@@ -371,24 +374,19 @@ def _refuse_irreducible(planned: list[PlannedStage], collectives: Collectives) -
 
 def _override(group: Group, stage: PlannedStage, key: str, default: Any, plugins: _Plugins, compared: list[Any]) -> Any:
     own = _overriding(group, stage, key, plugins, compared)
-    return default if own is None else own[1]
+    return default if own is None else own.instance
 
 
 def _overriding(
     group: Group, stage: PlannedStage, key: str, plugins: _Plugins, compared: list[Any]
-) -> tuple[catalog.Resolved[object], object] | None:
+) -> catalog.Constructed[Any] | None:
     if key not in stage.overrides:
         return None
-    choice = stage.overrides[key]
-    resolved = catalog.resolve(group, choice)
-    instance = resolved.construct(_named(plugins.context, choice))
-    compared.append(catalog.fingerprint(resolved, instance))
-    return resolved, instance
-
-
-def _named(context: PluginContext, choice: PluginChoice) -> PluginContext:
-    name = choice if isinstance(choice, str) else choice.get("name", "") if isinstance(choice, Mapping) else ""
-    return dataclasses.replace(context, name=str(name) or type(choice).__name__)
+    constructed = catalog.construct(
+        catalog.resolve(group, stage.overrides[key], plugins.entry_points), plugins.context, plugins.entry_points
+    )
+    compared.append(catalog.fingerprint(constructed))
+    return constructed
 
 
 def _group_of(config: ShardConfig) -> tuple[PluginChoice, Any | None, Any | None]:

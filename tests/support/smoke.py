@@ -59,7 +59,7 @@ def main() -> None:
     assert not torch.equal(first, before)
 
     command = Path(sys.executable).with_name("polyshard")
-    listed = subprocess.run([command, "plugins", "--json"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run([command, "plugins", "list", "--json"], capture_output=True, text=True, check=True).stdout
     states = {(plugin["group"], plugin["name"]): plugin["state"] for plugin in json.loads(listed)}
     offered = importlib.metadata.distribution("polyshard").entry_points
     expected_names = {(entry.group, entry.name) for entry in offered if entry.group.startswith("polyshard.")}

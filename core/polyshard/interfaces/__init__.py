@@ -22,7 +22,7 @@ from .collectives import (
     ReduceOp,
     Work,
 )
-from .context import PluginContext, RankAndSize, UnitSpec
+from .context import Constructor, PluginContext, RankAndSize
 from .layout import (
     PARAMETER_ALIGNMENT_BYTES,
     SLICE_ALIGNMENT_BYTES,
@@ -42,6 +42,7 @@ from .precision import (
     UnitDtypes,
     WireSpec,
 )
+from .unit import UnitSpec
 from .versions import CURRENT_API, OLDEST_API, Group
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "BufferRole",
     "Collectives",
     "CollectivesCapabilities",
+    "Constructor",
     "Group",
     "InputCast",
     "Layout",

@@ -1,15 +1,24 @@
-"""What a plugin is told when it is constructed, and about each unit that it serves."""
+"""What a plugin is told when it is constructed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload, runtime_checkable
 
 import torch
 
+from ..errors import StateError
+from .versions import Group
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from .collectives import Collectives
+    from .layout import Layout
+    from .offload import OffloadManager
+    from .policy import WrapPolicy
+    from .precision import PrecisionCaster
 
 
 @runtime_checkable
@@ -21,6 +30,13 @@ class RankAndSize(Protocol):
 
     def size(self) -> int:
         """Number of ranks."""
+
+
+class Constructor(Protocol):
+    """Makes a plugin of ``group`` from ``choice``: what stands behind ``PluginContext.construct``."""
+
+    def __call__(self, context: PluginContext, group: Group, choice: Any) -> Any:
+        """The instance, constructed with ``context`` under the name that ``choice`` gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,40 +53,39 @@ class PluginContext:
     """The device mesh that the user gave."""
     timeout: timedelta = timedelta(minutes=10)
     """How long a collective may wait for another rank."""
+    rank: int | None = None
+    """This process's rank among those that share the model: for listeners alone, which may do different things on each.
+    None for every other plugin."""
+    world_size: int | None = None
+    """How many ranks share the model: for listeners alone, too."""
+    constructor: Constructor | None = None
+    """What ``construct`` calls; polyshard sets it while the factory runs."""
 
+    @overload
+    def construct(self, group: Literal[Group.COLLECTIVES], choice: Any) -> Collectives: ...
+    @overload
+    def construct(self, group: Literal[Group.PRECISION], choice: Any) -> PrecisionCaster: ...
+    @overload
+    def construct(self, group: Literal[Group.OFFLOAD], choice: Any) -> OffloadManager: ...
+    @overload
+    def construct(self, group: Literal[Group.POLICIES], choice: Any) -> WrapPolicy: ...
+    @overload
+    def construct(self, group: Literal[Group.LAYOUTS], choice: Any) -> Layout: ...
+    @overload
+    def construct(self, group: Group, choice: Any) -> object: ...
+    def construct(self, group: Group, choice: Any) -> object:
+        """Another plugin, of any group: by name, by a table of a name and options, or an object.
 
-@dataclass(frozen=True, slots=True)
-class UnitSpec:
-    """A unit as plugins see it: parameters that are gathered together, in one flat buffer."""
+        For factories of plugins that are made of others. What they construct is compared between ranks with them, and
+        shown by ``polyshard explain``. It gets this context, so one that ``dataclasses.replace`` changed where another
+        device or group of ranks is meant.
 
-    name: str
-    """Unique in the model: the fully-qualified name of the unit's module in the root, empty for the root itself. Behind
-    that ``suffix``, which the second and later units of one module have."""
-    module_class: type[torch.nn.Module]
-    """Class of the unit's module; where a module was split off the outermost one, the outermost one's class."""
-    parameter_names: tuple[str, ...]
-    """Fully-qualified names of its parameters, in layout order."""
-    numel: int
-    """Elements of the whole unit, padding included."""
-    shard_numel: int
-    """Elements of one rank's shard."""
-    master_dtype: torch.dtype
-    """Dtype of the parameters as the user made them, which the optimizer updates."""
-    device: torch.device
-    """Where the unit computes."""
-    is_root: bool
-    """Whether the unit's module is the outermost one, or was split off it."""
-    suffix: str = ""
-    """What ``name`` ends in where other parameters of the same module form a unit before this one: what tells this one
-    from them, ``"[float64]"`` or ``"[float32, frozen]"``. Otherwise empty."""
-
-    @property
-    def module_name(self) -> str:
-        """Fully-qualified name of the unit's module in the root; empty for the root itself. Several units may share it:
-        for settings by name, where ``name`` is for state."""
-        return self.name.removesuffix(self.suffix)
-
-    @property
-    def label(self) -> str:
-        """``name`` for people to read, with ``(root)`` for the outermost module."""
-        return f"{self.module_name or '(root)'}{self.suffix}"
+        Raises what choosing the plugin in a configuration would, and ``StateError`` outside of a factory, or in a
+        context that polyshard did not make (``polyshard.testing.plugin_context`` makes one for tests).
+        """
+        if self.constructor is None:
+            raise StateError(
+                f"the context of {self.name!r} cannot construct {choice!r} of {group.value}: polyshard did not make "
+                "it. In a test, take polyshard.testing.plugin_context()."
+            )
+        return self.constructor(self, group, choice)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Protocol, runtime_checkable
 
-from .context import UnitSpec
+from .unit import UnitSpec
 
 
 @runtime_checkable

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from .context import UnitSpec
+from .unit import UnitSpec
 
 
 @dataclass(frozen=True, slots=True)

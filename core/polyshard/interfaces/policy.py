@@ -24,6 +24,10 @@ class PolicyContext:
     """Modules that are not sharded, nor anything inside them."""
     ignored_parameters: Collection[torch.nn.Parameter] = field(default_factory=frozenset)
     """Parameters that are not sharded; they do not count towards sizes."""
+    shards: int = 1
+    """How many ranks share each unit: one of them holds this part of it between uses."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """Where the model computes."""
 
 
 class WrapPolicy(ABC):
@@ -34,6 +38,13 @@ class WrapPolicy(ABC):
 
     api_version: ClassVar[int]
     """Which version of this contract a plugin was written for. Each says its own: there is none to inherit."""
+
+    def reason(self, module: torch.nn.Module, name: str) -> str:
+        """Why ``plan`` chose ``module``, whose fully-qualified name in the root is ``name``: the rule, for people.
+
+        Asked by ``polyshard explain``, after ``plan`` and of what it chose. Empty where there is nothing to say.
+        """
+        return ""
 
     @abstractmethod
     def plan(self, root: torch.nn.Module, context: PolicyContext) -> UnitPlan:

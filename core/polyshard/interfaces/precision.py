@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from .collectives import Collectives
-from .context import UnitSpec
+from .unit import UnitSpec
 
 #: Takes and returns a forward's ``(args, kwargs)``.
 InputCast = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]

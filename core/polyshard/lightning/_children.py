@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from .. import catalog
@@ -35,7 +34,8 @@ class Children(WrapPolicy):
         """The modules that become units."""
         spec = PluginSpec.parse(self.inner)
         name = spec.name if isinstance(spec, PluginSpec) else ""
-        policy = catalog.resolve(Group.POLICIES, self.inner).construct(PluginContext(name, torch.device("cpu")))
+        made = PluginContext(name, context.device)
+        policy = catalog.construct(catalog.resolve(Group.POLICIES, self.inner), made).instance
         children: dict[nn.Module, dict[str, Any]] = {child: {} for child in _called(root)}
         return {**children, **policy.plan(root, context)}
 

@@ -63,4 +63,4 @@ def _caster(config: ShardConfig) -> PrecisionCaster:
     name = spec.name if isinstance(spec, PluginSpec) else ""
     # Dtypes are asked for, nothing is cast: the model's device, which may not be chosen yet, does not matter.
     context = PluginContext(name=name, device=torch.device("cpu"))
-    return catalog.resolve(Group.PRECISION, config.precision).construct(context)
+    return catalog.construct(catalog.resolve(Group.PRECISION, config.precision), context).instance

@@ -1,0 +1,72 @@
+"""Constructs plugins, and what these construct of other plugins by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib.metadata import EntryPoints
+from typing import Any, Generic, TypeVar
+
+from ..config import PluginChoice, PluginSpec
+from ..errors import StateError
+from ..interfaces import Group, PluginContext
+from .resolve import resolve
+from .resolved import Resolved
+
+_T_co = TypeVar("_T_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class Constructed(Generic[_T_co]):
+    """A plugin that was constructed, and the plugins that its factory constructed by name."""
+
+    resolved: Resolved[_T_co]
+    instance: _T_co
+    inner: tuple[Constructed[Any], ...] = ()
+    """In the order in which the factory asked for them, each with inner ones of its own."""
+
+    def walk(self) -> Iterator[Constructed[Any]]:
+        """This one, and all inside of it: an outer one before its inner ones."""
+        yield self
+        for each in self.inner:
+            yield from each.walk()
+
+
+def construct(
+    resolved: Resolved[_T_co], context: PluginContext, entry_points: EntryPoints | None = None
+) -> Constructed[_T_co]:
+    """Construct ``resolved``; its factory may construct others through ``context.construct``.
+
+    ``entry_points``: what ``scan`` returned; None reads the installed metadata anew where the factory asks
+    for a plugin.
+
+    Raises what ``Resolved.construct`` does, and what ``resolve`` does for the names that the factory asks for.
+    """
+    inner = _Inner(resolved.described, entry_points)
+    try:
+        instance = resolved.construct(replace(context, name=resolved.name, constructor=inner))
+    finally:
+        inner.ended = True
+    return Constructed(resolved, instance, tuple(inner.made))
+
+
+class _Inner:
+    """Serves ``PluginContext.construct`` while one factory runs."""
+
+    def __init__(self, owner: str, entry_points: EntryPoints | None) -> None:
+        self._owner = owner
+        self._entry_points = entry_points
+        self.made: list[Constructed[Any]] = []
+        self.ended = False
+
+    def __call__(self, context: PluginContext, group: Group, choice: PluginChoice) -> Any:
+        if self.ended:
+            asked = PluginSpec.parse(choice)
+            name = asked.label if isinstance(asked, PluginSpec) else type(asked).__name__
+            raise StateError(
+                f"{self._owner} asked for {name!r} of {group.value} after its construction, when ranks have compared "
+                "their plugins already. Construct it in the factory."
+            )
+        made = construct(resolve(group, choice, self._entry_points), context, self._entry_points)
+        self.made.append(made)
+        return made.instance
