@@ -125,7 +125,7 @@ def _devices() -> tuple[Device, ...]:
 def _nccl() -> str | None:
     if "nccl" not in _backends():
         return None
-    return ".".join(str(part) for part in torch.cuda.nccl.version())
+    return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
 
 
 def _backends() -> frozenset[str]:

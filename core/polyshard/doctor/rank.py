@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import faulthandler
 import json
+import signal
 import sys
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -22,7 +23,9 @@ from ..composable import shard, unsharded
 from ..config import ShardConfig
 
 STEPS = 3
-#: Of inputs; one row more for each rank would let batches differ in size, which the mean over ranks does not allow.
+#: Upon which a rank writes its stack to its output.
+STACK_SIGNAL = signal.SIGUSR1
+#: Of a rank's inputs; as many on each, since the mean over ranks is compared with the mean over all rows.
 _BATCH, _WIDTH = 4, 16
 
 
@@ -47,8 +50,8 @@ class RankSettings:
 
 def run(settings: RankSettings) -> None:
     """Take part in the trial."""
-    # A rank that hangs says where, shortly before it is ended.
-    faulthandler.dump_traceback_later(max(1.0, settings.limit_s - 1))
+    # A rank that hangs is asked where, before it is ended.
+    faulthandler.register(STACK_SIGNAL, all_threads=False)
     _note(settings, stage="joining")
     device = torch.device(settings.device)
     if device.type == "cuda":
@@ -57,7 +60,7 @@ def run(settings: RankSettings) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         settings.backend,
-        store=dist.FileStore(str(Path(settings.folder, "store")), settings.world_size),
+        init_method=f"file://{Path(settings.folder, 'store')}",
         rank=settings.rank,
         world_size=settings.world_size,
         timeout=timedelta(seconds=settings.limit_s),

@@ -15,15 +15,17 @@ from pathlib import Path
 
 from .finding import Finding, Level, Section
 from .machine import Machine
-from .rank import RankSettings, as_argument
+from .rank import STACK_SIGNAL, RankSettings, as_argument
 
 #: A rank's program; its settings follow as one argument.
 RANK_COMMAND = (sys.executable, "-m", "polyshard.doctor.rank")
-#: Seconds for all: importing torch takes most of what it needs.
-LIMIT_S = 60.0
+#: Seconds for all. Ten are enough, most of them to import torch; a machine that is busy takes many times as long.
+LIMIT_S = 120.0
 #: Seconds that the other ranks get to report their own failure once one has failed.
 _GRACE_S = 3.0
-_TAIL_LINES = 12
+#: Seconds for a rank to write its stack.
+_STACK_S = 0.3
+_TAIL_LINES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +102,13 @@ def run_trial(
             state = TrialState.FAILED
         else:
             state = TrialState.EQUAL if whole and max(differences) <= trial.tolerance else TrialState.DIFFERENT
-        told = next((each for each, code in zip(settings, codes, strict=True) if code), None)
-        told = told or next((each for each, code in zip(settings, codes, strict=True) if code is None), None)
         return Outcome(
             trial=trial,
             state=state,
             seconds=round(time.monotonic() - began, 1),
             stages=tuple(stage for stage, _ in notes),
             difference=max(differences) if whole else None,
-            output=_tail(_written(told)) if told is not None else "",
+            output=_output(settings, codes, [stage for stage, _ in notes]),
         )
 
 
@@ -136,10 +136,31 @@ def _codes(
             time.sleep(0.02)
         return [process.poll() for process in processes]
     finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+        _end(processes)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    running = [process for process in processes if process.poll() is None]
+    for process in running:
+        process.send_signal(STACK_SIGNAL)
+    if running:
+        time.sleep(_STACK_S)
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+def _output(settings: Sequence[RankSettings], codes: Sequence[int | None], stages: Sequence[str]) -> str:
+    """What the first rank that failed wrote; of those that hang, the one that came least far."""
+    failed = [each for each, code in zip(settings, codes, strict=True) if code]
+    hung = [each for each, code in zip(settings, codes, strict=True) if code is None]
+    if failed:
+        return _tail(_written(failed[0]))
+    return _tail(_written(min(hung, key=lambda each: _order(stages[each.rank])))) if hung else ""
+
+
+def _order(stage: str) -> int:
+    return list(_LOOK_AT).index(stage) if stage in _LOOK_AT else len(_LOOK_AT)
 
 
 def _written(settings: RankSettings) -> Path:
@@ -159,7 +180,7 @@ def _notes(settings: RankSettings) -> tuple[str, float | None]:
     return noted["stage"], noted["difference"]
 
 
-#: What to look at, by what a rank was doing when the trial ended.
+#: What to look at, by what a rank was doing when the trial ended, in the order in which it does these.
 _LOOK_AT: Mapping[str, str] = {
     "starting": "at torch itself: does 'python -c \"import torch\"' end, and how long does it take?",
     "joining": "at how ranks find each other: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, firewalls, /etc/hosts",
@@ -185,8 +206,7 @@ def _finding(outcome: Outcome) -> Finding:
         why = f"rounding alone would be below {outcome.trial.tolerance:.0e}"
         return Finding(Level.PROBLEM, about, what, why, "report this, with the output of 'polyshard doctor --json'")
     doing = ", ".join(f"rank {rank}: {stage}" for rank, stage in enumerate(outcome.stages))
-    order = ["starting", *(stage for stage in _LOOK_AT if stage != "starting"), "done"]
-    earliest = min(outcome.stages, key=lambda stage: order.index(stage) if stage in order else 0)
+    earliest = min(outcome.stages, key=_order)
     ended = "failed" if outcome.state is TrialState.FAILED else f"did not end within {outcome.seconds:.0f} s"
     cure = f"look {_LOOK_AT.get(earliest, 'at what it wrote')}"
     why = f"it wrote:{os.linesep}{outcome.output}" if outcome.output else "it wrote nothing"
