@@ -1,4 +1,4 @@
-"""One rank of the doctor's trial, as a program: ``python -m polyshard.doctor.rank SETTINGS``, which is JSON.
+"""One rank of the doctor's trial, as a program.
 
 It trains a small model for some steps, sharded over the ranks, and beside it the same model whole over all ranks'
 batches. What it has come to, and at last how far the two are apart, it writes into a file.
@@ -112,5 +112,6 @@ def as_argument(settings: RankSettings) -> str:
     return json.dumps(asdict(settings))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The program: its one argument is what ``as_argument`` made."""
     run(RankSettings(**json.loads(sys.argv[1])))

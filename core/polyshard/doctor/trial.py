@@ -17,8 +17,8 @@ from .finding import Finding, Level, Section
 from .machine import Machine
 from .rank import STACK_SIGNAL, RankSettings, as_argument
 
-#: A rank's program; its settings follow as one argument.
-RANK_COMMAND = (sys.executable, "-m", "polyshard.doctor.rank")
+#: A rank's program; its settings follow as one argument. Files in the working directory do not stand for modules.
+RANK_COMMAND = (sys.executable, "-P", "-c", "from polyshard.doctor import rank; rank.main()")
 #: Seconds for all. Ten are enough, most of them to import torch; a machine that is busy takes many times as long.
 LIMIT_S = 120.0
 #: Seconds that the other ranks get to report their own failure once one has failed.
