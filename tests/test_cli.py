@@ -79,9 +79,12 @@ def test_config_shows_settings_and_where_plugins_come_from(
     assert main(["config", str(file)]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     version = importlib.metadata.version("polyshard")
-    assert "policy acme_blocks acme_cli:Blocks (acme-cli 4.2)" in lines
-    assert f"collectives fake (world_size=1024) polyshard_backends.fake:FakeCollectives (polyshard {version})" in lines
-    assert "strategy full_shard" in lines
+    assert f"policy acme_blocks [shard] of {file} acme_cli:Blocks (acme-cli 4.2)" in lines
+    assert (
+        f"collectives fake (world_size=1024) [shard] of {file}; world_size: POLYSHARD_COLLECTIVES__WORLD_SIZE "
+        f"polyshard_backends.fake:FakeCollectives (polyshard {version})"
+    ) in lines
+    assert "strategy full_shard default" in lines
 
 
 @pytest.mark.parametrize(
