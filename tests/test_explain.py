@@ -230,7 +230,8 @@ def test_options_have_sources_and_the_defaults_of_the_factory(monkeypatch: pytes
         ("force_leaf", Origin.DEFAULT),
         ("exclude", Origin.DEFAULT),
     ]
-    assert size.options[0].source.where == "plugin or"
+    # As the list of policies in which it stands.
+    assert size.options[0].source.where == "the mapping"
     settings = {each.name: each.source.origin for each in told.settings}
     assert (settings["precision"], settings["policy"], settings["offload"]) == (
         Origin.ENVIRONMENT,

@@ -24,6 +24,8 @@ class Constructed(Generic[_T_co]):
     instance: _T_co
     inner: tuple[Constructed[Any], ...] = ()
     """In the order in which the factory asked for them, each with inner ones of its own."""
+    choices: tuple[object, ...] = ()
+    """What it asked for each of them by: usually an option of its own."""
 
     def walk(self) -> Iterator[Constructed[Any]]:
         """This one, and all inside of it: an outer one before its inner ones."""
@@ -58,7 +60,7 @@ def construct(
         instance = resolved.construct(replace(context, name=resolved.name, constructor=inner))
     finally:
         inner.ended = True
-    return Constructed(resolved, instance, tuple(inner.made))
+    return Constructed(resolved, instance, tuple(inner.made), tuple(inner.choices))
 
 
 class _Inner:
@@ -68,6 +70,7 @@ class _Inner:
         self._owner = owner
         self._make = make
         self.made: list[Constructed[Any]] = []
+        self.choices: list[object] = []
         self.ended = False
 
     def __call__(self, context: PluginContext, group: Group, choice: PluginChoice) -> Any:
@@ -80,4 +83,5 @@ class _Inner:
             )
         made = self._make(group, choice, context)
         self.made.append(made)
+        self.choices.append(choice)
         return made.instance

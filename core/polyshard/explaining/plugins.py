@@ -91,7 +91,7 @@ def find(config: ShardConfig, context: PluginContext, workbench: Workbench) -> F
 def explained_plugin(constructed: catalog.Constructed[Any], serves: str, source: OptionSource) -> ExplainedPlugin:
     """``constructed``, which ``serves`` a setting, with where its options come from."""
     used, resolved = catalog.used(constructed), constructed.resolved
-    inner_source = Source(Origin.CODE, f"plugin {resolved.name}")
+    inner = zip(constructed.inner, constructed.choices, strict=True)
     return ExplainedPlugin(
         serves=serves,
         group=used.group.value,
@@ -101,9 +101,20 @@ def explained_plugin(constructed: catalog.Constructed[Any], serves: str, source:
         value=used.value,
         file=used.file,
         options=_options(resolved, source),
-        inner=tuple(explained_plugin(each, used.name, lambda option: inner_source) for each in constructed.inner),
+        inner=tuple(
+            explained_plugin(each, used.name, partial(_source_inside, resolved, source, choice))
+            for each, choice in inner
+        ),
         absent=constructed.absent if isinstance(constructed, Tried) else "",
     )
+
+
+def _source_inside(outer: catalog.Resolved[Any], source: OptionSource, choice: object, option: str) -> Source:
+    """Where an ``option`` of ``choice``, by which ``outer`` asked for a plugin, was set."""
+    for name, value in outer.options.items():
+        if value is choice or (isinstance(value, list | tuple) and any(each is choice for each in value)):
+            return source(name)
+    return Source(Origin.CODE, f"plugin {outer.name}")
 
 
 def _listener(choice: Any, serves: str, source: Source, workbench: Workbench) -> ExplainedPlugin:

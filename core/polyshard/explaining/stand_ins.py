@@ -42,6 +42,7 @@ class Workbench:
         """
         resolved: catalog.Resolved[Any] = catalog.resolve(group, choice, self.entry_points)
         inner: list[catalog.Constructed[Any]] = []
+        choices: list[object] = []
         refused: list[PolyshardError] = []
 
         def make_inner(group: Group, choice: PluginChoice, context: PluginContext) -> catalog.Constructed[Any]:
@@ -50,6 +51,7 @@ class Workbench:
             except PolyshardError as error:
                 refused.append(error)
                 raise
+            choices.append(choice)
             return inner[-1]
 
         try:
@@ -58,8 +60,8 @@ class Workbench:
             # What an inner plugin misses is stood in for already: what it raises is wrong anywhere.
             if group not in _STAND_INS or error in refused:
                 raise
-            return Tried(resolved, self._stand_in(group, context), tuple(inner), str(error))
-        return Tried(resolved, made.instance, made.inner)
+            return Tried(resolved, self._stand_in(group, context), tuple(inner), tuple(choices), str(error))
+        return Tried(resolved, made.instance, made.inner, made.choices)
 
     def ranks(self, context: PluginContext) -> Collectives:
         """One pretended rank of all of them."""
