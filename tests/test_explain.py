@@ -21,6 +21,7 @@ from polyshard.config import Origin
 from polyshard.errors import (
     AlreadyShardedError,
     ConfigError,
+    ConfigTypeError,
     DeviceError,
     EmptyUnitError,
     PluginContractError,
@@ -357,6 +358,7 @@ def test_what_misses_ranks_or_a_device_is_stood_in_for(acme: Path) -> None:
         ({"policy": {"name": "transformer", "layers": nn.LSTM}}, 2, ConfigError, "has no module of the class"),
         ({"strategy": "hybrid_shard", "shard_size": 4}, 6, WorldSizeError, "6 ranks cannot be divided .* of 4"),
         ({"reshard_after_forward": "auto"}, 2, ConfigError, "needs memory_budget on cpu"),
+        ({"listeners": [nn.ReLU]}, 2, PluginContractError, "hook"),
         ({}, 0, WorldSizeError, "there is no world of 0 ranks"),
         ({}, 2.0, WorldSizeError, r"there is no world of 2\.0 ranks"),
     ],
@@ -371,6 +373,8 @@ def test_what_sharding_would_refuse_is_refused(
 
 
 def test_models_that_cannot_be_sharded_are_refused() -> None:
+    with pytest.raises(ConfigTypeError, match="explain takes a module, not 'models:Net'"):
+        explain(ShardConfig(), "models:Net", 2)  # type: ignore[arg-type]
     with pytest.raises(EmptyUnitError, match="nothing to shard"):
         explain(ShardConfig(), nn.ReLU(), 2)
     sharded = polyshard.shard(Net(), ShardConfig(collectives={"name": "fake", "world_size": 2}))

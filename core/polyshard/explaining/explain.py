@@ -14,7 +14,7 @@ from ..assembly import Drafted, Request, draft_module
 from ..chosen_plugins import group_of
 from ..config import Origin, ShardConfig, Source
 from ..devices import compute_device
-from ..errors import WorldSizeError
+from ..errors import ConfigTypeError, WorldSizeError
 from ..interfaces import Collectives, PluginContext
 from ..rank_groups import rank_lists_for, strategy_for
 from .explanation import ExplainedPlugin, Explanation, Value
@@ -49,9 +49,12 @@ def explain(
         ignored_parameters: As for ``polyshard.shard``.
 
     Raises:
+        ConfigTypeError: ``model`` is no module.
         ConfigError, PluginError, ShardingError: what sharding would, on any rank.
         WorldSizeError: ``world_size`` is below 1, or cannot be divided as the strategy needs.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigTypeError(f"explain takes a module, not {model!r}. Give what polyshard.shard would be given.")
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise WorldSizeError(f"there is no world of {world_size!r} ranks. Give their number, 1 or more.")
     placed = dataclasses.replace(config, device=_device(config, model, device, ignored_modules))

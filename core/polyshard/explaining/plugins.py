@@ -68,6 +68,8 @@ def find(config: ShardConfig, context: PluginContext, workbench: Workbench) -> F
         refuse_unable(collectives.instance, 0)
         refuse_unserved(collectives, context, workbench.world_size)
     explained = [explained_plugin(each, setting, partial(config.source_of, setting)) for setting, each in made.items()]
+    # Of the program's own, to see that they have hooks.
+    Events([(type(each).__name__, each) for each in config.listeners if not isinstance(each, str | Mapping)])
     for position, choice in enumerate(config.listeners):
         explained.append(_listener(choice, f"listeners[{position}]", config.source_of("listeners"), workbench))
     policy = WatchedPolicy(made["policy"].instance)
