@@ -11,7 +11,7 @@ from typing import Any
 from .. import catalog
 from ..catalog.resolved import option_parameters
 from ..chosen_plugins import group_of, policy_choice, refuse_unserved
-from ..config import GROUP_OF_SETTING, Origin, ShardConfig, Source
+from ..config import GROUP_OF_SETTING, Origin, PluginChoice, ShardConfig, Source
 from ..engine.planning.answers import refuse_unable
 from ..engine.planning.arrangement import NamedLayout
 from ..events import Events
@@ -55,14 +55,10 @@ def find(config: ShardConfig, context: PluginContext, workbench: Workbench) -> F
 
     Raises what sharding would, and nothing for what only ranks or a device could construct.
     """
-    made: dict[str, Tried[Any]] = {}
-    for setting, group in GROUP_OF_SETTING.items():
-        choice = getattr(config, setting)
-        if setting == "collectives":
-            choice = group_of(config)[0]
-        elif setting == "policy":
-            choice = policy_choice(choice)
-        made[setting] = workbench.construct(group, choice, context)
+    made = {
+        setting: workbench.construct(group, _choice(config, setting), context)
+        for setting, group in GROUP_OF_SETTING.items()
+    }
     collectives = made["collectives"]
     if not collectives.absent:
         refuse_unable(collectives.instance, 0)
@@ -88,6 +84,14 @@ def find(config: ShardConfig, context: PluginContext, workbench: Workbench) -> F
         workbench,
     )
     return Found(plugins, policy, tuple(explained), layout.resolved.name)
+
+
+def _choice(config: ShardConfig, setting: str) -> PluginChoice:
+    """As sharding reads it."""
+    if setting == "collectives":
+        return group_of(config)[0]
+    choice: PluginChoice = getattr(config, setting)
+    return policy_choice(choice) if setting == "policy" else choice
 
 
 def explained_plugin(constructed: catalog.Constructed[Any], serves: str, source: OptionSource) -> ExplainedPlugin:
