@@ -15,6 +15,7 @@ from .hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from .capture import CapturedStep, CaptureFallback, CaptureMode
+    from .catalog import UsedPlugin
     from .composable import (
         as_dtensor,
         clip_grad_norm_,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         local_state_dict,
         no_sync,
         placement,
+        plugins,
         register_forward_method,
         report,
         shard,
@@ -43,6 +45,7 @@ __all__ = [
     "Placement",
     "ShardConfig",
     "Strategy",
+    "UsedPlugin",
     "__version__",
     "as_dtensor",
     "clip_grad_norm_",
@@ -56,6 +59,7 @@ __all__ = [
     "local_state_dict",
     "no_sync",
     "placement",
+    "plugins",
     "register_forward_method",
     "report",
     "shard",
@@ -71,6 +75,7 @@ if not TYPE_CHECKING:
         "FullyShardedDataParallel": "wrapper",
         "MemoryReport": "engine.surface.report",
         "Placement": "engine.surface.placement",
+        "UsedPlugin": "catalog",
     }
 
     def __getattr__(name: str) -> Any:
