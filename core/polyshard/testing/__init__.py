@@ -14,5 +14,18 @@ from .layout import LayoutSuite
 from .offload import OffloadSuite
 from .policy import PolicySuite
 from .precision import PrecisionSuite
+from .rank_processes import KeptProcesses, RankProcesses
+from .ranks import Rank, run_in, run_ranks
 
-__all__ = ["CollectivesSuite", "LayoutSuite", "OffloadSuite", "PolicySuite", "PrecisionSuite"]
+__all__ = [
+    "CollectivesSuite",
+    "KeptProcesses",
+    "LayoutSuite",
+    "OffloadSuite",
+    "PolicySuite",
+    "PrecisionSuite",
+    "Rank",
+    "RankProcesses",
+    "run_in",
+    "run_ranks",
+]
