@@ -10,9 +10,10 @@ pytest must be installed; nothing else in polyshard imports this package.
 """
 
 from .collectives import CollectivesSuite
+from .context import plugin_context
 from .layout import LayoutSuite
 from .offload import OffloadSuite
 from .policy import PolicySuite
 from .precision import PrecisionSuite
 
-__all__ = ["CollectivesSuite", "LayoutSuite", "OffloadSuite", "PolicySuite", "PrecisionSuite"]
+__all__ = ["CollectivesSuite", "LayoutSuite", "OffloadSuite", "PolicySuite", "PrecisionSuite", "plugin_context"]
