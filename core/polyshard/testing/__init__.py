@@ -10,6 +10,7 @@ pytest must be installed; nothing else in polyshard imports this package.
 """
 
 from .collectives import CollectivesSuite
+from .context import plugin_context
 from .layout import LayoutSuite
 from .offload import OffloadSuite
 from .policy import PolicySuite
@@ -26,6 +27,7 @@ __all__ = [
     "PrecisionSuite",
     "Rank",
     "RankProcesses",
+    "plugin_context",
     "run_in",
     "run_ranks",
 ]
