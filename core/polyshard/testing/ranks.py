@@ -21,8 +21,9 @@ T_co = TypeVar("T_co", covariant=True)
 #: What stands for ``torch.distributed`` in a configuration, whatever else is installed.
 _DISTRIBUTED = "polyshard:auto"
 _THREADED = "polyshard:threaded"
-#: Of the time that a run has, what a rank may wait for another: so that it is told which collective, and for whom.
-_WAITING = 0.9
+#: What a rank may wait for another, in multiples of what the run may take: so that the run's end finds it waiting, and
+#: shows where.
+_WAITING = 2.0
 
 
 @dataclass(frozen=True)
