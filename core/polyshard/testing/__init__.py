@@ -15,5 +15,19 @@ from .layout import LayoutSuite
 from .offload import OffloadSuite
 from .policy import PolicySuite
 from .precision import PrecisionSuite
+from .rank_processes import KeptProcesses, RankProcesses
+from .ranks import Rank, run_in, run_ranks
 
-__all__ = ["CollectivesSuite", "LayoutSuite", "OffloadSuite", "PolicySuite", "PrecisionSuite", "plugin_context"]
+__all__ = [
+    "CollectivesSuite",
+    "KeptProcesses",
+    "LayoutSuite",
+    "OffloadSuite",
+    "PolicySuite",
+    "PrecisionSuite",
+    "Rank",
+    "RankProcesses",
+    "plugin_context",
+    "run_in",
+    "run_ranks",
+]
