@@ -64,9 +64,7 @@ class CollectivesSuite:
         run = partial(_on_rank, self.make, fn)
         if self._processes is not None and self.ranks == "processes":
             return run_in(self._processes.of(world_size), run, timeout_s=self.timeout_s)
-        return run_ranks(
-            world_size, run, backend=self.ranks, timeout_s=self.timeout_s, device_type=self.device_type
-        )
+        return run_ranks(world_size, run, backend=self.ranks, timeout_s=self.timeout_s, device_type=self.device_type)
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
