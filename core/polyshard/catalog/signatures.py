@@ -73,9 +73,9 @@ def _call_faults(name: str, found: Any, wanted: FunctionType) -> Iterator[str]:
 
 def takes_context(factory: Any) -> bool:
     """Whether ``factory`` can be called with one argument by place and any by name."""
-    plain = factory
-    if isinstance(factory, type) and type(factory).__call__ is type.__call__ and factory.__new__ is object.__new__:
-        plain = factory.__init__
+    plain: Any = factory
+    if isinstance(factory, type) and _found(type(factory), "__call__") is _TYPE_CALL and _plainly_new(factory):
+        plain = _found(factory, "__init__")
     if isinstance(plain, FunctionType) and not hasattr(plain, "__wrapped__"):
         # Known without a signature, which takes many times as long.
         return plain.__code__.co_argcount > (plain is not factory) or bool(plain.__code__.co_flags & inspect.CO_VARARGS)
@@ -86,6 +86,13 @@ def takes_context(factory: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+_TYPE_CALL = vars(type)["__call__"]
+
+
+def _plainly_new(cls: type) -> bool:
+    return _found(cls, "__new__") is vars(object)["__new__"]
 
 
 def _told(taken: inspect.Signature, by_place: list[Any], error: TypeError) -> str:
