@@ -169,7 +169,6 @@ class Fp32(_Uniform):
     """``fp32``: compute, wire and reduction in fp32; the optimizer sees gradients in the master dtype."""
 
     api_version = 1
-
     _compute = torch.float32
 
 
@@ -177,7 +176,6 @@ class Bf16(_Uniform):
     """``bf16``: compute and wire in bf16, reduction in fp32; the optimizer sees gradients in the master dtype."""
 
     api_version = 1
-
     _compute = torch.bfloat16
 
 
@@ -185,7 +183,6 @@ class Fp16(_Uniform):
     """``fp16``: compute and wire in fp16, reduction in fp32. Small gradients underflow without a gradient scaler."""
 
     api_version = 1
-
     _compute = torch.float16
     capabilities = PrecisionCapabilities(loss_scaling=True)
 
