@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -63,9 +64,10 @@ class _Model(Model):
 class _Run:
     """A sharded model, on one of two pretended ranks, with what a loop needs."""
 
-    def __init__(self, listener: object | None, device: torch.device, build: Callable[[], _Model] = _Model) -> None:
-        model = seeded(build, device)
+    def __init__(self, listener: object | None, device: torch.device, frozen: bool = False) -> None:
+        model = seeded(_Model, device)
         assert isinstance(model, _Model)
+        model.blocks[1].requires_grad_(not frozen)
         self.model = model
         shard(
             model,
@@ -100,12 +102,6 @@ class _Run:
             values = {name: each.detach().clone() for name, each in self.model.named_parameters()}
         close(self.model)
         return values
-
-
-def _frozen() -> _Model:
-    model = _Model()
-    model.blocks[1].requires_grad_(False)
-    return model
 
 
 class ListenerSuite(PluginSuite):
@@ -145,55 +141,25 @@ class ListenerSuite(PluginSuite):
                 _check_signatures(observer, unit)
 
     def test_training_gives_the_same_numbers_as_without_it(self) -> None:
-        def use(run: _Run) -> None:
-            with no_sync(run.model):
-                run.loss().backward()
-            run.step()
-            run.step()
-
-        self._same_numbers(use)
+        self._same_numbers(_train)
 
     def test_a_forward_without_a_backward(self) -> None:
-        def use(run: _Run) -> None:
-            run.evaluate()
-            run.evaluate()
-            run.step()
-
-        self._same_numbers(use)
+        self._same_numbers(_evaluate)
 
     def test_a_step_after_one_that_failed(self) -> None:
-        def use(run: _Run) -> None:
-            run.model.fails = True
-            with pytest.raises(_PlannedError):
-                run.step()
-            run.model.fails = False
-            loss = run.loss()
-            # The root's backward has not been reached then.
-            loss.register_hook(_fail)
-            with pytest.raises(_PlannedError):
-                loss.backward()
-            run.step()
-
-        self._same_numbers(use)
+        self._same_numbers(_fail)
 
     def test_activations_that_are_computed_again(self) -> None:
-        def use(run: _Run) -> None:
-            run.model.recomputes = True
-            run.step()
-
-        self._same_numbers(use)
+        self._same_numbers(_recompute)
 
     def test_units_that_are_frozen(self) -> None:
-        self._same_numbers(_Run.step, _frozen)
+        self._same_numbers(_freeze)
 
     def test_two_models_at_once(self) -> None:
-        listeners = self._listener(), self._listener()
-        together = self._together(*listeners)
-        assert _equal(together, self._together(None, None)), "parameters differ from those without listeners"
+        self._same_numbers(_train_two)
 
     def test_saving_and_loading(self) -> None:
-        with_it, without = self._saved_and_loaded(self._listener), self._saved_and_loaded(lambda: None)
-        assert _equal([with_it], [without]), "parameters that were loaded differ from those without the listener"
+        self._same_numbers(_save_and_load)
 
     def test_the_model_is_left_as_it_was(self) -> None:
         assert not (changes := self._watched().changes), changes[0]
@@ -240,38 +206,10 @@ class ListenerSuite(PluginSuite):
             pytest.skip(f"its hooks or observers do not fit: {error}")
         return self.make()
 
-    def _same_numbers(self, use: Callable[[_Run], None], build: Callable[[], _Model] = _Model) -> None:
-        with_it, without = self._used(self._listener(), use, build), self._used(None, use, build)
-        assert _equal([with_it], [without]), "parameters differ from those without the listener"
-
-    def _used(self, listener: object | None, use: Callable[[_Run], None], build: Callable[[], _Model]) -> Values:
+    def _same_numbers(self, use: _Use) -> None:
         with _seeds(self.device):
-            run = _Run(listener, self.device, build)
-            use(run)
-            return run.end()
-
-    def _together(self, first: object | None, second: object | None) -> list[Values]:
-        with _seeds(self.device):
-            runs = [_Run(first, self.device), _Run(second, self.device)]
-            # One step lies within the other, and the next behind it.
-            outer = runs[0].loss()
-            runs[1].step()
-            outer.backward()
-            runs[0].optimizer.step()
-            runs[0].optimizer.zero_grad()
-            runs[0].step()
-            return [run.end() for run in runs]
-
-    def _saved_and_loaded(self, make: Callable[[], object | None]) -> Values:
-        with tempfile.TemporaryDirectory() as folder, _seeds(self.device):
-            saved = _Run(make(), self.device)
-            saved.step()
-            directory = checkpoints.save(Path(folder), 1, saved.model, saved.optimizer)
-            saved.end()
-            loaded = _Run(make(), self.device)
-            checkpoints.load(directory, loaded.model, loaded.optimizer)
-            loaded.step()
-            return loaded.end()
+            with_it = use(self._listener, self.device)
+        assert _equal(with_it, _without(use, self.device)), "parameters differ from those without the listener"
 
     def _watched(self) -> Watched:
         """What it did over two steps."""
@@ -282,6 +220,88 @@ class ListenerSuite(PluginSuite):
             run.step()
             run.end()
         return watched
+
+
+#: Makes a listener, or None, for each model, and returns the models' parameters at the end.
+_Use = Callable[[Callable[[], object | None], torch.device], list[Values]]
+
+
+def _train(make: Callable[[], object | None], device: torch.device) -> list[Values]:
+    run = _Run(make(), device)
+    with no_sync(run.model):
+        run.loss().backward()
+    run.step()
+    run.step()
+    return [run.end()]
+
+
+def _evaluate(make: Callable[[], object | None], device: torch.device) -> list[Values]:
+    run = _Run(make(), device)
+    run.evaluate()
+    run.evaluate()
+    run.step()
+    return [run.end()]
+
+
+def _fail(make: Callable[[], object | None], device: torch.device) -> list[Values]:
+    run = _Run(make(), device)
+    run.model.fails = True
+    with pytest.raises(_PlannedError):
+        run.step()
+    run.model.fails = False
+    loss = run.loss()
+    loss.register_hook(_raise)
+    with pytest.raises(_PlannedError):
+        loss.backward()
+    run.step()
+    return [run.end()]
+
+
+def _raise(gradient: torch.Tensor) -> None:
+    raise _PlannedError
+
+
+def _recompute(make: Callable[[], object | None], device: torch.device) -> list[Values]:
+    run = _Run(make(), device)
+    run.model.recomputes = True
+    run.step()
+    return [run.end()]
+
+
+def _freeze(make: Callable[[], object | None], device: torch.device) -> list[Values]:
+    run = _Run(make(), device, frozen=True)
+    run.step()
+    return [run.end()]
+
+
+def _train_two(make: Callable[[], object | None], device: torch.device) -> list[Values]:
+    runs = [_Run(make(), device), _Run(make(), device)]
+    # One step lies within the other, and the next behind it.
+    outer = runs[0].loss()
+    runs[1].step()
+    outer.backward()
+    runs[0].optimizer.step()
+    runs[0].optimizer.zero_grad()
+    runs[0].step()
+    return [run.end() for run in runs]
+
+
+def _save_and_load(make: Callable[[], object | None], device: torch.device) -> list[Values]:
+    with tempfile.TemporaryDirectory() as folder:
+        saved = _Run(make(), device)
+        saved.step()
+        directory = checkpoints.save(Path(folder), 1, saved.model, saved.optimizer)
+        loaded = _Run(make(), device)
+        checkpoints.load(directory, loaded.model, loaded.optimizer)
+    loaded.step()
+    return [saved.end(), loaded.end()]
+
+
+@functools.cache
+def _without(use: _Use, device: torch.device) -> list[Values]:
+    """What comes of ``use`` without a listener: the same for all of them."""
+    with _seeds(device):
+        return use(lambda: None, device)
 
 
 @contextmanager
@@ -300,10 +320,6 @@ def _check_signatures(observer: Observer, unit: UnitSpec) -> None:
             raise AssertionError(
                 f"{name}{signature} of the observer must take ({', '.join(arguments)}): {error}"
             ) from error
-
-
-def _fail(gradient: torch.Tensor) -> None:
-    raise _PlannedError
 
 
 def _equal(one: Sequence[Values], other: Sequence[Values]) -> bool:
