@@ -23,7 +23,7 @@ from ..events import Events
 from ..interfaces import Group, Observer, UnitSpec
 from .listener_watch import Watched
 from .plugin import PluginSuite
-from .training import Block, Head, Model, Values, seeded, tokens
+from .training import Block, Model, Values, seeded, tokens
 
 _OBSERVER = {
     "unshard": ("unit",),
@@ -73,7 +73,7 @@ class _Run:
             model,
             ShardConfig(
                 collectives={"name": "polyshard:fake", "world_size": 2},
-                policy={"name": "polyshard:module_class", "classes": [Block, Head]},
+                policy={"name": "polyshard:module_class", "classes": Block},
                 listeners=() if listener is None else (listener,),
                 device=device,
             ),
