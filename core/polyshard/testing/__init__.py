@@ -3,8 +3,10 @@
 A subclass overrides what constructs the plugin and inherits the tests::
 
     class TestAcmeCollectives(CollectivesSuite):
-        def run_ranks(self, world_size, fn):
-            ...                                 # start the ranks, return [fn(collectives) of each rank]
+        def make(self, rank):
+            return AcmeCollectives(plugin_context(), inner=rank.collectives)
+
+``run_ranks`` starts ranks, threads or processes, for other tests of a plugin.
 
 pytest must be installed; nothing else in polyshard imports this package.
 """

@@ -160,7 +160,7 @@ def serve(
             torch.cuda.set_device(rank)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=dist.FileStore(str(Path(folder, "store")), world_size),
+            init_method=f"file://{Path(folder, 'store')}",
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=startup_s),

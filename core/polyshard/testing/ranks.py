@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ T_co = TypeVar("T_co", covariant=True)
 #: What stands for ``torch.distributed`` in a configuration, whatever else is installed.
 _DISTRIBUTED = "polyshard:auto"
 _THREADED = "polyshard:threaded"
-#: Of the time that a run has, what a rank may wait for another: so that it is told which collective, and for whom.
-_WAITING = 0.9
+#: What a rank may wait for another, in multiples of what the run may take: so that the run's end finds it waiting, and
+#: shows where.
+_WAITING = 2.0
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def run_ranks(
     if backend == "threads":
         if device_type != "cpu":
             raise ConfigError(f'ranks that are threads compute on the CPU, not on {device_type}; take "processes"')
-        return _run_threads(world_size, fn, timeout_s)
+        return run_threads(world_size, fn, timeout_s)
     if backend != "processes":
         raise ConfigError(f'ranks are "threads" or "processes", not {backend!r}')
     with RankProcesses(world_size, device_type=device_type) as processes:
@@ -96,13 +98,24 @@ def run_in(processes: RankProcesses, fn: Callable[[Rank], T], *, timeout_s: floa
     return processes.run(_Called(fn), timeout_s=timeout_s)
 
 
-def _run_threads(world_size: int, fn: Callable[[Rank], T], timeout_s: float) -> list[T]:
-    threaded: Any = catalog.resolve(Group.COLLECTIVES, _THREADED).factory
-    world: _World = threaded.make_world(world_size, timeout_s * _WAITING)
+@functools.cache
+def _threaded() -> Any:
+    # polyshard's own names stay what they are; reading what is installed takes longer than many a run.
+    return catalog.resolve(Group.COLLECTIVES, _THREADED).factory
+
+
+def run_threads(
+    world_size: int, fn: Callable[[Rank], T], timeout_s: float, collectives: str = _THREADED, factory: Any = None
+) -> list[T]:
+    """What ``run_ranks`` does, in threads that meet in a world which ``factory.make_world`` makes.
+
+    ``collectives`` is the name of ``factory``; by default, both are polyshard's own.
+    """
+    world: _World = (factory or _threaded()).make_world(world_size, timeout_s * _WAITING)
 
     def on_rank(rank: int, world: Any) -> T:
-        collectives = {"name": _THREADED, "world": world, "rank": rank}
-        return fn(Rank(rank, world_size, collectives, torch.device("cpu"), world.lock))
+        chosen = {"name": collectives, "world": world, "rank": rank}
+        return fn(Rank(rank, world_size, chosen, torch.device("cpu"), world.lock))
 
     return world.run(on_rank, timeout=timeout_s)
 
