@@ -21,7 +21,14 @@ from parity import Net, adam, on_ranks, seeded, sgd, square_step, train_referenc
 from polyshard import ShardConfig
 from polyshard.catalog import PluginState, installed, resolve
 from polyshard.interfaces import Collectives, Group, PluginContext
-from polyshard.testing import CollectivesSuite, LayoutSuite, OffloadSuite, PolicySuite, PrecisionSuite
+from polyshard.testing import (
+    CollectivesSuite,
+    LayoutSuite,
+    ListenerSuite,
+    OffloadSuite,
+    PolicySuite,
+    PrecisionSuite,
+)
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
@@ -189,6 +196,15 @@ class TestKeepLast(PolicySuite):
 class TestWholeHeads(LayoutSuite):
     def make(self) -> Any:
         return plugin(Group.LAYOUTS, "whole_heads")(CONTEXT, rows=4)
+
+
+class TestTraffic(ListenerSuite):
+    @pytest.fixture(autouse=True)
+    def folder(self, tmp_path: Path) -> None:
+        self._file = str(tmp_path / "traffic")
+
+    def make(self) -> Any:
+        return plugin(Group.PLUGINS, "traffic")(CONTEXT, file=self._file)
 
 
 def test_a_bare_module_takes_the_listener_without_a_rank(tmp_path: Path) -> None:

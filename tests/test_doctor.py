@@ -216,7 +216,7 @@ def test_plugins_that_cannot_be_used_are_problems(tmp_path: Path, monkeypatch: p
     offers = [("polyshard.offload", "torn", "acme_ill:Torn"), ("polyshard.offload", "none", "acme_ill_not:Fine")]
     sources = {
         "acme_ill": "import a_library_that_is_absent",
-        "acme_ill_not": "class Fine:\n    api_version = 1\n    def __init__(self, context): pass",
+        "acme_ill_not": "from polyshard_plugins.offload import NoOffload\nclass Fine(NoOffload):\n    api_version = 1",
     }
     install(tmp_path, "acme-ill", "1.0", offers, sources)
     monkeypatch.syspath_prepend(tmp_path)

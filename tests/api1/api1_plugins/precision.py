@@ -22,7 +22,9 @@ class Int8Gather(PrecisionCaster):
         dtype = unit.master_dtype
         return UnitDtypes(compute=dtype, wire=dtype, reduce=dtype, grad=dtype)
 
-    def wire(self, unit: UnitSpec) -> WireSpec:
+    def wire(self, unit: UnitSpec) -> WireSpec | None:
+        if not unit.shard_numel:
+            return None  # parameters without elements have no largest one
         return WireSpec(nbytes_per_rank=_HEADER + -(-unit.shard_numel // 16) * 16)
 
     def encode(self, unit: UnitSpec, wire: torch.Tensor, shard: torch.Tensor) -> None:
