@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from .._version import __version__
 from ..errors import PolyshardError
-from . import config, plugins
+from . import config, new, plugins
 
 #: Each has ``add``, whose parser's ``run`` takes the parsed arguments and returns the exit code.
-_COMMANDS = (plugins, config)
+_COMMANDS = (plugins, config, new)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
