@@ -111,7 +111,8 @@ def _table(line: str) -> str | None:
 
 
 def _end_of_table(lines: list[str], header: int) -> int:
-    """Index behind the last line of the table that begins at ``header``; blanks and comments ahead of the next are its."""
+    """Index behind the last line of the table that begins at ``header``; blanks and comments ahead of the next one are
+    that one's."""
     end = next((index for index in range(header + 1, len(lines)) if _HEADER.match(lines[index])), len(lines))
     while not lines[end - 1].strip() or (end < len(lines) and lines[end - 1].lstrip().startswith("#")):
         end -= 1
