@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import pytest
 import torch
@@ -13,6 +13,8 @@ from polyshard.interfaces import Collectives, CollectivesCapabilities, ReduceOp
 
 from . import collectives_checks as checks
 from . import collectives_exchange_checks as exchange_checks
+from .rank_processes import KeptProcesses
+from .ranks import Rank, run_in, run_ranks
 
 T = TypeVar("T")
 
@@ -21,8 +23,16 @@ def _capabilities(collectives: Collectives) -> CollectivesCapabilities:
     return collectives.capabilities
 
 
+def _on_rank(make: Callable[[Rank], Collectives], fn: Callable[[Collectives], T], rank: Rank) -> T:
+    collectives = make(rank)
+    result = fn(collectives)
+    # Not where fn raised: closing may be a meeting, to which no other rank comes.
+    collectives.close()
+    return result
+
+
 class CollectivesSuite:
-    """Subclass it, name the class ``Test…``, and override ``run_ranks``.
+    """Subclass it, name the class ``Test…``, and override ``make``, or, for ranks of another kind, ``run_ranks``.
 
     Every test runs for each of ``world_sizes``. What a backend's capabilities rule out is not asked of it. A backend
     without ``can_communicate`` is held to the answers of ranks that all send alike.
@@ -30,13 +40,40 @@ class CollectivesSuite:
 
     world_sizes: ClassVar[tuple[int, ...]] = (1, 2, 3)
     """Numbers of ranks to test with."""
+    ranks: ClassVar[Literal["threads", "processes"]] = "threads"
+    """What ranks are: threads of this process, or processes in which ``torch.distributed`` is initialised."""
+    device_type: ClassVar[Literal["cpu", "cuda"]] = "cpu"
+    """Where ranks that are processes compute; with ``"cuda"`` each has a device of its own."""
+    timeout_s: ClassVar[float] = 60.0
+    """Seconds after which a run counts as hanging."""
+
+    _processes: ClassVar[KeptProcesses | None] = None
+
+    def make(self, rank: Rank) -> Collectives:
+        """A newly constructed backend, on the rank that it is to serve.
+
+        ``rank.collectives`` are collectives that work between the ranks, for a backend made of others.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must override make(rank), or run_ranks(world_size, fn)")
 
     def run_ranks(self, world_size: int, fn: Callable[[Collectives], T]) -> list[T]:
         """Run ``fn`` on a newly constructed backend on every rank; return the results in rank order.
 
         ``fn`` can be pickled. It must raise here what it raised on a rank, and a hang must end in an error.
         """
-        raise NotImplementedError(f"{type(self).__name__} must override run_ranks(world_size, fn)")
+        run = partial(_on_rank, self.make, fn)
+        if self._processes is not None and self.ranks == "processes":
+            return run_in(self._processes.of(world_size), run, timeout_s=self.timeout_s)
+        return run_ranks(world_size, run, backend=self.ranks, timeout_s=self.timeout_s, device_type=self.device_type)
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _keep_processes(cls) -> Iterator[None]:
+        # Started once for all tests of the class: a start takes longer than a test.
+        cls._processes = kept = KeptProcesses(device_type=cls.device_type)
+        yield
+        cls._processes = None
+        kept.close()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "world_size" in metafunc.fixturenames:
