@@ -69,6 +69,9 @@ def _folder(name: str) -> Path:
 
 
 def _new(kind: Kind, plugin: PluginName, folder: Path) -> Written:
+    parent = folder.resolve().parent
+    if not parent.is_dir():
+        raise ConfigError(f"cannot make {folder}: {parent} is not there; make it first")
     package = PackageName.parse(folder.resolve())
     values = {
         "distribution": package.distribution,

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
-
-from polyshard.interfaces import Collectives
-from polyshard.testing import CollectivesSuite, plugin_context
+import pytest
+from polyshard.errors import WorldSizeError
+from polyshard.testing import CollectivesSuite, Rank, plugin_context
 
 from acme.loopback import Loopback
 
-T = TypeVar("T")
-
 
 class TestLoopback(CollectivesSuite):
-    def run_ranks(self, world_size: int, fn: Callable[[Collectives], T]) -> list[T]:
-        # Pretended ranks may come one after the other. Those that exchange bytes must run at once.
-        return [fn(Loopback(plugin_context(), world_size=world_size, rank=rank)) for rank in range(world_size)]
+    def make(self, rank: Rank) -> Loopback:
+        return Loopback(plugin_context(), world_size=rank.world_size, rank=rank.rank)
+
+
+def test_a_rank_that_is_not_there_is_refused() -> None:
+    with pytest.raises(WorldSizeError, match="no rank 2 of 2"):
+        Loopback(plugin_context(), world_size=2, rank=2)
