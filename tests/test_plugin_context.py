@@ -22,7 +22,7 @@ def test_it_constructs_plugins_by_name() -> None:
 
 
 def test_a_name_that_nothing_has_is_an_error_of_the_catalogue() -> None:
-    with pytest.raises(PluginNotFoundError, match="no installed plugin of polyshard.offload is named 'cpuu'"):
+    with pytest.raises(PluginNotFoundError, match=r"no installed plugin of polyshard\.offload is named 'cpuu'"):
         plugin_context().construct(Group.OFFLOAD, "cpuu")
 
 

@@ -1,0 +1,70 @@
+"""Runs a conformance suite over a plugin within a test, to say which of its tests fail."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A plugin that breaks its contract in one way."""
+
+    make: Callable[[], Any]
+    fails: tuple[str, ...]
+    """Names of the tests, without ``test_``, that fail over it: all of them, and no other."""
+    why_several: str = ""
+    """Why more than one must."""
+    factory: Callable[..., Any] | None = None
+    """What the entry point would name, where it is not the class of what ``make`` returns."""
+
+    def __post_init__(self) -> None:
+        assert (len(self.fails) > 1) == bool(self.why_several), self
+
+
+def names_of(suite: type[Any]) -> set[str]:
+    """Names of the suite's tests, without ``test_``."""
+    return {name.removeprefix("test_") for name in dir(suite) if name.startswith("test_")}
+
+
+def failing(suite: type[Any], fault: Fault) -> set[str]:
+    """Names of those of ``suite``'s tests, without ``test_``, that fail over the plugin."""
+
+    class Suite(suite):  # type: ignore[misc]
+        def make(self) -> Any:
+            return fault.make()
+
+        def factory(self) -> Callable[..., Any]:
+            return fault.factory or super().factory()
+
+    return {name for name in names_of(suite) if not _passes(Suite, f"test_{name}")}
+
+
+def _passes(suite: type[Any], name: str) -> bool:
+    for arguments in _cases(getattr(suite, name)):
+        try:
+            getattr(suite(), name)(**arguments)
+        except pytest.skip.Exception:
+            return True
+        except (Exception, pytest.fail.Exception):
+            return False
+    return True
+
+
+def _cases(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
+    """Every case of a test that has marks of ``parametrize``."""
+    axes = []
+    for mark in getattr(test, "pytestmark", ()):
+        names, values = mark.args
+        if isinstance(names, str):
+            axes.append([{names: value} for value in values])
+        else:
+            axes.append([dict(zip(names, value, strict=True)) for value in values])
+    assert set(inspect.signature(test).parameters) == {"self"} | {name for axis in axes for name in axis[0]}
+    for case in itertools.product(*axes):
+        yield {name: value for part in case for name, value in part.items()}
