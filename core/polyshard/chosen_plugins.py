@@ -12,6 +12,7 @@ import torch
 
 from . import catalog
 from .config import PluginChoice, ShardConfig
+from .engine.planning.answers import refuse_unable
 from .engine.planning.arrangement import NamedLayout
 from .errors import DeviceError, WorldSizeError
 from .events import Events
@@ -96,6 +97,7 @@ def construct_plugins(
 
 def _refuse_unserved(constructed: catalog.Constructed[Collectives], context: PluginContext) -> None:
     collectives, name = constructed.instance, constructed.resolved.name
+    refuse_unable(collectives, collectives.rank)
     capabilities = collectives.capabilities
     if context.device.type not in capabilities.devices:
         raise DeviceError(
