@@ -36,6 +36,7 @@ listeners = [{ name = "tally", every = 2 }]
 #: One rank, with the collectives that pretend.
 ALONE = """
 [shard]
+strategy = "no_shard"
 collectives = "loopback"
 policy = "keep_last"
 """
