@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from polyshard.interfaces import OffloadCapabilities, OffloadManager, PluginContext, UnitSpec
 from polyshard.testing import OffloadSuite, plugin_context
-from suite_faults import Fault, failing, names_of
+from suite_faults import Fault, common_faults, failing, names_of
 
 
 class Sound(OffloadManager):
@@ -18,10 +17,6 @@ class Sound(OffloadManager):
 
     api_version = 1
     capabilities = OffloadCapabilities(parks=True)
-
-    def __init_subclass__(cls, inherits: bool = False) -> None:
-        if not inherits:
-            cls.api_version = 1
 
     def __init__(self, context: PluginContext) -> None:
         self.kept: dict[str, torch.Tensor] = {}
@@ -38,6 +33,8 @@ class Sound(OffloadManager):
 
 class Partial(Sound):
     """Parks units of five elements and more; of each it knows from ``place`` where its gradient goes."""
+
+    api_version = 1
 
     def __init__(self, context: PluginContext) -> None:
         self.parked: dict[str, torch.Tensor | None] = {}
@@ -65,38 +62,19 @@ class TestPartialManager(OffloadSuite):
         return Partial(plugin_context())
 
 
-class Inherits(Sound, inherits=True):
-    """Says no version itself."""
-
-
-class FromTheFuture(Sound, inherits=True):
+class FromTheFuture(Sound):
     api_version = 99
 
 
-class Swallows(Sound):
-    """Takes every option, the misspelled ones too."""
-
-    def __init__(self, context: PluginContext, **options: Any) -> None:
-        super().__init__(context)
-
-
-class NamesNoOption(Sound):
-    """Excuses an option that it does not have."""
-
-    local_options = frozenset({"folder"})
-
-
-class TellsItsRank(Sound):
-    def fingerprint(self) -> str:
-        return f"of rank {os.environ.get('RANK')}"
-
-
 class CountsForTrue(Sound):
+    api_version = 1
     capabilities = OffloadCapabilities(parks=1)  # type: ignore[arg-type]
 
 
 class WidensMasters(Sound):
     """Parks 16-bit masters in fp32."""
+
+    api_version = 1
 
     def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
         return shard.float() if shard.itemsize == 2 else shard.clone()
@@ -105,12 +83,16 @@ class WidensMasters(Sound):
 class SpreadMasters(Sound):
     """Interleaves masters with something else."""
 
+    api_version = 1
+
     def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
         return _spread(shard)
 
 
 class ScalesLate(Sound):
     """Sends 16 bits as bf16, whichever they are."""
+
+    api_version = 1
 
     def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
         own_slice.copy_(master.bfloat16() if own_slice.itemsize == 2 else master)
@@ -119,6 +101,8 @@ class ScalesLate(Sound):
 class OneStage(Sound):
     """Keeps what masters are cast into, in the dtype of the first time."""
 
+    api_version = 1
+
     def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
         stage = self.kept.setdefault(unit.name, torch.empty_like(own_slice))
         own_slice.copy_(stage.copy_(master))
@@ -126,6 +110,8 @@ class OneStage(Sound):
 
 class RoundsUp(Sound):
     """Clears what is behind the slice, where there is something."""
+
+    api_version = 1
 
     def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
         own_slice.copy_(master)
@@ -137,6 +123,8 @@ class RoundsUp(Sound):
 class RoundsMasters(Sound):
     """Keeps of a master what was sent."""
 
+    api_version = 1
+
     def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
         own_slice.copy_(master)
         master.copy_(own_slice)
@@ -145,6 +133,8 @@ class RoundsMasters(Sound):
 class SeesNothingToFetch(Sound):
     """Looks at the largest value, of no values too."""
 
+    api_version = 1
+
     def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
         assert master.abs().amax() < 1e30
         own_slice.copy_(master)
@@ -152,6 +142,8 @@ class SeesNothingToFetch(Sound):
 
 class SpreadGradients(Sound):
     """Interleaves 16-bit gradients with something else, until another is added."""
+
+    api_version = 1
 
     def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
         if into is not None:
@@ -162,12 +154,16 @@ class SpreadGradients(Sound):
 class GradientsLikeMasters(Sound):
     """Stores gradients in the dtype of the master, whose own they need not be."""
 
+    api_version = 1
+
     def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
         return grad.to(unit.master_dtype, copy=True) if into is None else into.add_(grad)
 
 
 class WideSums(Sound):
     """Adds up in fp32, and returns that."""
+
+    api_version = 1
 
     def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
         return grad.clone() if into is None else into.float() + grad.float()
@@ -176,12 +172,16 @@ class WideSums(Sound):
 class Forgetful(Sound):
     """Overwrites the gradient of the 16-bit microbatch before."""
 
+    api_version = 1
+
     def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
         return grad.clone() if into is None or grad.itemsize == 2 else into.add_(grad)
 
 
 class NeverCleared(Sound):
     """Adds to what it has of the unit, from whichever step."""
+
+    api_version = 1
 
     def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
         if into is not None:
@@ -193,6 +193,8 @@ class NeverCleared(Sound):
 class ByModule(Sound):
     """Has one gradient of a module."""
 
+    api_version = 1
+
     def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
         if into is not None:
             return into.add_(grad)
@@ -203,6 +205,8 @@ class ByModule(Sound):
 class OneShelf(Sound):
     """Parks all masters in one place."""
 
+    api_version = 1
+
     def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
         shelf = self.kept.setdefault(str(shard.dtype), torch.zeros(1000, dtype=shard.dtype))
         return shelf[: shard.numel()].copy_(shard)
@@ -211,12 +215,16 @@ class OneShelf(Sound):
 class FirstPlace(Sound):
     """Does not take back a unit that it was given before."""
 
+    api_version = 1
+
     def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
         return self.kept.setdefault(unit.name, shard.clone())
 
 
 class WaitsForTheLast(Sound):
     """Waits for what it stored last, which it takes for granted."""
+
+    api_version = 1
 
     def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
         self.kept["last"] = super().store_grad(unit, grad, into)
@@ -229,6 +237,8 @@ class WaitsForTheLast(Sound):
 class ThreeSlots(Sound):
     """Has memory for the gradients of three units."""
 
+    api_version = 1
+
     def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
         stored = super().store_grad(unit, grad, into)
         self.kept.pop(unit.name, None)
@@ -240,6 +250,8 @@ class ThreeSlots(Sound):
 
 class Frozen(Sound):
     """Fetches what was placed, whatever the optimizer made of it."""
+
+    api_version = 1
 
     def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
         self.kept[unit.name] = shard.clone()
@@ -269,11 +281,8 @@ APART = "units_do_not_share_memory"
 TRAINING = "training_is_that_of_the_unsharded_model"
 
 FAULTS = [
-    fault(Inherits, VERSION),
+    *common_faults(Sound, lambda plugin: plugin(plugin_context())),
     fault(FromTheFuture, VERSION, TRAINING, why="polyshard refuses such a version of an object, too"),
-    fault(Swallows, "factory_takes_a_context_and_options_by_name"),
-    fault(NamesNoOption, "local_options_are_options_of_the_factory"),
-    fault(TellsItsRank, "fingerprint_is_text_that_every_rank_has"),
     fault(CountsForTrue, "capabilities_are_real_bools_that_do_not_change"),
     fault(WidensMasters, PLACED),
     fault(SpreadMasters, PLACED, TRAINING, why="the engine refuses strides as well"),

@@ -45,6 +45,8 @@ class ModuleClass(WrapPolicy):
 class Transformer(ModuleClass):
     """``transformer``: every transformer layer becomes a unit; the rest stays in the root."""
 
+    api_version = 1
+
     def __init__(self, context: PluginContext, layers: type | str | Iterable[type | str]) -> None:
         """``layers``: the classes of the model's blocks, each a class or ``"package.module:Name"``.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,28 @@ class Fault:
 
     def __post_init__(self) -> None:
         assert (len(self.fails) > 1) == bool(self.why_several), self
+
+
+def common_faults(sound: type[Any], make: Callable[[type[Any]], Any]) -> Iterator[Any]:
+    """Faults that a plugin of every group can have; ``make`` constructs subclasses of ``sound``."""
+
+    def swallowing(self: Any, context: Any, **options: Any) -> None:
+        sound.__init__(self, context)
+
+    def subclass(name: str, fails: str, **body: Any) -> Any:
+        plugin = type(name, (sound,), body)
+        return pytest.param(Fault(lambda: make(plugin), (fails,)), id=name)
+
+    # Says no version itself.
+    yield subclass("Inherits", "api_version_stands_in_the_class_itself_and_is_served")
+    # Takes every option, the misspelled ones too.
+    yield subclass("Swallows", "factory_takes_a_context_and_options_by_name", api_version=1, __init__=swallowing)
+    # Excuses an option that it does not have.
+    unknown = frozenset({"folder"})
+    yield subclass("NamesNone", "local_options_are_options_of_the_factory", api_version=1, local_options=unknown)
+    # Says something else on each rank.
+    told = {"fingerprint": lambda self: f"of rank {os.environ.get('RANK')}"}
+    yield subclass("TellsItsRank", "fingerprint_is_text_that_every_rank_has", api_version=1, **told)
 
 
 def names_of(suite: type[Any]) -> set[str]:

@@ -49,7 +49,7 @@ class PluginSuite:
 
     def test_local_options_are_options_of_the_factory(self) -> None:
         factory = self.factory()
-        local = getattr(factory, "local_options", frozenset())
+        local: Any = getattr(factory, "local_options", frozenset())
         assert isinstance(local, Collection), f"local_options are {local!r}"
         assert not isinstance(local, str | bytes), f"local_options are {local!r}: put the name into a frozenset"
         options = list(inspect.signature(factory).parameters)[1:]
