@@ -186,8 +186,6 @@ class ProcessGroupCollectives(Collectives):
     are points at which all ranks meet, as making a group requires. Models over the same ranks share what was made.
     """
 
-    api_version = 1
-
     #: The transport that the group must use, and the device type that it is used for.
     transport: str
     device_type: str

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import pytest
 import torch
 
-from polyshard.interfaces import Collectives, CollectivesCapabilities, ReduceOp
+from polyshard.interfaces import Collectives, CollectivesCapabilities, Group, ReduceOp
 
 from . import collectives_checks as checks
 from . import collectives_exchange_checks as exchange_checks
+from .plugin import PluginSuite
 from .rank_processes import KeptProcesses
 from .ranks import Rank, run_in, run_ranks
 
@@ -31,12 +32,19 @@ def _on_rank(make: Callable[[Rank], Collectives], fn: Callable[[Collectives], T]
     return result
 
 
-class CollectivesSuite:
+def _own_fingerprint(collectives: Collectives) -> Any:
+    method = getattr(collectives, "fingerprint", None)
+    return method() if callable(method) else method
+
+
+class CollectivesSuite(PluginSuite):
     """Subclass it, name the class ``Test…``, and override ``make``, or, for ranks of another kind, ``run_ranks``.
 
     Every test runs for each of ``world_sizes``. What a backend's capabilities rule out is not asked of it. A backend
     without ``can_communicate`` is held to the answers of ranks that all send alike.
     """
+
+    group = Group.COLLECTIVES
 
     world_sizes: ClassVar[tuple[int, ...]] = (1, 2, 3)
     """Numbers of ranks to test with."""
@@ -49,7 +57,7 @@ class CollectivesSuite:
 
     _processes: ClassVar[KeptProcesses | None] = None
 
-    def make(self, rank: Rank) -> Collectives:
+    def make(self, rank: Rank) -> Collectives:  # type: ignore[override]
         """A newly constructed backend, on the rank that it is to serve.
 
         ``rank.collectives`` are collectives that work between the ranks, for a backend made of others.
@@ -66,6 +74,11 @@ class CollectivesSuite:
             return run_in(self._processes.of(world_size), run, timeout_s=self.timeout_s)
         return run_ranks(world_size, run, backend=self.ranks, timeout_s=self.timeout_s, device_type=self.device_type)
 
+    def factory(self) -> Callable[..., Any]:
+        """What the entry point names: the class of the backend. Override it where it is a function."""
+        made: type = self.run_ranks(self.world_sizes[0], type)[0]
+        return made
+
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def _keep_processes(cls) -> Iterator[None]:
@@ -81,6 +94,11 @@ class CollectivesSuite:
 
     def _capabilities(self, world_size: int) -> CollectivesCapabilities:
         return self.run_ranks(world_size, _capabilities)[0]
+
+    def test_fingerprint_is_text_that_every_rank_has(self) -> None:
+        texts = self.run_ranks(max(self.world_sizes), _own_fingerprint)
+        assert isinstance(texts[0], str | None), f"fingerprint() is {texts[0]!r}"
+        assert len(set(texts)) == 1, f"fingerprint() differs between ranks: {texts}"
 
     def test_ranks_know_their_place(self, world_size: int) -> None:
         ranks = self.run_ranks(world_size, partial(checks.check_identity, world_size=world_size))

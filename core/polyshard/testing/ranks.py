@@ -85,7 +85,7 @@ def run_ranks(
     if backend == "threads":
         if device_type != "cpu":
             raise ConfigError(f'ranks that are threads compute on the CPU, not on {device_type}; take "processes"')
-        return _run_threads(world_size, fn, timeout_s)
+        return run_threads(world_size, fn, timeout_s)
     if backend != "processes":
         raise ConfigError(f'ranks are "threads" or "processes", not {backend!r}')
     with RankProcesses(world_size, device_type=device_type) as processes:
@@ -97,13 +97,14 @@ def run_in(processes: RankProcesses, fn: Callable[[Rank], T], *, timeout_s: floa
     return processes.run(_Called(fn), timeout_s=timeout_s)
 
 
-def _run_threads(world_size: int, fn: Callable[[Rank], T], timeout_s: float) -> list[T]:
-    threaded: Any = catalog.resolve(Group.COLLECTIVES, _THREADED).factory
-    world: _World = threaded.make_world(world_size, timeout_s * _WAITING)
+def run_threads(world_size: int, fn: Callable[[Rank], T], timeout_s: float, collectives: str = _THREADED) -> list[T]:
+    """What ``run_ranks`` does, in threads that meet in a world which the factory named ``collectives`` makes."""
+    factory: Any = catalog.resolve(Group.COLLECTIVES, collectives).factory
+    world: _World = factory.make_world(world_size, timeout_s * _WAITING)
 
     def on_rank(rank: int, world: Any) -> T:
-        collectives = {"name": _THREADED, "world": world, "rank": rank}
-        return fn(Rank(rank, world_size, collectives, torch.device("cpu"), world.lock))
+        chosen = {"name": collectives, "world": world, "rank": rank}
+        return fn(Rank(rank, world_size, chosen, torch.device("cpu"), world.lock))
 
     return world.run(on_rank, timeout=timeout_s)
 

@@ -1,0 +1,113 @@
+"""The suite of an installed plugin, by its name alone: what ``polyshard plugins check`` runs."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import tomllib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from .. import catalog
+from ..errors import ConfigError, WorldSizeError
+from ..interfaces import Collectives, Group
+from .collectives import CollectivesSuite
+from .context import plugin_context
+from .plugin import PluginSuite
+from .policy import PolicySuite
+from .ranks import Rank, run_threads
+
+T = TypeVar("T")
+
+
+class InstalledPlugin(PluginSuite):
+    """To be mixed into the suite of a group: constructs what its attributes name."""
+
+    label: ClassVar[str]
+    """Name of the plugin: ``"distribution:name"``."""
+    options: ClassVar[str] = ""
+    """A TOML document whose ``table`` has its options."""
+
+    def _choice(self, **more: Any) -> dict[str, Any]:
+        return {"name": self.label, **tomllib.loads(self.options).get("table", {}), **more}
+
+    def make(self) -> Any:
+        return plugin_context(device=self.device).construct(self.group, self._choice())
+
+    def try_making(self) -> None:
+        """Raise what keeps the plugin from being made."""
+        self.make()
+
+    def factory(self) -> Callable[..., Any]:
+        return catalog.resolve(self.group, self._choice()).factory
+
+
+class InstalledCollectives(InstalledPlugin, CollectivesSuite):
+    """Collectives between ranks that the plugin can serve: threads where its factory has ``make_world``, or processes.
+
+    Options called ``rank`` and ``world_size`` get those of each rank, where they were not given: so a backend that
+    pretends a rank learns which.
+    """
+
+    timeout_s = 20.0
+
+    def try_making(self) -> None:
+        """Raise what keeps the plugin from being made for any number of ranks; test with the others alone."""
+        served, refusals = [], []
+        for world_size in self.world_sizes:
+            try:
+                self.run_ranks(world_size, _nothing)
+            except WorldSizeError as error:
+                refusals.append(error)
+            else:
+                served.append(world_size)
+        if not served:
+            raise refusals[0]
+        type(self).world_sizes = tuple(served)
+
+    @property
+    def _in_threads(self) -> bool:
+        return hasattr(self.factory(), "make_world")
+
+    def make(self, rank: Rank) -> Collectives:  # type: ignore[override]
+        given = {"rank": rank.rank, "world_size": rank.world_size}
+        if self._in_threads and isinstance(rank.collectives, Mapping):
+            given["world"] = rank.collectives["world"]
+        taken = inspect.signature(self.factory()).parameters
+        more = {name: value for name, value in given.items() if name in taken}
+        chosen = {**more, **self._choice()}
+        made: Collectives = plugin_context(device=rank.device).construct(Group.COLLECTIVES, chosen)
+        if made.world_size != rank.world_size:
+            raise ConfigError(
+                f"collectives {self.label!r} serve {made.world_size} ranks where {rank.world_size} processes have "
+                "joined a group of torch.distributed; let them take that group, or an option world_size"
+            )
+        return made
+
+    def run_ranks(self, world_size: int, fn: Callable[[Collectives], T]) -> list[T]:
+        if self._in_threads:
+            return run_threads(world_size, partial(self._on_thread, fn), self.timeout_s, self.label)
+        return super().run_ranks(world_size, fn)
+
+    def _on_thread(self, fn: Callable[[Collectives], T], rank: Rank) -> T:
+        return fn(self.make(rank))
+
+
+def _nothing(collectives: Collectives) -> None:
+    """What is called where the construction is all that matters."""
+
+
+class InstalledPolicy(InstalledPlugin, PolicySuite):
+    """A policy, of a model that it can serve."""
+
+    model_factory: ClassVar[str] = ""
+    """``"package.module:function"`` that builds the model; empty for the suite's own."""
+
+    def model(self) -> torch.nn.Module:
+        if not self.model_factory:
+            return super().model()
+        built: torch.nn.Module = pkgutil.resolve_name(self.model_factory)()
+        return built
