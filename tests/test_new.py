@@ -118,13 +118,19 @@ def test_what_was_written_and_what_comes_next_are_printed(here: Path, capsys: py
     assert 'policy = "by_depth"' in printed
 
 
-def test_in_the_folder_of_a_package_it_gets_one_more(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inside_of_a_package_it_gets_one_more(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["new", "offload", "shelf"]) == 0
     package = here / "polyshard-shelf"
     before = tree(package)
+    capsys.readouterr()
     monkeypatch.chdir(package)
     assert main(["new", "offload", "cellar"]) == 0
+    assert "pip install --editable '.[test]'" in capsys.readouterr().out
+    monkeypatch.chdir(package / "tests")
     assert main(["new", "listener", "watch"]) == 0
+    assert "pip install --editable '..[test]'" in capsys.readouterr().out
     after = tree(package)
     added = {f"src/polyshard_shelf/{name}.py" for name in ("cellar", "watch")} | {
         f"tests/test_{name}.py" for name in ("cellar", "watch")

@@ -9,8 +9,8 @@ from ..scaffold import Kind, write_plugin
 
 _DESCRIPTION = """\
 Write a small plugin that works, its test and its entry point, for you to change. A FOLDER that is not there becomes a
-package of that name; a package that is there gets one plugin more. Without --into, the package in the working directory
-does if it has plugins of polyshard; otherwise a new folder polyshard-NAME is made."""
+package of that name; a package that is there gets one plugin more. Without --into, the package that you are in does, if
+it has plugins of polyshard; otherwise a new folder polyshard-NAME is made."""
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -34,7 +34,9 @@ def _new(arguments: argparse.Namespace) -> int:
         print(f"wrote    {written.folder / path}")
     for path in written.changed:
         print(f"changed  {written.folder / path}")
-    where = written.folder.as_posix() if written.folder.is_absolute() else f"./{written.folder.as_posix()}"
+    # pip takes a folder for one only where it looks like a path.
+    bare = written.folder.parts[:1] in ((), ("..",), ("/",))
+    where = written.folder.as_posix() if bare else f"./{written.folder.as_posix()}"
     print(f"\nNext:\n  pip install --editable '{where}[test]'")
     print(f"  python -m pytest {where}")
     print(f"  polyshard plugins check {written.distribution}:{written.name}")

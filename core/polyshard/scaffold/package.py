@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import string
 from collections.abc import Mapping
@@ -41,8 +42,8 @@ def write_plugin(kind: Kind, name: str, into: Path | None = None) -> Written:
     """Write a small complete plugin of ``kind`` that is called ``name``, with its test and its entry point.
 
     ``into``: the folder of its package: one that is not there, which is made and whose name the package gets, or that
-    of a package that gets another plugin. By default the working directory, if that is a package with plugins; else a
-    new folder ``polyshard-NAME`` in it.
+    of a package that gets another plugin. By default the package that the working directory lies in, if that has
+    plugins; else a new folder ``polyshard-NAME``.
 
     Raises ``ConfigError``, with nothing written, for a name or a folder that does not do, or cannot be written to.
     """
@@ -62,9 +63,10 @@ def write_plugin(kind: Kind, name: str, into: Path | None = None) -> Written:
 
 
 def _folder(name: str) -> Path:
-    here = Path("pyproject.toml")
-    if here.is_file() and Pyproject.read(here).offers:
-        return Path()
+    here = Path.cwd()
+    nearest = next((folder for folder in (here, *here.parents) if (folder / "pyproject.toml").is_file()), None)
+    if nearest is not None and Pyproject.read(nearest / "pyproject.toml").offers:
+        return Path(os.path.relpath(nearest))
     return Path("polyshard-" + name.replace("_", "-"))
 
 
