@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ..interfaces import Group, PrecisionCapabilities, PrecisionCaster, UnitDtypes, UnitSpec, WireSpec
+from ..interfaces import Collectives, Group, PrecisionCapabilities, PrecisionCaster, UnitDtypes, UnitSpec, WireSpec
 from .context import plugin_context
 from .plugin import PluginSuite, as_rank
 from .training import Training
@@ -298,10 +299,7 @@ class PrecisionSuite(PluginSuite):
         """A new caster, before the gathers of a forward."""
         caster = self.make()
         if caster.capabilities.encodes:
-            collectives = plugin_context(device=self.device).construct(
-                Group.COLLECTIVES, {"name": "polyshard:fake", "world_size": ranks}
-            )
-            caster.prepare(self.units(), collectives)
+            caster.prepare(self.units(), _pretended(ranks, self.device))
         return caster
 
     def _shards(self, unit: UnitSpec, ranks: int) -> torch.Tensor:
@@ -327,6 +325,12 @@ class PrecisionSuite(PluginSuite):
         out = torch.full((len(wires), unit.shard_numel), float("nan"), dtype=dtype, device=self.device)
         caster.decode(unit, wires, out)
         return out
+
+
+@functools.cache
+def _pretended(ranks: int, device: torch.device) -> Collectives:
+    choice = {"name": "polyshard:fake", "world_size": ranks}
+    return plugin_context(device=device).construct(Group.COLLECTIVES, choice)
 
 
 def _about(unit: UnitSpec) -> str:
