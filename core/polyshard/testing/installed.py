@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
 import pkgutil
 import tomllib
@@ -23,6 +25,12 @@ from .ranks import Rank, run_threads
 T = TypeVar("T")
 
 
+@functools.cache
+def _resolved(group: Group, label: str, options: str) -> catalog.Resolved[Any]:
+    # Reading what is installed takes longer than many a test, and each makes several plugins.
+    return catalog.resolve(group, {"name": label, **tomllib.loads(options).get("table", {})})
+
+
 class InstalledPlugin(PluginSuite):
     """To be mixed into the suite of a group: constructs what its attributes name."""
 
@@ -31,18 +39,20 @@ class InstalledPlugin(PluginSuite):
     options: ClassVar[str] = ""
     """A TOML document whose ``table`` has its options."""
 
-    def _choice(self, **more: Any) -> dict[str, Any]:
-        return {"name": self.label, **tomllib.loads(self.options).get("table", {}), **more}
+    @property
+    def resolved(self) -> catalog.Resolved[Any]:
+        """What was found under the name."""
+        return _resolved(self.group, self.label, self.options)
 
     def make(self) -> Any:
-        return plugin_context(device=self.device).construct(self.group, self._choice())
+        return catalog.construct(self.resolved, plugin_context(device=self.device)).instance
 
     def try_making(self) -> None:
         """Raise what keeps the plugin from being made."""
         self.make()
 
     def factory(self) -> Callable[..., Any]:
-        return catalog.resolve(self.group, self._choice()).factory
+        return self.resolved.factory
 
 
 class InstalledCollectives(InstalledPlugin, CollectivesSuite):
@@ -77,9 +87,9 @@ class InstalledCollectives(InstalledPlugin, CollectivesSuite):
         if self._in_threads and isinstance(rank.collectives, Mapping):
             given["world"] = rank.collectives["world"]
         taken = inspect.signature(self.factory()).parameters
-        more = {name: value for name, value in given.items() if name in taken}
-        chosen = {**more, **self._choice()}
-        made: Collectives = plugin_context(device=rank.device).construct(Group.COLLECTIVES, chosen)
+        options = {name: value for name, value in given.items() if name in taken} | dict(self.resolved.options)
+        chosen = dataclasses.replace(self.resolved, options=options)
+        made: Collectives = catalog.construct(chosen, plugin_context(device=rank.device)).instance
         if made.world_size != rank.world_size:
             raise ConfigError(
                 f"collectives {self.label!r} serve {made.world_size} ranks where {rank.world_size} processes have "
@@ -89,7 +99,7 @@ class InstalledCollectives(InstalledPlugin, CollectivesSuite):
 
     def run_ranks(self, world_size: int, fn: Callable[[Collectives], T]) -> list[T]:
         if self._in_threads:
-            return run_threads(world_size, partial(self._on_thread, fn), self.timeout_s, self.label)
+            return run_threads(world_size, partial(self._on_thread, fn), self.timeout_s, self.label, self.factory())
         return super().run_ranks(world_size, fn)
 
     def _on_thread(self, fn: Callable[[Collectives], T], rank: Rank) -> T:

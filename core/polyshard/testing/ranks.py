@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -97,10 +98,20 @@ def run_in(processes: RankProcesses, fn: Callable[[Rank], T], *, timeout_s: floa
     return processes.run(_Called(fn), timeout_s=timeout_s)
 
 
-def run_threads(world_size: int, fn: Callable[[Rank], T], timeout_s: float, collectives: str = _THREADED) -> list[T]:
-    """What ``run_ranks`` does, in threads that meet in a world which the factory named ``collectives`` makes."""
-    factory: Any = catalog.resolve(Group.COLLECTIVES, collectives).factory
-    world: _World = factory.make_world(world_size, timeout_s * _WAITING)
+@functools.cache
+def _threaded() -> Any:
+    # polyshard's own names stay what they are; reading what is installed takes longer than many a run.
+    return catalog.resolve(Group.COLLECTIVES, _THREADED).factory
+
+
+def run_threads(
+    world_size: int, fn: Callable[[Rank], T], timeout_s: float, collectives: str = _THREADED, factory: Any = None
+) -> list[T]:
+    """What ``run_ranks`` does, in threads that meet in a world which ``factory.make_world`` makes.
+
+    ``collectives`` is the name of ``factory``; by default, both are polyshard's own.
+    """
+    world: _World = (factory or _threaded()).make_world(world_size, timeout_s * _WAITING)
 
     def on_rank(rank: int, world: Any) -> T:
         chosen = {"name": collectives, "world": world, "rank": rank}
