@@ -14,6 +14,7 @@ pytest must be installed; nothing else in polyshard imports this package.
 from .collectives import CollectivesSuite
 from .context import plugin_context
 from .layout import LayoutSuite
+from .listener import ListenerSuite
 from .offload import OffloadSuite
 from .policy import PolicySuite
 from .precision import PrecisionSuite
@@ -24,6 +25,7 @@ __all__ = [
     "CollectivesSuite",
     "KeptProcesses",
     "LayoutSuite",
+    "ListenerSuite",
     "OffloadSuite",
     "PolicySuite",
     "PrecisionSuite",

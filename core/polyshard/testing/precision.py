@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ..interfaces import Group, PrecisionCapabilities, PrecisionCaster, UnitDtypes, UnitSpec, WireSpec
+from ..interfaces import Collectives, Group, PrecisionCapabilities, PrecisionCaster, UnitDtypes, UnitSpec, WireSpec
 from .context import plugin_context
 from .plugin import PluginSuite, as_rank
 from .training import Training
@@ -298,10 +299,7 @@ class PrecisionSuite(PluginSuite):
         """A new caster, before the gathers of a forward."""
         caster = self.make()
         if caster.capabilities.encodes:
-            collectives = plugin_context(device=self.device).construct(
-                Group.COLLECTIVES, {"name": "polyshard:fake", "world_size": ranks}
-            )
-            caster.prepare(self.units(), collectives)
+            caster.prepare(self.units(), _pretended(ranks, self.device))
         return caster
 
     def _shards(self, unit: UnitSpec, ranks: int) -> torch.Tensor:
@@ -329,13 +327,19 @@ class PrecisionSuite(PluginSuite):
         return out
 
 
+@functools.cache
+def _pretended(ranks: int, device: torch.device) -> Collectives:
+    choice = {"name": "polyshard:fake", "world_size": ranks}
+    return plugin_context(device=device).construct(Group.COLLECTIVES, choice)
+
+
 def _about(unit: UnitSpec) -> str:
     return f"unit {unit.label!r} of {unit.shard_numel} {unit.master_dtype}"
 
 
 def _assert_ones_come_back(leaf: torch.Tensor, cast: torch.Tensor, unit: UnitSpec) -> None:
     assert cast.requires_grad, f"no gradient goes through the cast, {_about(unit)}"
-    cast.sum().backward()
+    cast.sum().backward()  # type: ignore[no-untyped-call]
     assert leaf.grad is not None, _about(unit)
     assert leaf.grad.dtype is leaf.dtype, _about(unit)
     assert leaf.grad.tolist() == [1.0, 1.0, 1.0], _about(unit)
