@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing.forkserver
 import os
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 
 import polyshard
 import pytest
@@ -175,8 +177,12 @@ class TestAgain(CollectivesSuite):
 
     world_sizes = (1, 2, 3)
 
-    def make(self, rank: Rank) -> Collectives:
+    def make(self, rank: Rank) -> Collectives:  # type: ignore[override]
         return context_of().construct(Group.COLLECTIVES, rank.collectives)
+
+    def make_impatient(self, rank: Rank, timeout: timedelta) -> Collectives:
+        context = dataclasses.replace(context_of(), timeout=timeout)
+        return context.construct(Group.COLLECTIVES, rank.collectives)
 
 
 class TestBetweenProcesses(TestAgain):

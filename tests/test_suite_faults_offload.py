@@ -281,7 +281,7 @@ APART = "units_do_not_share_memory"
 TRAINING = "training_is_that_of_the_unsharded_model"
 
 FAULTS = [
-    *common_faults(Sound, lambda plugin: plugin(plugin_context())),
+    *common_faults(Sound, lambda plugin: plugin(plugin_context()), within=None),
     fault(FromTheFuture, VERSION, TRAINING, why="polyshard refuses such a version of an object, too"),
     fault(CountsForTrue, "capabilities_are_real_bools_that_do_not_change"),
     fault(WidensMasters, PLACED),

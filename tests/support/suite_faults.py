@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import EntryPoints
 from typing import Any
 from unittest import mock
 
 import pytest
+from polyshard.catalog.offers import name_and_version, scan
+from polyshard.interfaces import Group
+from polyshard.testing.plugin import PluginSuite
 
 
 @dataclass(frozen=True)
@@ -24,14 +27,16 @@ class Fault:
     """Names of the tests, without ``test_``, that fail over it: all of them, and no other."""
     why_several: str = ""
     """Why more than one must."""
-    factory: Callable[..., Any] | None = None
-    """What the entry point would name, where it is not the class of what ``make`` returns."""
+    within: type[Any] | None = None
+    """Of which class the tests are run; None for the whole suite."""
 
     def __post_init__(self) -> None:
         assert (len(self.fails) > 1) == bool(self.why_several), self
 
 
-def common_faults(sound: type[Any], make: Callable[[type[Any]], Any]) -> Iterator[Any]:
+def common_faults(
+    sound: type[Any], make: Callable[[type[Any]], Any], within: type[Any] | None = PluginSuite
+) -> Iterator[Any]:
     """Faults that a plugin of every group can have; ``make`` constructs subclasses of ``sound``."""
 
     def swallowing(self: Any, context: Any, **options: Any) -> None:
@@ -39,7 +44,7 @@ def common_faults(sound: type[Any], make: Callable[[type[Any]], Any]) -> Iterato
 
     def subclass(name: str, fails: str, **body: Any) -> Any:
         plugin = type(name, (sound,), body)
-        return pytest.param(Fault(lambda: make(plugin), (fails,)), id=name)
+        return pytest.param(Fault(lambda: make(plugin), (fails,), within=within), id=name)
 
     # Says no version itself.
     yield subclass("Inherits", "api_version_stands_in_the_class_itself_and_is_served")
@@ -65,15 +70,20 @@ def failing(suite: type[Any], fault: Fault) -> set[str]:
         def make(self) -> Any:
             return fault.make()
 
-        def factory(self) -> Callable[..., Any]:
-            return fault.factory or super().factory()
+    # Hundreds of models are sharded, which would read the installed metadata as often: a third of the time.
+    scanned = mock.Mock(return_value=_scanned())
+    read_once = mock.patch("importlib.metadata.entry_points", scanned)
+    with read_once, mock.patch("polyshard.catalog.offers.name_and_version", _name_and_version):
+        return {name for name in names_of(fault.within or suite) if not _passes(Suite, f"test_{name}")}
 
-    # A hundred models are sharded, which would read the installed metadata as often: a third of the time.
-    with mock.patch("importlib.metadata.entry_points", _entry_points):
-        return {name for name in names_of(suite) if not _passes(Suite, f"test_{name}")}
+
+_name_and_version = functools.cache(name_and_version)
 
 
-_entry_points = functools.cache(importlib.metadata.entry_points)
+@functools.cache
+def _scanned() -> EntryPoints:
+    found = scan()
+    return EntryPoints(each for group in Group for each in found.select(group=group.value))
 
 
 def _passes(suite: type[Any], name: str) -> bool:

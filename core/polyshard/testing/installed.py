@@ -8,14 +8,14 @@ import inspect
 import pkgutil
 import tomllib
 from collections.abc import Callable, Mapping
-from functools import partial
+from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from .. import catalog
 from ..errors import ConfigError, WorldSizeError
-from ..interfaces import Collectives, Group
+from ..interfaces import Collectives, Group, PluginContext
 from .collectives import CollectivesSuite
 from .context import plugin_context
 from .plugin import PluginSuite
@@ -83,13 +83,19 @@ class InstalledCollectives(InstalledPlugin, CollectivesSuite):
         return hasattr(self.factory(), "make_world")
 
     def make(self, rank: Rank) -> Collectives:  # type: ignore[override]
+        return self._made(rank, plugin_context(device=rank.device))
+
+    def make_impatient(self, rank: Rank, timeout: timedelta) -> Collectives:
+        return self._made(rank, dataclasses.replace(plugin_context(device=rank.device), timeout=timeout))
+
+    def _made(self, rank: Rank, context: PluginContext) -> Collectives:
         given = {"rank": rank.rank, "world_size": rank.world_size}
         if self._in_threads and isinstance(rank.collectives, Mapping):
             given["world"] = rank.collectives["world"]
         taken = inspect.signature(self.factory()).parameters
         options = {name: value for name, value in given.items() if name in taken} | dict(self.resolved.options)
         chosen = dataclasses.replace(self.resolved, options=options)
-        made: Collectives = catalog.construct(chosen, plugin_context(device=rank.device)).instance
+        made: Collectives = catalog.construct(chosen, context).instance
         if made.world_size != rank.world_size:
             raise ConfigError(
                 f"collectives {self.label!r} serve {made.world_size} ranks where {rank.world_size} processes have "
@@ -97,13 +103,13 @@ class InstalledCollectives(InstalledPlugin, CollectivesSuite):
             )
         return made
 
-    def run_ranks(self, world_size: int, fn: Callable[[Collectives], T]) -> list[T]:
+    def start_ranks(self, world_size: int, fn: Callable[[Rank], T]) -> list[T]:
         if self._in_threads:
-            return run_threads(world_size, partial(self._on_thread, fn), self.timeout_s, self.label, self.factory())
-        return super().run_ranks(world_size, fn)
+            return run_threads(world_size, fn, self.timeout_s, self.label, self.factory())
+        return super().start_ranks(world_size, fn)
 
-    def _on_thread(self, fn: Callable[[Collectives], T], rank: Rank) -> T:
-        return fn(self.make(rank))
+    def _in_kept_ranks(self, world_size: int, fn: Callable[[Rank], T]) -> list[T]:
+        return self.start_ranks(world_size, fn) if self._in_threads else super()._in_kept_ranks(world_size, fn)
 
 
 def _nothing(collectives: Collectives) -> None:

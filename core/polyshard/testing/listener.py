@@ -23,7 +23,7 @@ from ..events import Events
 from ..interfaces import Group, Observer, UnitSpec
 from .listener_watch import Watched
 from .plugin import PluginSuite
-from .training import Block, Head, Model, Values, seeded, tokens
+from .training import Block, Model, Values, seeded, tokens
 
 _OBSERVER = {
     "unshard": ("unit",),
@@ -73,7 +73,7 @@ class _Run:
             model,
             ShardConfig(
                 collectives={"name": "polyshard:fake", "world_size": 2},
-                policy={"name": "polyshard:module_class", "classes": [Block, Head]},
+                policy={"name": "polyshard:module_class", "classes": Block},
                 listeners=() if listener is None else (listener,),
                 device=device,
             ),
@@ -86,7 +86,7 @@ class _Run:
         return scores.square().mean()
 
     def step(self) -> None:
-        self.loss().backward()
+        self.loss().backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -229,7 +229,7 @@ _Use = Callable[[Callable[[], object | None], torch.device], list[Values]]
 def _train(make: Callable[[], object | None], device: torch.device) -> list[Values]:
     run = _Run(make(), device)
     with no_sync(run.model):
-        run.loss().backward()
+        run.loss().backward()  # type: ignore[no-untyped-call]
     run.step()
     run.step()
     return [run.end()]
@@ -250,9 +250,9 @@ def _fail(make: Callable[[], object | None], device: torch.device) -> list[Value
         run.step()
     run.model.fails = False
     loss = run.loss()
-    loss.register_hook(_raise)
+    loss.register_hook(_raise)  # type: ignore[no-untyped-call]
     with pytest.raises(_PlannedError):
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
     run.step()
     return [run.end()]
 
@@ -279,7 +279,7 @@ def _train_two(make: Callable[[], object | None], device: torch.device) -> list[
     # One step lies within the other, and the next behind it.
     outer = runs[0].loss()
     runs[1].step()
-    outer.backward()
+    outer.backward()  # type: ignore[no-untyped-call]
     runs[0].optimizer.step()
     runs[0].optimizer.zero_grad()
     runs[0].step()

@@ -80,7 +80,7 @@ class Watched(Listener):
             for owner, name in _WAITS:
                 stack.enter_context(mock.patch.object(owner, name, self._noting(getattr(owner, name), name)))
             if dist.is_available() and not dist.is_initialized():
-                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
                 stack.callback(dist.destroy_process_group)
             yield
 

@@ -339,7 +339,7 @@ def _about(unit: UnitSpec) -> str:
 
 def _assert_ones_come_back(leaf: torch.Tensor, cast: torch.Tensor, unit: UnitSpec) -> None:
     assert cast.requires_grad, f"no gradient goes through the cast, {_about(unit)}"
-    cast.sum().backward()
+    cast.sum().backward()  # type: ignore[no-untyped-call]
     assert leaf.grad is not None, _about(unit)
     assert leaf.grad.dtype is leaf.dtype, _about(unit)
     assert leaf.grad.tolist() == [1.0, 1.0, 1.0], _about(unit)

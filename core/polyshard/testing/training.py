@@ -45,12 +45,12 @@ class Head(nn.Linear):
 
 
 class Model(nn.Module):
-    """Tokens in, scores out. Four units beside the root, which has the embedding."""
+    """Tokens in, scores out. Blocks and head are units beside the root, which has the embedding."""
 
-    def __init__(self, width: int = 6, tokens: int = 10) -> None:
+    def __init__(self, blocks: int = 2, width: int = 6, tokens: int = 10) -> None:
         super().__init__()
         self.embedding = nn.Embedding(tokens, width)
-        self.blocks = nn.ModuleList([Block(width) for _ in range(3)])
+        self.blocks = nn.ModuleList([Block(width) for _ in range(blocks)])
         self.head = Head(width, 3)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
