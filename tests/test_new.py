@@ -259,6 +259,7 @@ def test_a_plugin_that_is_there_is_left_alone(here: Path, capsys: pytest.Capture
             '[project]\nname = "quarry-tools"\nentry-points."polyshard.policies".a = "quarry_tools:A"\n',
             "in a form that polyshard does not edit",
         ),
+        ('[project]\nname = "quarry-tools"\ndynamic = ["entry-points"]\n', "they are written elsewhere"),
     ],
 )
 def test_a_pyproject_that_cannot_be_added_to_is_left_alone(

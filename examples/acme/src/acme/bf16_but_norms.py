@@ -46,7 +46,8 @@ class Bf16ButNorms(PrecisionCaster):
         return lambda output: _floats_to(self._compute, output)
 
     def _computes_in(self, unit: UnitSpec) -> torch.dtype:
-        return unit.master_dtype if issubclass(unit.module_class, _NORMS) else self._compute
+        keeps = issubclass(unit.module_class, _NORMS) or not unit.master_dtype.is_floating_point
+        return unit.master_dtype if keeps else self._compute
 
 
 def _floats_to(dtype: torch.dtype, value: Any) -> Any:
