@@ -66,8 +66,8 @@ class Pyproject:
     def with_entry_point(self, group: str, name: str, value: str) -> str:
         """The text with one more entry point, and otherwise as it is.
 
-        Raises ``ConfigError`` where the group has ``name`` already, and where entry points are written elsewhere, or in a
-        way that a line or a table more cannot go on.
+        Raises ``ConfigError`` where the group has ``name`` already, and where entry points are written elsewhere, or in
+        a way that a line or a table more cannot go on.
         """
         if name in self.offers.get(group, {}):
             raise ConfigError(
@@ -76,8 +76,8 @@ class Pyproject:
             )
         if "entry-points" in self._project.get("dynamic", ()):
             raise ConfigError(
-                f"{self.path} says that entry points are dynamic, so they are written elsewhere. Write the plugin into a "
-                f"new folder, and add {name} = {value!r} to {group} there."
+                f"{self.path} says that entry points are dynamic, so they are written elsewhere. Write the plugin "
+                f"into a new folder, move it from there, and add {name} = {value!r} to {group} where they are."
             )
         header, line = f'[project.entry-points."{group}"]', f'{name} = "{value}"'
         expected: Any = copy.deepcopy(self.document)
