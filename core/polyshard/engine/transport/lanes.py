@@ -41,6 +41,7 @@ import torch
 from ...errors import PolyshardError
 from ...interfaces import Collectives, Work
 from .. import _torch_private
+from ..planning.answers import issued
 from .buffer import FlatBuffer
 from .wire import EncodedGather, EncodedUnit, EncodedUnits
 
@@ -424,13 +425,14 @@ def _fill(units: Sequence[Gatherable]) -> Sequence[Work]:
                     unit.fetch()
         pairs = [(unit.buffer.flat, unit.buffer.own) for unit in plain]
         if len(plain) == len(gathered):
-            works.append(group.all_gather_many(pairs))
+            works.append(issued(group.all_gather_many(pairs), "all_gather_many", group, ""))
             continue
         encoded = EncodedUnits(
             group,
             [EncodedUnit(unit.encoded, unit.source, unit.buffer.flat) for unit in gathered if unit.encoded is not None],
         )
-        works.append(encoded.behind(group.all_gather_many(pairs + encoded.pairs)))
+        work = issued(group.all_gather_many(pairs + encoded.pairs), "all_gather_many", group, "")
+        works.append(encoded.behind(work))
     return works
 
 

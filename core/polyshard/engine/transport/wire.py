@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ...interfaces import Collectives, PrecisionCaster, UnitSpec, Work
+from ..planning.answers import issued
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,8 @@ class EncodedGather:
     def start(self, shard: Collectives, source: torch.Tensor, out: torch.Tensor) -> Work:
         """Issue the gather of ``source`` (``[shard_numel]``); its ``wait`` decodes into ``out`` (``[numel]``)."""
         encoded = EncodedUnits(shard, [EncodedUnit(self, source, out)])
-        return encoded.behind(shard.all_gather(*encoded.pairs[0]))
+        work = shard.all_gather(*encoded.pairs[0])
+        return encoded.behind(issued(work, "all_gather", shard, self.spec.label))
 
 
 class EncodedUnit(NamedTuple):
