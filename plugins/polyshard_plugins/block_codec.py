@@ -4,12 +4,13 @@
 A shard of n elements is cut into blocks of ``block`` elements, the last one shorter. On the wire stand, in this order,
 
 1. n codes, one byte each, padded with zeros to a multiple of 16 bytes;
-2. one fp32 scale a block, padded to a multiple of 16 bytes with the smallest scale.
+2. one fp32 scale a block, padded to a multiple of 16 bytes with the smallest scale;
+3. where all of this is 64 KiB and more, zeros up to a multiple of 256 bytes, which NCCL takes its fast path for.
 
 With M the largest code value (127 for int8, 448 for fp8) and a the largest magnitude in a block, its scale is
-``s = max(a fl(1/M), 2**-126)``, and element x travels as ``x / s``, rounded to the nearest code, ties to even. It arrives
-as ``code s``, computed in fp32 and rounded once to the dtype that computes. Every step is one IEEE operation in fp32, so
-that CPU, CUDA and ``block_kernels.py`` write and read the same bits.
+``s = max(a fl(1/M), 2**-126)``, and element x travels as ``x / s``, rounded to the nearest code, ties to even. It
+arrives as ``code s``, computed in fp32 and rounded once to the dtype that computes. Every step is one IEEE operation in
+fp32, so that CPU, CUDA and ``block_kernels.py`` write and read the same bits.
 
 - The factor is a number, not a division by M: torch divides by numbers in two ways, depending on the device.
 - No block has a subnormal scale, which devices may flush to zero. Values below 2**-127 therefore arrive as 0.
@@ -23,8 +24,11 @@ import enum
 from dataclasses import dataclass
 
 import torch
+from polyshard.interfaces import SLICE_ALIGNMENT_BYTES
 
 _ALIGNMENT = 16
+#: Bytes from which on a rank's part is a multiple of ``SLICE_ALIGNMENT_BYTES``, as with slices in a dtype.
+_LARGE = 64 * 1024
 _SCALE = torch.float32
 #: The smallest scale: the smallest normal number of fp32.
 SMALLEST_SCALE = 2.0**-126
@@ -36,7 +40,7 @@ class Number(enum.Enum):
     INT8 = "int8"
     """Two's complement, from -127 to 127: equal steps, so the error is the same for all values of a block."""
     FP8 = "fp8"
-    """``torch.float8_e4m3fn``, up to 448: a sign, 4 bits of exponent and 3 of mantissa, so the error grows with values."""
+    """``torch.float8_e4m3fn``, up to 448: 4 bits of exponent and 3 of mantissa, so that the error grows with values."""
 
     @property
     def largest(self) -> int:
@@ -67,13 +71,10 @@ class BlockCode:
         """Scales that ``numel`` elements have."""
         return -(-numel // self.block)
 
-    def payload_nbytes(self, numel: int) -> int:
-        """Bytes of the codes of ``numel`` elements, padding included: where scales begin."""
-        return _padded(numel)
-
     def nbytes(self, numel: int) -> int:
         """Bytes that ``numel`` elements take on the wire; a multiple of 16."""
-        return _padded(numel) + _padded(self.blocks(numel) * _SCALE.itemsize)
+        end = self._end(numel)
+        return end if end < _LARGE else _padded(end, SLICE_ALIGNMENT_BYTES)
 
     def encode(self, wire: torch.Tensor, shard: torch.Tensor) -> None:
         """Write ``shard`` (``[numel]``, floating-point) into ``wire`` (``[nbytes(numel)]``, uint8): all bytes of it.
@@ -88,6 +89,7 @@ class BlockCode:
             self._encode_blocks(payload[whole:numel].view(1, -1), scales[blocks - 1 : blocks], shard[whole:])
         payload[numel:].zero_()
         scales[blocks:].fill_(SMALLEST_SCALE)
+        wire[self._end(numel) :].zero_()
 
     def decode(self, wire: torch.Tensor, out: torch.Tensor) -> None:
         """Read ``wire`` (``[ranks, nbytes(numel)]``, uint8) into ``out`` (``[ranks, numel]``, floating-point)."""
@@ -96,13 +98,18 @@ class BlockCode:
         codes = payload.view(self.number.dtype)
         whole = numel // self.block * self.block
         if whole:
-            _scale(codes[:, :whole].unflatten(1, (-1, self.block)), scales, out[:, :whole].unflatten(1, (-1, self.block)))
+            shape = (out.size(0), -1, self.block)
+            _scale(codes[:, :whole].view(shape), scales, out[:, :whole].view(shape))
         if whole < numel:
             _scale(codes[:, None, whole:numel], scales[:, blocks - 1 :], out[:, None, whole:])
 
+    def _end(self, numel: int) -> int:
+        """Where the last scale ends."""
+        return _padded(numel) + _padded(self.blocks(numel) * _SCALE.itemsize)
+
     def _parts(self, wire: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
         start = _padded(numel)
-        return wire[..., :start], wire[..., start : self.nbytes(numel)].view(_SCALE)
+        return wire[..., :start], wire[..., start : self._end(numel)].view(_SCALE)
 
     def _encode_blocks(self, codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> None:
         """``codes``: ``[blocks, size]``, uint8; ``scales``: ``[blocks]``; ``values``: ``[blocks * size]``."""
@@ -126,5 +133,5 @@ def _scale(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None
     out.copy_(values.mul_(scales[:, : codes.size(1), None]))
 
 
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+def _padded(nbytes: int, alignment: int = _ALIGNMENT) -> int:
+    return -(-nbytes // alignment) * alignment

@@ -4,9 +4,9 @@ The same bits as there, which is why codes of fp8 are made and read by integer o
 device that Triton serves, where its own conversions are there for some alone.
 
 [Note: several tensors in one launch]
-A launch is given up to ``MOST`` tensors, and each of its programs looks for the one that it works on: tensors have so many
-tiles each, and lie one behind the other. What a table in device memory would save in arguments it would cost in a copy
-to the device for every launch, since gather buffers come and go.
+A launch is given up to ``MOST`` tensors, and each of its programs looks for the one that it works on: tensors have so
+many tiles each, and lie one behind the other. What a table in device memory would save in arguments it would cost in a
+copy to the device for every launch, since gather buffers come and go.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def _encode(  # type: ignore[no-untyped-def]
     wires,
     shards,
     numels,
+    sizes,
     reciprocal: tl.constexpr,
     int8: tl.constexpr,
     block: tl.constexpr,
@@ -39,7 +40,7 @@ def _encode(  # type: ignore[no-untyped-def]
 ):
     number = tl.program_id(0)
     tile = number
-    wire, shard, numel = wires[0], shards[0], numels[0]
+    wire, shard, numel, size = wires[0], shards[0], numels[0], sizes[0]
     first = tl.cdiv(numel, block * blocks)
     for i in tl.static_range(1, len(wires)):
         here = number >= first
@@ -47,6 +48,7 @@ def _encode(  # type: ignore[no-untyped-def]
         wire = tl.where(here, wires[i], wire)
         shard = tl.where(here, shards[i], shard)
         numel = tl.where(here, numels[i], numel)
+        size = tl.where(here, sizes[i], size)
         first += tl.cdiv(numels[i], block * blocks)
     rows = tile.to(tl.int64) * blocks + tl.arange(0, blocks)
     offsets = rows[:, None] * block + tl.arange(0, block)[None, :]
@@ -71,8 +73,12 @@ def _encode(  # type: ignore[no-untyped-def]
     start = (numel + 15) // 16 * 16
     tl.store(wire + offsets, codes.to(tl.uint8), mask=offsets < start)
     scale = tl.where(finite, scale.to(tl.int32, bitcast=True), 0x7FC00000).to(tl.float32, bitcast=True)
-    places = (wire + start).to(tl.pointer_type(tl.float32)) + rows
-    tl.store(places, scale, mask=rows < (tl.cdiv(numel, block) + 3) // 4 * 4)
+    padded = (tl.cdiv(numel, block) + 3) // 4 * 4
+    tl.store((wire + start).to(tl.pointer_type(tl.float32)) + rows, scale, mask=rows < padded)
+    if tile == 0:
+        # Fewer than 256: a rank's part is a multiple of that.
+        rest = start.to(tl.int64) + 4 * padded + tl.arange(0, 256)
+        tl.store(wire + rest, tl.zeros((256,), dtype=tl.uint8), mask=rest < size)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -80,6 +86,7 @@ def _decode(  # type: ignore[no-untyped-def]
     wires,
     outs,
     numels,
+    sizes,
     ranks,
     int8: tl.constexpr,
     block: tl.constexpr,
@@ -87,7 +94,7 @@ def _decode(  # type: ignore[no-untyped-def]
 ):
     number = tl.program_id(0)
     tile = number
-    wire, out, numel = wires[0], outs[0], numels[0]
+    wire, out, numel, size = wires[0], outs[0], numels[0], sizes[0]
     first = ranks * tl.cdiv(numel, block * blocks)
     for i in tl.static_range(1, len(wires)):
         here = number >= first
@@ -95,16 +102,16 @@ def _decode(  # type: ignore[no-untyped-def]
         wire = tl.where(here, wires[i], wire)
         out = tl.where(here, outs[i], out)
         numel = tl.where(here, numels[i], numel)
+        size = tl.where(here, sizes[i], size)
         first += ranks * tl.cdiv(numels[i], block * blocks)
     tiles = tl.cdiv(numel, block * blocks)
     rank = (tile // tiles).to(tl.int64)
     rows = (tile % tiles).to(tl.int64) * blocks + tl.arange(0, blocks)
     offsets = rows[:, None] * block + tl.arange(0, block)[None, :]
     start = (numel + 15) // 16 * 16
-    padded = (tl.cdiv(numel, block) + 3) // 4 * 4
-    sent = wire + rank * (start + 4 * padded)
+    sent = wire + rank * size
     codes = tl.load(sent + offsets, mask=offsets < numel, other=0).to(tl.int32)
-    scale = tl.load((sent + start).to(tl.pointer_type(tl.float32)) + rows, mask=rows < padded, other=0.0)
+    scale = tl.load((sent + start).to(tl.pointer_type(tl.float32)) + rows, mask=rows * block < numel, other=0.0)
     if int8:
         values = ((codes << 24) >> 24).to(tl.float32)
     else:
@@ -122,20 +129,22 @@ def encode(code: BlockCode, wires: Sequence[torch.Tensor], shards: Sequence[torc
         ours, given = tuple(wires[few : few + MOST]), tuple(shards[few : few + MOST])
         numels = tuple(shard.numel() for shard in given)
         tiles = sum(triton.cdiv(numel, code.block * blocks) for numel in numels)
-        _encode[(tiles,)](
-            ours, given, numels, code.number.reciprocal, code.number is Number.INT8, code.block, blocks, num_warps=4
-        )
+        sizes = tuple(wire.numel() for wire in ours)
+        int8, reciprocal = code.number is Number.INT8, code.number.reciprocal
+        _encode[(tiles,)](ours, given, numels, sizes, reciprocal, int8, code.block, blocks, num_warps=4)
 
 
 def decode(code: BlockCode, wires: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
-    """``code.decode`` of each of ``wires`` and ``outs``, which are of one dtype, contiguous, not empty, of equal ranks."""
+    """``code.decode`` of each of ``wires`` and ``outs``: of one dtype and of equal ranks, contiguous, not empty."""
     blocks = _blocks(code)
     for few in range(0, len(wires), MOST):
         sent, ours = tuple(wires[few : few + MOST]), tuple(outs[few : few + MOST])
         numels = tuple(out.size(1) for out in ours)
         ranks = ours[0].size(0)
         tiles = ranks * sum(triton.cdiv(numel, code.block * blocks) for numel in numels)
-        _decode[(tiles,)](sent, ours, numels, ranks, code.number is Number.INT8, code.block, blocks, num_warps=4)
+        sizes = tuple(wire.size(1) for wire in sent)
+        int8 = code.number is Number.INT8
+        _decode[(tiles,)](sent, ours, numels, sizes, ranks, int8, code.block, blocks, num_warps=4)
 
 
 def _blocks(code: BlockCode) -> int:

@@ -24,8 +24,8 @@ class BlockScaled(Configured):
     """Weights travel as codes and scales and compute in a plain dtype.
 
     Each gather encodes the master itself, so errors do not add up from step to step, and every rank decodes what
-    travelled, its own part too: all compute with the same weights. Backward's gather carries the same bytes as forward's
-    unless something wrote to the master in between.
+    travelled, its own part too: all compute with the same weights. Backward's gather carries the same bytes as
+    forward's, unless something wrote to the master in between.
 
     Where the master has an infinity or a NaN, the whole block that it is in computes with NaN.
     """
@@ -53,9 +53,9 @@ class BlockScaled(Configured):
         """Options, all of which may be left out.
 
         ``block``: elements that share a scale of four bytes, a power of two from 16 to 1024. ``compute``: the dtype of
-        parameters in forward and backward, and what the rest travels as. ``min_numel``: a unit of fewer elements, padding
-        included, travels in ``compute``: its gather takes as long as its latency. ``wire`` is that of gradients. The
-        others are those of ``mixed``; modules that are left alone travel in their own dtype.
+        parameters in forward and backward. ``min_numel``: a unit of fewer elements, padding included, travels in
+        ``compute``: its gather takes as long as its latency. ``wire`` is the dtype of gradients that travel. The others
+        are those of ``mixed``; modules that are left alone travel in their own dtype.
 
         Raises:
             ConfigError: naming the option, for a value that it cannot take, and for a ``reduce`` that is narrower than

@@ -105,8 +105,8 @@ class PrecisionCaster(ABC):
     ) -> None:
         """Do what ``encode`` does for each unit in turn.
 
-        Called for units that are gathered together. A caster overrides it where one launch for many takes less time than
-        as many launches. The same units, in the same order, on every rank.
+        The engine encodes the units of one communication by it. A caster overrides it where one launch of many takes
+        less time than as many launches. The same units, in the same order, on every rank.
         """
         for unit, wire, shard in zip(units, wires, shards, strict=True):
             self.encode(unit, wire, shard)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
-from ...interfaces import Collectives, PrecisionCaster, UnitSpec, Work
+from ...interfaces import SLICE_ALIGNMENT_BYTES, Collectives, PrecisionCaster, UnitSpec, Work
 from ..planning.answers import issued
 
 
@@ -42,9 +43,13 @@ class EncodedUnits:
 
     def __init__(self, shard: Collectives, units: Sequence[EncodedUnit]) -> None:
         sizes = [shard.world_size * unit.gather.nbytes_per_rank for unit in units]
+        ends = list(accumulate(-(-size // SLICE_ALIGNMENT_BYTES) * SLICE_ALIGNMENT_BYTES for size in sizes))
         # In one piece of memory: allocating many costs the host more than cutting one.
-        memory = torch.empty(sum(sizes), dtype=torch.uint8, device=units[0].out.device)
-        wires = [wire.view(shard.world_size, -1) for wire in memory.split(sizes)]
+        memory = torch.empty(ends[-1], dtype=torch.uint8, device=units[0].out.device)
+        wires = [
+            memory[start : start + size].view(shard.world_size, -1)
+            for start, size in zip([0, *ends], sizes, strict=False)
+        ]
         owns = [wire[shard.rank] for wire in wires]
         #: What each unit's gather fills, and its own part of that.
         self.pairs = [(wire.view(-1), own) for wire, own in zip(wires, owns, strict=True)]
