@@ -313,22 +313,17 @@ def second_step(precision: object, model: nn.Module, policy: object) -> FakeColl
     return collectives
 
 
-def layers() -> nn.Module:
-    """Six layers of 64 x 64 elements, and one of 64 between them."""
-    return nn.Sequential(
-        *(nn.Linear(64, 64, bias=False) for _ in range(3)), nn.LayerNorm(64, bias=False), *layers_of(3)
-    )
-
-
-def layers_of(number: int) -> list[nn.Module]:
+def layers(number: int) -> list[nn.Module]:
+    """Layers of 64 x 64 elements."""
     return [nn.Linear(64, 64, bias=False) for _ in range(number)]
 
 
 def test_units_that_travel_together_are_encoded_and_decoded_by_one_call() -> None:
     counting = Counting(min_numel=4096)
-    collectives = second_step(counting, layers(), units_of(nn.Linear, nn.LayerNorm))
-    # All seven units follow the root, which has no parameters. The norm is small, and goes along as it computes. The last
-    # unit is kept for its backward.
+    model = nn.Sequential(*layers(3), nn.LayerNorm(64, bias=False), *layers(3))
+    collectives = second_step(counting, model, units_of(nn.Linear, nn.LayerNorm))
+    # All seven units follow the root, which has no parameters. The norm is small, and goes along as it computes. The
+    # last unit is kept for its backward.
     assert list(collectives.batches) == [7, 6]
     assert counting.encoded == counting.decoded == [6, 5]
     sent = [call.dtype for call in collectives.calls if call.operation == "all_gather"]
@@ -340,7 +335,7 @@ def test_units_that_travel_together_are_encoded_and_decoded_by_one_call() -> Non
 def test_half_of_the_bytes_of_bf16_travel(name: str) -> None:
     moved = {}
     for precision in ("bf16", caster(name)):
-        model = nn.Sequential(*layers_of(4))
+        model = nn.Sequential(*layers(4))
         calls = second_step(precision, model, units_of(nn.Linear)).calls
         moved[str(precision)] = [call.numel * call.dtype.itemsize for call in calls if call.operation == "all_gather"]
     plain, encoded = moved.values()

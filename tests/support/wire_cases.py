@@ -60,7 +60,7 @@ CASES: dict[str, Callable[[], torch.Tensor]] = {
 
 
 def decoded(shard: torch.Tensor, name: str, block: int) -> torch.Tensor:
-    """What should arrive of ``shard`` (``[numel]``), within an ulp or so of fp32: fp64, by formula, a block at a time."""
+    """What should arrive of ``shard`` (``[numel]``), in fp64, by the formula: fp32 comes within an ulp or so of it."""
     out = torch.empty(shard.numel(), dtype=torch.float64)
     for start in range(0, shard.numel(), block):
         values = shard[start : start + block].float().double()
