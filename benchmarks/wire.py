@@ -6,7 +6,7 @@
     torchrun --standalone --nproc-per-node 2 benchmarks/wire.py --device cpu --work tiny --rounds 1
 
 Without torchrun, on the CPU: errors of the codecs on values of three kinds, bytes of the gathers of a model, and losses
-of a small one that two threads train from the same start on the same batches, by precision; once more in bf16 on other
+of a small one that two threads train from the same start on the same batches, by precision, on several draws of
 batches, for what chance alone does. With torchrun: losses or step times of a workload, taken as ``peers.py`` does.
 """
 
@@ -172,27 +172,40 @@ def _casters() -> dict[str, Any]:
     return {"bf16": "bf16", "int8": Int8(context), "fp8": Fp8(context)}
 
 
-def curves(steps: int) -> dict[str, Any]:
-    """Mean loss of two threads at every step, by precision, and how far the curves are apart."""
-    losses = {}
-    for name, precision, first in [(name, name, 0) for name in _PRECISIONS] + [("bf16, other batches", "bf16", steps)]:
-        began = time.perf_counter()
-        runs = ThreadedWorld(2, timeout=120.0).run(partial(_train, precision, steps, first), timeout=3600.0)
-        losses[name] = [sum(pair) / 2 for pair in zip(*runs, strict=True)]
-        print(f"{name}: {time.perf_counter() - began:.0f} s, {losses[name][-1]:.4f}", file=sys.stderr, flush=True)
-    base = torch.tensor(losses["bf16"])
+def curves(steps: int, draws: int) -> dict[str, Any]:
+    """Mean loss of two threads by step, for each draw of batches and precision, and how far the curves are apart."""
+    losses: dict[str, list[list[float]]] = {name: [] for name in _PRECISIONS}
+    for draw in range(draws):
+        for name, kept in losses.items():
+            runs = ThreadedWorld(2, timeout=120.0).run(partial(_train, name, steps, draw * steps), timeout=3600.0)
+            kept.append([sum(pair) / 2 for pair in zip(*runs, strict=True)])
+            print(f"{name}, draw {draw}: {sum(kept[-1][-_TAIL:]) / _TAIL:.4f}", file=sys.stderr, flush=True)
+    curves = {name: torch.tensor(kept, dtype=torch.float64) for name, kept in losses.items()}
     return {
-        "model": replace(_CURVE, steps=steps).describe(),
+        "model": _CURVE.describe(),
         "steps": steps,
-        "ends": {name: round(float(torch.tensor(curve[-_TAIL:]).mean()), 5) for name, curve in losses.items()},
-        "mean_distance_to_bf16": {
-            name: round(float((torch.tensor(curve) - base).abs().mean()), 5) for name, curve in losses.items()
+        "ends": {name: _rounded(curve[:, -_TAIL:].mean(1)) for name, curve in curves.items()},
+        "difference_to_bf16_at_the_end": {
+            name: _rounded((curve - curves["bf16"])[:, -_TAIL:].mean(1)) for name, curve in curves.items()
         },
-        "mean_difference_to_bf16_over_the_last": {
-            name: round(float((torch.tensor(curve) - base)[-_TAIL:].mean()), 5) for name, curve in losses.items()
+        "difference_to_bf16_over_all": {
+            name: _rounded((curve - curves["bf16"]).mean(1)) for name, curve in curves.items()
         },
-        "losses": {name: [round(value, 5) for value in curve] for name, curve in losses.items()},
+        "distance_to_bf16_over_all": {
+            name: _rounded((curve - curves["bf16"]).abs().mean(1)) for name, curve in curves.items()
+        },
+        "distance_of_bf16_to_bf16_on_other_batches": _rounded(
+            (curves["bf16"] - curves["bf16"].roll(1, 0)).abs().mean(1)
+        ),
+        "losses_over_10_steps": {
+            name: [_rounded(torch.stack([part.mean() for part in curve.split(10)])) for curve in whole]
+            for name, whole in curves.items()
+        },
     }
+
+
+def _rounded(values: torch.Tensor) -> list[float]:
+    return [round(value, 5) for value in values.tolist()]
 
 
 def _train(precision: str, steps: int, first: int, rank: int, world: ThreadedWorld) -> list[float]:
@@ -226,7 +239,7 @@ def alone(given: argparse.Namespace) -> dict[str, Any]:
         "errors": errors(),
         "bytes": [bytes_of(WORKLOADS[name], size) for name in ("300m", "1b", "8b") for size in (2, 8)],
         "counted": counted(replace(_CURVE, batch=1, seq=16)),
-        "curves": curves(given.steps),
+        "curves": curves(given.steps, given.draws),
     }
 
 
@@ -261,7 +274,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="the JSON to write")
     parser.add_argument("--commit", help="what to call the commit, where there is no history")
-    parser.add_argument("--steps", type=int, default=400, help="of the small model, without torchrun")
+    parser.add_argument("--steps", type=int, default=300, help="of the small model, without torchrun")
+    parser.add_argument("--draws", type=int, default=4, help="of batches for the small model, without torchrun")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="with torchrun")
     parser.add_argument("--work", choices=list(WORKLOADS), default="300m", help="with torchrun")
     parser.add_argument("--train", type=int, help="with torchrun: compare losses over so many steps")
@@ -278,7 +292,9 @@ def main() -> int:
     if given.out is not None:
         given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({key: value for key, value in report.items() if key != "curves"}, indent=1))
-    print(json.dumps({key: value for key, value in report["curves"].items() if key != "losses"}, indent=1))
+    print(
+        json.dumps({key: value for key, value in report["curves"].items() if key != "losses_over_10_steps"}, indent=1)
+    )
     return 0
 
 

@@ -131,7 +131,9 @@ def encode(code: BlockCode, wires: Sequence[torch.Tensor], shards: Sequence[torc
         tiles = sum(triton.cdiv(numel, code.block * blocks) for numel in numels)
         sizes = tuple(wire.numel() for wire in ours)
         int8, reciprocal = code.number is Number.INT8, code.number.reciprocal
-        _encode[(tiles,)](ours, given, numels, sizes, reciprocal, int8, code.block, blocks, num_warps=4)
+        # Triton launches on the current device, which need not be the tensors' where a model is being sharded.
+        with torch.cuda.device_of(ours[0]):
+            _encode[(tiles,)](ours, given, numels, sizes, reciprocal, int8, code.block, blocks, num_warps=4)
 
 
 def decode(code: BlockCode, wires: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
@@ -144,7 +146,8 @@ def decode(code: BlockCode, wires: Sequence[torch.Tensor], outs: Sequence[torch.
         tiles = ranks * sum(triton.cdiv(numel, code.block * blocks) for numel in numels)
         sizes = tuple(wire.size(1) for wire in sent)
         int8 = code.number is Number.INT8
-        _decode[(tiles,)](sent, ours, numels, sizes, ranks, int8, code.block, blocks, num_warps=4)
+        with torch.cuda.device_of(sent[0]):
+            _decode[(tiles,)](sent, ours, numels, sizes, ranks, int8, code.block, blocks, num_warps=4)
 
 
 def _blocks(code: BlockCode) -> int:
