@@ -20,7 +20,6 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -249,20 +248,21 @@ def among_ranks(given: argparse.Namespace) -> int:
     if given.device == "cpu":
         torch.set_num_threads(1)
     ranks = Ranks(given.device, timedelta(seconds=2 * _HANG_S))
-    peers = tuple(contender(name) for name in ("polyshard", "polyshard:precision=int8", "polyshard:precision=fp8"))
+    # Units of the smallest model would all travel as they compute.
+    every = ":precision__min_numel=0" if given.work == "tiny" else ""
+    peers = tuple(contender(f"polyshard:precision={name}{every if name != 'bf16' else ''}") for name in _PRECISIONS)
     work = (WORKLOADS[given.work],)
     settings = Settings(work, peers, given.rounds, None, 3, None, _HANG_S, given.out, given.by_step)
     report: dict[str, Any] = {"environment": environment(ranks, "wire.py", given.commit), "rows": [], "skipped": []}
     benchmark = Benchmark(ranks, settings, report)
-    text: Callable[[], str]
     if given.train:
         benchmark.train(given.train, given.every)
-        text = partial(train_table, report.get("train", {}))
+        text = train_table(report["train"])
     else:
         benchmark.run()
-        text = lambda: table(report["summary"])  # noqa: E731
+        text = table(report["summary"])
     if ranks.rank == 0:
-        print(text(), flush=True)
+        print(text, flush=True)
     faulthandler.dump_traceback_later(_HANG_S, exit=True)
     ranks.close()
     faulthandler.cancel_dump_traceback_later()
