@@ -24,6 +24,8 @@ class Constructed(Generic[_T_co]):
     instance: _T_co
     inner: tuple[Constructed[Any], ...] = ()
     """In the order in which the factory asked for them, each with inner ones of its own."""
+    choices: tuple[object, ...] = ()
+    """What it asked for each of them by: usually an option of its own."""
 
     def walk(self) -> Iterator[Constructed[Any]]:
         """This one, and all inside of it: an outer one before its inner ones."""
@@ -47,7 +49,7 @@ def construct(
         instance = resolved.construct(replace(context, name=resolved.name, constructor=inner))
     finally:
         inner.ended = True
-    return Constructed(resolved, instance, tuple(inner.made))
+    return Constructed(resolved, instance, tuple(inner.made), tuple(inner.choices))
 
 
 class _Inner:
@@ -57,6 +59,7 @@ class _Inner:
         self._owner = owner
         self._entry_points = entry_points
         self.made: list[Constructed[Any]] = []
+        self.choices: list[object] = []
         self.ended = False
 
     def __call__(self, context: PluginContext, group: Group, choice: PluginChoice) -> Any:
@@ -69,4 +72,5 @@ class _Inner:
             )
         made = construct(resolve(group, choice, self._entry_points), context, self._entry_points)
         self.made.append(made)
+        self.choices.append(choice)
         return made.instance

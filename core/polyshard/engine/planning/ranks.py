@@ -42,6 +42,11 @@ class RankGrid:
         return self.shard.rank if self.shard else 0
 
     @property
+    def blends(self) -> bool:
+        """Whether means of elements depend on what lies beside them."""
+        return any(each.capabilities.blends for each in (self.shard, self.replicate) if each is not None)
+
+    @property
     def alone(self) -> bool:
         """Whether there is no other rank."""
         return self.shard is None and self.replicate is None
