@@ -132,7 +132,7 @@ def encode(code: BlockCode, wires: Sequence[torch.Tensor], shards: Sequence[torc
         sizes = tuple(wire.numel() for wire in ours)
         int8, reciprocal = code.number is Number.INT8, code.number.reciprocal
         # Triton launches on the current device, which need not be the tensors' where a model is being sharded.
-        with torch.cuda.device_of(ours[0]):
+        with torch.cuda.device_of(ours[0]):  # type: ignore[no-untyped-call]
             _encode[(tiles,)](ours, given, numels, sizes, reciprocal, int8, code.block, blocks, num_warps=4)
 
 
@@ -146,7 +146,7 @@ def decode(code: BlockCode, wires: Sequence[torch.Tensor], outs: Sequence[torch.
         tiles = ranks * sum(triton.cdiv(numel, code.block * blocks) for numel in numels)
         sizes = tuple(wire.size(1) for wire in sent)
         int8 = code.number is Number.INT8
-        with torch.cuda.device_of(sent[0]):
+        with torch.cuda.device_of(sent[0]):  # type: ignore[no-untyped-call]
             _decode[(tiles,)](sent, ours, numels, sizes, ranks, int8, code.block, blocks, num_warps=4)
 
 
