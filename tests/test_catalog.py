@@ -327,6 +327,7 @@ def test_listing_shows_where_a_plugin_comes_from(site: Path, tmp_path: Path) -> 
             state=PluginState.READY,
             error="",
             editable=str(sources),
+            file=str(site / "acme_edited.py"),
         )
     ]
 

@@ -1,4 +1,4 @@
-"""Every exception that polyshard raises.
+"""Every exception that polyshard raises, and the warning that it gives of what will be gone.
 
 ::
 
@@ -28,13 +28,16 @@
     │   │   └── ParameterMovedError (AssertionError)  one replaced between forward and backward
     │   ├── CaptureError (RuntimeError)         a step that cannot be captured, or not replayed for these arguments
     │   └── RankMismatchError (RuntimeError)    ranks that do not agree on what to do
-    └── CollectiveError
-        ├── CollectiveTimeoutError (TimeoutError)  a collective that did not end in time
-        └── CollectiveAbortedError (RuntimeError)  a collective given up because another rank failed
+    ├── CollectiveError
+    │   ├── CollectiveTimeoutError (TimeoutError)  a collective that did not end in time
+    │   └── CollectiveAbortedError (RuntimeError)  a collective given up because another rank failed
+    └── RankFailedError (RuntimeError)          a process of a test that died, or could not say what it raised
 
 Each leaf is also the built-in exception in brackets, the one that ``torch.distributed.fsdp`` raises for the same
 input, so that ``except`` clauses written for FSDP go on working. A message has three parts, in this order: what was
 wrong, where (fully-qualified name, rank), what to do.
+
+``PolyshardDeprecationWarning`` is a warning and stands beside the tree; ``deprecation`` words it.
 """
 
 from __future__ import annotations
@@ -59,7 +62,9 @@ __all__ = [
     "PluginLoadError",
     "PluginNotFoundError",
     "PluginVersionError",
+    "PolyshardDeprecationWarning",
     "PolyshardError",
+    "RankFailedError",
     "RankMismatchError",
     "ShardingError",
     "StateError",
@@ -69,6 +74,7 @@ __all__ = [
     "UnshardedUseError",
     "UnsupportedError",
     "WorldSizeError",
+    "deprecation",
 ]
 
 
@@ -186,3 +192,25 @@ class CollectiveTimeoutError(CollectiveError, TimeoutError):
 
 class CollectiveAbortedError(CollectiveError, RuntimeError):
     """A collective operation was given up because another rank failed."""
+
+
+class RankFailedError(PolyshardError, RuntimeError):
+    """A process of ``polyshard.testing`` died, or returned or raised what cannot be sent to another process."""
+
+
+class PolyshardDeprecationWarning(FutureWarning):
+    """Something of polyshard's public face will be gone in a later version.
+
+    A ``FutureWarning``, since Python hides a ``DeprecationWarning`` unless the program's own file caused it. What uses
+    polyshard mostly is a module that a script imports, or a package of plugins, and there is one release to notice.
+    """
+
+
+def deprecation(what: str, *, since: str, gone: str, instead: str) -> str:
+    """The text of a deprecation.
+
+    ``what``: the name as users write it; ``since``, ``gone``: versions of polyshard; ``instead``: a sentence without
+    its full stop. To be given by ``warnings.warn(text, PolyshardDeprecationWarning, stacklevel=2)``, which points at
+    the line that uses it.
+    """
+    return f"{what} is deprecated since polyshard {since} and will be gone in {gone}. {instead}."
