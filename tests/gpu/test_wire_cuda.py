@@ -11,7 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from polyshard.interfaces import PluginContext, UnitSpec
+from polyshard.interfaces import PluginContext, PrecisionCaster, UnitSpec
+from polyshard.testing import PrecisionSuite
 from polyshard_plugins.block_codec import BlockCode, Number
 from polyshard_plugins.block_scaled import BlockScaled, Fp8, Int8
 from processes import KeptRanks
@@ -158,6 +159,22 @@ def test_every_rank_has_a_row_of_its_own(name: str) -> None:
     caster(name, compute="fp32").decode(unit(shards[0]), wire, out)
     for row, shard in zip(out.cpu(), shards, strict=True):
         torch.testing.assert_close(row.double(), decoded(shard, name, 128), rtol=3e-7, atol=0.0)
+
+
+class TestInt8(PrecisionSuite):
+    device = CUDA
+    wire_tolerance = 0.0065
+
+    def make(self) -> PrecisionCaster:
+        return caster("int8")
+
+
+class TestFp8(PrecisionSuite):
+    device = CUDA
+    wire_tolerance = 0.067
+
+    def make(self) -> PrecisionCaster:
+        return caster("fp8")
 
 
 class Noted(torch.autograd.Function):
