@@ -17,6 +17,7 @@ from polyshard_policies.functions import Custom, Lambda
 from polyshard_policies.module_class import ModuleClass, Transformer
 from polyshard_policies.simple import Always, Never
 from polyshard_policies.size import Size
+from polyshard_policies.transformers import NoSplitModules
 
 CONTEXT = plugin_context("under test")
 
@@ -103,6 +104,11 @@ class TestModuleClass(PolicySuite):
 class TestTransformer(PolicySuite):
     def make(self) -> WrapPolicy:
         return Transformer(CONTEXT, torch.nn.Sequential)
+
+
+class TestNoSplitModules(PolicySuite):
+    def make(self) -> WrapPolicy:
+        return NoSplitModules(CONTEXT)
 
 
 class TestSize(PolicySuite):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ..interfaces import Group, OffloadCapabilities, OffloadManager, UnitSpec
-from .plugin import PluginSuite
+from .plugin import LocalPluginSuite
 from .training import Training
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -21,7 +21,7 @@ _GRADIENTS = (
 )
 
 
-class OffloadSuite(PluginSuite):
+class OffloadSuite(LocalPluginSuite):
     """Subclass it, name the class ``Test…``, and override ``make``; override ``device`` to test on another one.
 
     Every rule of ``polyshard.interfaces.OffloadManager``, of one manager by itself; then a few steps of a small model
