@@ -70,14 +70,6 @@ class TestCpuOffload(OffloadSuite):
         return CpuOffload(CONTEXT)
 
 
-@pytest.mark.gpu
-class TestCpuOffloadFromCuda(OffloadSuite):
-    device = torch.device("cuda", 0)
-
-    def make(self) -> OffloadManager:
-        return CpuOffload(plugin_context(device=self.device))
-
-
 def keeps_linears_gathered(module: torch.nn.Module) -> bool | dict[str, Any]:
     return {"reshard_after_forward": False} if isinstance(module, torch.nn.Linear) else False
 
