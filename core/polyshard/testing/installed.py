@@ -45,7 +45,11 @@ class InstalledPlugin(PluginSuite):
         return _resolved(self.group, self.label, self.options)
 
     def make(self) -> Any:
-        return catalog.construct(self.resolved, plugin_context(device=self.device)).instance
+        context = plugin_context(device=self.device)
+        if self.group is Group.PLUGINS:
+            # Listeners alone are told, as of the models that their suite shards.
+            context = dataclasses.replace(context, rank=0, world_size=2)
+        return catalog.construct(self.resolved, context).instance
 
     def try_making(self) -> None:
         """Raise what keeps the plugin from being made."""
