@@ -14,7 +14,7 @@ import torch
 from polyshard.interfaces import Arrangement, Layout, PluginContext, UnitGeometry
 from polyshard.testing import LayoutSuite, plugin_context
 from polyshard_layouts.flat import Flat
-from suite_faults import Fault, common_faults, failing, names_of
+from suite_faults import Fault, failing, local_faults, names_of
 
 
 class Sound(Layout):
@@ -135,7 +135,7 @@ ALIKE = "every_rank_gets_the_same_answer"
 ARITHMETIC = "it_is_arithmetic_alone"
 
 FAULTS = [
-    *common_faults(Sound, lambda plugin: plugin(plugin_context())),
+    *local_faults(Sound, lambda plugin: plugin(plugin_context())),
     fault("offsets in a list", lambda: with_(offsets=lambda u, a: list(a.offsets)), TYPES),
     fault("a float", lambda: with_(shard_numel=lambda u, a: float(a.shard_numel)), TYPES),
     fault("rows in a set", lambda: with_(by_rows=lambda u, a: set()), TYPES),
