@@ -292,7 +292,7 @@ BUILT_IN: dict[str, dict[str, Any]] = {
         "size": "",
         "module_class": 'classes = "torch.nn:Sequential"',
         "transformer": 'layers = "torch.nn:Sequential"',
-        "or": 'policies = ["torch.nn:Sequential"]',
+        "or": 'policies = ["never", "size"]',
     },
     "layouts": {"flat": "", "rows": "", "blocks": ""},
     "plugins": {"trace": 'folder = "traces", picture = "none"'},
