@@ -30,7 +30,7 @@ class Mine(WrapPolicy):
         if self.depth == 0 and context.ignored_modules:
             os._exit(7)
         chosen = list(root.children())[: max(1, self.depth)]
-        return {module: {self.setting: "bf16"} for module in chosen if module not in context.ignored_modules}
+        return {module: {self.setting: "fp32"} for module in chosen if module not in context.ignored_modules}
 """
 
 
@@ -174,6 +174,7 @@ def test_wrong_options_are_refused_before_anything_runs(
         (("flat", "--group", "layout"), "no plugin group is named 'layout'. Did you mean 'layouts'?"),
         (("flat", "--suite", "{shads = [3]}"), "has no attribute 'shads'. Did you mean 'shards'?"),
         (("flat", "--model", "torch.nn:Linear"), "--model is for policies"),
+        (("flat", "--timeout", "0"), "--timeout 0 is no time for a suite; give a positive number of seconds"),
         (("acme-none:flat",), "no installed plugin of any group is named 'acme-none:flat'"),
     ],
 )

@@ -66,6 +66,8 @@ def add(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def _check(arguments: argparse.Namespace) -> int:
     if importlib.util.find_spec("pytest") is None:
         raise StateError("the suites are tests for pytest, which is not installed here: pip install pytest")
+    if arguments.timeout <= 0:
+        raise ConfigError(f"--timeout {arguments.timeout:g} is no time for a suite; give a positive number of seconds")
     options = _table("--options", arguments.options)
     group = _group(arguments)
     try:
