@@ -258,7 +258,7 @@ def test_a_failure_on_one_rank_is_told_to_all() -> None:
         ("rwos", errors.PluginNotFoundError, ("'rwos'", "polyshard.layouts", "Did you mean 'rows'?")),
         ("older", errors.PluginVersionError, ("'older'", "acme-layouts 2.3", "contract")),
         ("unversioned", errors.PluginVersionError, ("'unversioned'", "acme-layouts 2.3", "api_version")),
-        ("unable", errors.PluginLoadError, ("'unable'", "acme-layouts 2.3", "arrange")),
+        ("unable", errors.PluginContractError, ("'unable'", "acme-layouts 2.3", "arrange")),
         ({"name": "rows", "size": 2}, errors.ConfigError, ("'rows'", "does not take the option 'size'")),
         ({"name": "blocks", "sizes": 2}, errors.ConfigError, ("'blocks'", "Did you mean 'size'?")),
         ({"name": "blocks", "size": 0}, errors.ConfigError, ("size of the layout 'blocks'", "0")),

@@ -17,6 +17,7 @@ from polyshard_policies.functions import Custom, Lambda
 from polyshard_policies.module_class import ModuleClass, Transformer
 from polyshard_policies.simple import Always, Never
 from polyshard_policies.size import Size
+from polyshard_policies.transformers import NoSplitModules
 
 CONTEXT = plugin_context("under test")
 
@@ -69,14 +70,6 @@ class TestCpuOffload(OffloadSuite):
         return CpuOffload(CONTEXT)
 
 
-@pytest.mark.gpu
-class TestCpuOffloadFromCuda(OffloadSuite):
-    device = torch.device("cuda", 0)
-
-    def make(self) -> OffloadManager:
-        return CpuOffload(plugin_context(device=self.device))
-
-
 def keeps_linears_gathered(module: torch.nn.Module) -> bool | dict[str, Any]:
     return {"reshard_after_forward": False} if isinstance(module, torch.nn.Linear) else False
 
@@ -103,6 +96,11 @@ class TestModuleClass(PolicySuite):
 class TestTransformer(PolicySuite):
     def make(self) -> WrapPolicy:
         return Transformer(CONTEXT, torch.nn.Sequential)
+
+
+class TestNoSplitModules(PolicySuite):
+    def make(self) -> WrapPolicy:
+        return NoSplitModules(CONTEXT)
 
 
 class TestSize(PolicySuite):

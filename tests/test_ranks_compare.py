@@ -79,6 +79,7 @@ class Folder(OffloadManager):
 class Misspelt(Folder):
     """Names its local option as one word."""
 
+    api_version = 1
     local_options = "folder"
 
 

@@ -14,7 +14,7 @@ import torch
 from polyshard.interfaces import Arrangement, Layout, PluginContext, UnitGeometry
 from polyshard.testing import LayoutSuite, plugin_context
 from polyshard_layouts.flat import Flat
-from suite_faults import Fault, common_faults, failing, names_of
+from suite_faults import Fault, failing, local_faults, names_of
 
 
 class Sound(Layout):
@@ -36,10 +36,12 @@ class Faulty(Sound):
     """Sound but for one fault, made in units that it has no reason to."""
 
     api_version = 1
+    change: Callable[[], Change]
+    """Makes what is done to each answer."""
 
-    def __init__(self, context: PluginContext, change: Change) -> None:
+    def __init__(self, context: PluginContext) -> None:
         super().__init__(context)
-        self._change = change
+        self._change = self.change()
 
     def arrange(self, unit: UnitGeometry) -> Sequence[Arrangement]:
         (right,) = super().arrange(unit)
@@ -122,8 +124,13 @@ class Remembering:
         return padded(unit, right, 1) if again else right
 
 
+def faulty(change: Callable[[], Change]) -> Layout:
+    plugin = type("Planted", (Faulty,), {"api_version": 1, "change": staticmethod(change)})
+    return plugin(plugin_context())
+
+
 def fault(name: str, change: Callable[[], Change], *fails: str, why: str = "") -> Any:
-    return pytest.param(Fault(lambda: Faulty(plugin_context(), change()), fails, why, factory=Sound), id=name)
+    return pytest.param(Fault(lambda: faulty(change), fails, why), id=name)
 
 
 TYPES = "answers_are_plain_numbers_in_the_types_of_the_contract"
@@ -135,7 +142,7 @@ ALIKE = "every_rank_gets_the_same_answer"
 ARITHMETIC = "it_is_arithmetic_alone"
 
 FAULTS = [
-    *common_faults(Sound, lambda plugin: plugin(plugin_context())),
+    *local_faults(Sound, lambda plugin: plugin(plugin_context())),
     fault("offsets in a list", lambda: with_(offsets=lambda u, a: list(a.offsets)), TYPES),
     fault("a float", lambda: with_(shard_numel=lambda u, a: float(a.shard_numel)), TYPES),
     fault("rows in a set", lambda: with_(by_rows=lambda u, a: set()), TYPES),
@@ -177,7 +184,7 @@ def test_every_test_is_the_one_that_catches_something() -> None:
 def test_a_layout_that_never_ends_is_ended() -> None:
     class Suite(LayoutSuite):
         def make(self) -> Layout:
-            return Faulty(plugin_context(), never)
+            return faulty(lambda: never)
 
     with pytest.raises(pytest.fail.Exception, match="more than 1000000 lines of Python ran"):
         Suite().test_it_ends_soon()
@@ -186,7 +193,7 @@ def test_a_layout_that_never_ends_is_ended() -> None:
 def test_an_answer_that_is_no_arrangement_is_told() -> None:
     class Suite(LayoutSuite):
         def make(self) -> Layout:
-            return Faulty(plugin_context(), lambda unit, right: [right, 0])
+            return faulty(lambda: lambda unit, right: [right, 0])
 
     with pytest.raises(AssertionError, match="in the unit 'a transformer block"):
         Suite().test_answers_are_plain_numbers_in_the_types_of_the_contract()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from polyshard import hookimpl
 from polyshard.interfaces import Listener, Observer, PluginContext, UnitSpec
 from polyshard.testing import ListenerSuite, plugin_context
-from suite_faults import Fault, common_faults, failing, names_of
+from suite_faults import Fault, failing, local_faults, names_of
 from torch import nn
 
 
@@ -304,7 +304,7 @@ SAVING = "saving_and_loading"
 LEFT = "the_model_is_left_as_it_was"
 
 FAULTS = [
-    *common_faults(Sound, make),
+    *local_faults(Sound, make),
     fault(Unmarked, HOOKS),
     fault(NoSuchHook, HOOKS),
     fault(NoSuchArgument, HOOKS),

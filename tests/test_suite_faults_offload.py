@@ -9,7 +9,7 @@ import pytest
 import torch
 from polyshard.interfaces import OffloadCapabilities, OffloadManager, PluginContext, UnitSpec
 from polyshard.testing import OffloadSuite, plugin_context
-from suite_faults import Fault, common_faults, failing, names_of
+from suite_faults import Fault, failing, local_faults, names_of
 
 
 class Sound(OffloadManager):
@@ -281,7 +281,7 @@ APART = "units_do_not_share_memory"
 TRAINING = "training_is_that_of_the_unsharded_model"
 
 FAULTS = [
-    *common_faults(Sound, lambda plugin: plugin(plugin_context()), within=None),
+    *local_faults(Sound, lambda plugin: plugin(plugin_context()), within=None),
     fault(FromTheFuture, VERSION, TRAINING, why="polyshard refuses such a version of an object, too"),
     fault(CountsForTrue, "capabilities_are_real_bools_that_do_not_change"),
     fault(WidensMasters, PLACED),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy
 from polyshard.testing import PolicySuite, plugin_context
-from suite_faults import Fault, common_faults, failing, names_of
+from suite_faults import Fault, failing, local_faults, names_of
 from torch import nn
 
 
@@ -201,7 +201,7 @@ CALLED = "units_with_parameters_are_called"
 TRAINING = "training_is_that_of_the_unsharded_model"
 
 FAULTS = [
-    *common_faults(Sound, make),
+    *local_faults(Sound, make),
     fault(GroupsForManyRanks, "plan_names_modules_of_the_model"),
     fault(OneForTrue, OVERRIDES),
     fault(Misspells, OVERRIDES, TRAINING, why="polyshard refuses it as well"),

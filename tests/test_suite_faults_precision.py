@@ -21,7 +21,7 @@ from polyshard.interfaces import (
 )
 from polyshard.nested import map_tensors
 from polyshard.testing import PrecisionSuite, plugin_context
-from suite_faults import Fault, common_faults, failing, names_of
+from suite_faults import Fault, failing, local_faults, names_of
 
 Cast = Callable[[torch.Tensor], torch.Tensor]
 
@@ -366,7 +366,7 @@ TRAINING = "training_is_near_that_of_the_unsharded_model"
 EVALUATION = "evaluation_is_near_that_of_the_unsharded_model"
 
 FAULTS = [
-    *common_faults(Sound, make),
+    *local_faults(Sound, make),
     fault(CountsForTrue, "capabilities_are_real_bools_that_do_not_change"),
     fault(NarrowReduction, DTYPES),
     fault(SilentHalf, "loss_scaling_is_said_of_fp16"),

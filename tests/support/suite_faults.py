@@ -13,9 +13,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 from polyshard.catalog.offers import name_and_version, scan
 from polyshard.interfaces import Group
-from polyshard.testing.plugin import PluginSuite
+from polyshard.testing.plugin import LocalPluginSuite, PluginSuite
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,22 @@ def common_faults(
     # Says something else on each rank.
     told = {"fingerprint": lambda self: f"of rank {os.environ.get('RANK')}"}
     yield subclass("TellsItsRank", "fingerprint_is_text_that_every_rank_has", api_version=1, **told)
+
+
+def local_faults(
+    sound: type[Any], make: Callable[[type[Any]], Any], within: type[Any] | None = LocalPluginSuite
+) -> Iterator[Any]:
+    """``common_faults``, and those of plugins that may not speak to other ranks."""
+
+    def asking(self: Any, context: Any) -> None:
+        sound.__init__(self, context)
+        if dist.is_initialized():
+            dist.all_reduce(torch.zeros(1))
+
+    yield from common_faults(sound, make, within)
+    # Asks the others while it is constructed.
+    plugin = type("Asks", (sound,), {"api_version": 1, "__init__": asking})
+    yield pytest.param(Fault(lambda: make(plugin), ("construction_does_not_communicate",), within=within), id="Asks")
 
 
 def names_of(suite: type[Any]) -> set[str]:

@@ -12,8 +12,6 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from .. import catalog
 from ..catalog.offers import normalised, offers_of
 from ..config import PluginSpec, did_you_mean
@@ -68,6 +66,8 @@ def add(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def _check(arguments: argparse.Namespace) -> int:
     if importlib.util.find_spec("pytest") is None:
         raise StateError("the suites are tests for pytest, which is not installed here: pip install pytest")
+    if arguments.timeout <= 0:
+        raise ConfigError(f"--timeout {arguments.timeout:g} is no time for a suite; give a positive number of seconds")
     options = _table("--options", arguments.options)
     group = _group(arguments)
     try:
@@ -196,6 +196,9 @@ def _model(group: Group, model: str) -> str:
 
 
 def _devices(group: Group) -> tuple[str, ...]:
+    # With the command that needs it: a list of plugins does not.
+    import torch
+
     # A layout is arithmetic.
     return ("cpu", "cuda") if torch.cuda.is_available() and group is not Group.LAYOUTS else ("cpu",)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -120,20 +122,28 @@ def _run(folder: str, timeout_s: float) -> tuple[str, str]:
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     environ.pop("PYTEST_ADDOPTS", None)
     command = [sys.executable, "-P", "-m", "polyshard.testing.check_process", folder]
-    process = subprocess.Popen(
-        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True
-    )
+    written = Path(folder, "output.txt")
+    with written.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     try:
-        output, _ = process.communicate(timeout=timeout_s)
+        code = process.wait(timeout_s)
+        # 1: tests failed, which their outcomes tell.
+        ended = "" if code in (0, 1) else f"the suite's process ended with {code}"
     except subprocess.TimeoutExpired:
-        process.kill()
-        output, _ = process.communicate()
-        return f"the suite had not ended after {timeout_s:g} s", output
-    except BaseException:
-        process.kill()
-        raise
-    # 1: tests failed, which their outcomes tell.
-    return ("" if process.returncode in (0, 1) else f"the suite's process ended with {process.returncode}"), output
+        ended = f"the suite had not ended after {timeout_s:g} s"
+    finally:
+        # Ranks that hang outlive the process that started them.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return ended, written.read_text(encoding="utf-8", errors="replace")
 
 
 def _found(outcomes: Sequence[Outcome], ended: str, output: str) -> SuiteRun:
@@ -144,7 +154,7 @@ def _found(outcomes: Sequence[Outcome], ended: str, output: str) -> SuiteRun:
     if not devices:
         told = [each.message for each in made.values() if each.message]
         return SuiteRun((), "; ".join(told) or f"{ended or 'nothing was tried'}\n{output[-2000:]}".strip(), ())
-    broken = [each.message for each in made.values() if each.stage is Stage.FAILED]
+    broken = [f"on {_device(each.where)}: {each.message}" for each in made.values() if each.stage is Stage.FAILED]
     by_rule: dict[str, list[Outcome]] = {}
     for each in outcomes:
         if each.rule != MADE:

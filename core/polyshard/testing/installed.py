@@ -15,7 +15,7 @@ import torch
 
 from .. import catalog
 from ..errors import ConfigError, WorldSizeError
-from ..interfaces import Collectives, Group, PluginContext
+from ..interfaces import Collectives, Group, PluginContext, PolicyContext
 from .collectives import CollectivesSuite
 from .context import plugin_context
 from .plugin import PluginSuite
@@ -45,7 +45,11 @@ class InstalledPlugin(PluginSuite):
         return _resolved(self.group, self.label, self.options)
 
     def make(self) -> Any:
-        return catalog.construct(self.resolved, plugin_context(device=self.device)).instance
+        context = plugin_context(device=self.device)
+        if self.group is Group.PLUGINS:
+            # Listeners alone are told, as of the models that their suite shards.
+            context = dataclasses.replace(context, rank=0, world_size=2)
+        return catalog.construct(self.resolved, context).instance
 
     def try_making(self) -> None:
         """Raise what keeps the plugin from being made."""
@@ -121,6 +125,16 @@ class InstalledPolicy(InstalledPlugin, PolicySuite):
 
     model_factory: ClassVar[str] = ""
     """``"package.module:function"`` that builds the model; empty for the suite's own."""
+
+    def try_making(self) -> None:
+        """Raise what keeps the policy from being made, or from serving the model."""
+        policy = self.make()
+        try:
+            policy.plan(self.model(), PolicyContext())
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error} (--model PKG:FACTORY names what builds the model that it is tested with)"
+            ) from error
 
     def model(self) -> torch.nn.Module:
         if not self.model_factory:

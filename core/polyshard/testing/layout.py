@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyshard.interfaces import Arrangement, Group, Layout, ParameterGeometry, UnitGeometry
 
-from .plugin import PluginSuite, as_rank
+from .plugin import LocalPluginSuite, as_rank
 
 #: Lines of Python that laying out a unit may take: seconds where nothing traces them.
 MOST_LINES = 1_000_000
@@ -87,7 +87,7 @@ def _counted(most: int) -> Iterator[list[int]]:
         sys.settrace(before)
 
 
-class LayoutSuite(PluginSuite):
+class LayoutSuite(LocalPluginSuite):
     """Subclass it, name the class ``Test…``, and override ``make``; override ``units`` to add shapes of your own."""
 
     group = Group.LAYOUTS

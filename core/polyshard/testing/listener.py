@@ -22,7 +22,7 @@ from ..errors import PolyshardError
 from ..events import Events
 from ..interfaces import Group, Observer, UnitSpec
 from .listener_watch import Watched
-from .plugin import PluginSuite
+from .plugin import LocalPluginSuite
 from .training import Block, Model, Values, seeded, tokens
 
 _OBSERVER = {
@@ -104,7 +104,7 @@ class _Run:
         return values
 
 
-class ListenerSuite(PluginSuite):
+class ListenerSuite(LocalPluginSuite):
     """Subclass it, name the class ``Test…``, and override ``make``; override ``device`` to test on another one.
 
     What ``polyshard.hookspecs`` and ``polyshard.interfaces.Observer`` ask of a listener, over every kind of step of a

@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..events import Events
 from ..hookspecs import hookimpl
 from ..interfaces import Listener, Observer, UnitSpec
+from .communication import group_of_one, is_collective
 from .module_state import ModuleState
 
 if TYPE_CHECKING:
     from ..config import ShardConfig
 
-_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
 #: What copies values of a device to the host to decide something.
 _READS = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal"})
 #: What waits for a device, by the object that has it. Of classes written in C, the device itself tells.
@@ -42,7 +41,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name()
-        if func.namespace in _COLLECTIVES:
+        if is_collective(func):
             self._watched.collectives.append(f"{name} in {self._call}")
         elif name in _READS:
             self._watched.note_wait(name)
@@ -79,9 +78,7 @@ class Watched(Listener):
         with ExitStack() as stack:
             for owner, name in _WAITS:
                 stack.enter_context(mock.patch.object(owner, name, self._noting(getattr(owner, name), name)))
-            if dist.is_available() and not dist.is_initialized():
-                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-                stack.callback(dist.destroy_process_group)
+            stack.enter_context(group_of_one())
             yield
 
     def _noting(self, wait: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from ..interfaces import Group, OffloadCapabilities, OffloadManager, UnitSpec
-from .plugin import PluginSuite
+from .plugin import LocalPluginSuite
 from .training import Training
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -21,7 +22,7 @@ _GRADIENTS = (
 )
 
 
-class OffloadSuite(PluginSuite):
+class OffloadSuite(LocalPluginSuite):
     """Subclass it, name the class ``Test…``, and override ``make``; override ``device`` to test on another one.
 
     Every rule of ``polyshard.interfaces.OffloadManager``, of one manager by itself; then a few steps of a small model
@@ -98,8 +99,8 @@ class OffloadSuite(PluginSuite):
         manager, unit = self.make(), self.unit(6)
         master = manager.place(unit, self._numbers(6))
         buffer = torch.full((22,), 7.0, device=self.device)
-        manager.fetch(unit, master, buffer[8:14])
-        self._synchronize()
+        with self._stream():
+            manager.fetch(unit, master, buffer[8:14])
         assert buffer.tolist() == [7.0] * 8 + self._numbers(6).tolist() + [7.0] * 8
 
     def test_fetch_leaves_the_master_as_it_was(self) -> None:
@@ -114,8 +115,7 @@ class OffloadSuite(PluginSuite):
         assert self._fetched(manager, unit, master, torch.bfloat16) == []
         stored = None
         for _ in range(2):
-            stored = manager.store_grad(unit, self._numbers(0), stored)
-            manager.sync_for_step()
+            stored = self._stored(manager, unit, self._numbers(0), stored)
             _assert_usable(stored, 0, torch.float32)
 
     @pytest.mark.parametrize(("dtype", "grad_dtype"), _GRADIENTS, ids=str)
@@ -126,8 +126,7 @@ class OffloadSuite(PluginSuite):
         master = manager.place(unit, self._numbers(6, dtype))
         gradient = self._numbers(6, grad_dtype)
         expected = gradient.tolist()
-        stored = manager.store_grad(unit, gradient, None)
-        manager.sync_for_step()
+        stored = self._stored(manager, unit, gradient)
         assert stored.device == master.device
         _assert_usable(stored, 6, grad_dtype)
         assert stored.tolist() == expected
@@ -138,8 +137,7 @@ class OffloadSuite(PluginSuite):
         master = manager.place(unit, self._numbers(6, dtype))
         total = None
         for factor in (3, 4, -2):
-            total = manager.store_grad(unit, self._whole_numbers(6, grad_dtype) * factor, total)
-            manager.sync_for_step()
+            total = self._stored(manager, unit, self._whole_numbers(6, grad_dtype) * factor, total)
         assert total is not None
         assert total.device == master.device
         _assert_usable(total, 6, grad_dtype)
@@ -151,8 +149,7 @@ class OffloadSuite(PluginSuite):
         for factor in (2.0, 5.0):
             gradient = self._numbers(6) * factor
             expected = gradient.tolist()
-            stored = manager.store_grad(unit, gradient, None)
-            manager.sync_for_step()
+            stored = self._stored(manager, unit, gradient)
             assert stored.tolist() == expected
 
     def test_units_do_not_share_memory(self) -> None:
@@ -166,10 +163,11 @@ class OffloadSuite(PluginSuite):
             self._fetched(manager, unit, master, torch.float32) for unit, master in zip(units, masters, strict=True)
         ]
         assert fetched == [[7.0] * 6, self._numbers(6).tolist(), [9.0] * 4]
-        stored = [
-            manager.store_grad(unit, torch.full((unit.shard_numel,), value, device=self.device), None)
-            for unit, value in zip(units, (1.0, 2.0, 3.0), strict=True)
-        ]
+        with self._stream():
+            stored = [
+                manager.store_grad(unit, torch.full((unit.shard_numel,), value, device=self.device), None)
+                for unit, value in zip(units, (1.0, 2.0, 3.0), strict=True)
+            ]
         manager.sync_for_step()
         assert [each.tolist() for each in stored] == [[1.0] * 6, [2.0] * 6, [3.0] * 4]
 
@@ -194,8 +192,8 @@ class OffloadSuite(PluginSuite):
         self, manager: OffloadManager, unit: UnitSpec, master: torch.Tensor, compute: torch.dtype
     ) -> Sequence[float]:
         own_slice = torch.zeros(unit.shard_numel, dtype=compute, device=self.device)
-        manager.fetch(unit, master, own_slice)
-        self._synchronize()
+        with self._stream():
+            manager.fetch(unit, master, own_slice)
         values: list[float] = own_slice.tolist()
         return values
 
@@ -207,9 +205,27 @@ class OffloadSuite(PluginSuite):
         """Numbers whose small sums no dtype rounds."""
         return torch.arange(-2, numel - 2, device=self.device, dtype=dtype)
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def _stored(
+        self, manager: OffloadManager, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What a backward stores that reduces one unit."""
+        with self._stream():
+            stored = manager.store_grad(unit, grad, into)
+        manager.sync_for_step()
+        return stored
+
+    @contextmanager
+    def _stream(self) -> Iterator[None]:
+        """A stream of its own is the current one inside, as of the engine's gathers and reductions."""
+        if self.device.type != "cuda":
+            yield
+            return
+        here, stream = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            yield
+        # The host does not wait: that is the manager's part, where the host is to read.
+        here.wait_stream(stream)
 
 
 def _assert_usable(tensor: torch.Tensor, numel: int, dtype: torch.dtype) -> None:

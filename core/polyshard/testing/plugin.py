@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 
 from ..interfaces import CURRENT_API, OLDEST_API, Group
+from .communication import collectives_noted
 
 
 class PluginSuite:
@@ -65,6 +66,16 @@ class PluginSuite:
             second = _fingerprint(self.make())
         assert isinstance(first, str | None), f"fingerprint() is {first!r}"
         assert first == second
+
+
+class LocalPluginSuite(PluginSuite):
+    """The base of suites of plugins that do not speak to other ranks."""
+
+    def test_construction_does_not_communicate(self) -> None:
+        # Ranks compare their plugins when all are constructed: one that lacks a plugin would leave the others waiting.
+        with collectives_noted() as issued:
+            self.make()
+        assert not issued, f"{', '.join(issued)} while it was constructed"
 
 
 def _fingerprint(plugin: Any) -> Any:

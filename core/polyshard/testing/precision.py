@@ -14,7 +14,7 @@ import torch
 
 from ..interfaces import Collectives, Group, PrecisionCapabilities, PrecisionCaster, UnitDtypes, UnitSpec, WireSpec
 from .context import plugin_context
-from .plugin import PluginSuite, as_rank
+from .plugin import LocalPluginSuite, as_rank
 from .training import Training
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -24,7 +24,7 @@ _SHARDS = (32, 17, 1)
 _WIRE_ALIGNMENT = 16
 
 
-class PrecisionSuite(PluginSuite):
+class PrecisionSuite(LocalPluginSuite):
     """Subclass it, name the class ``Test…``, and override ``make``; override ``device`` to test on another one.
 
     Every rule of ``polyshard.interfaces.PrecisionCaster``; then a few steps, and an evaluation, of a small fp32 model
