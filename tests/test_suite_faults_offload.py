@@ -319,3 +319,12 @@ def test_only_these_fail(planted: Fault) -> None:
 def test_every_test_is_the_one_that_catches_something() -> None:
     alone = {planted.values[0].fails[0] for planted in FAULTS if not planted.values[0].why_several}
     assert names_of(OffloadSuite) - alone == {AFRESH}
+
+
+def test_a_failure_shows_the_values_that_were_compared() -> None:
+    class Suite(OffloadSuite):
+        def make(self) -> OffloadManager:
+            return WidensMasters(plugin_context())
+
+    with pytest.raises(AssertionError, match=r"assert torch\.float32 is torch\.bfloat16"):
+        Suite().test_placed_master_keeps_values_shape_and_dtype(1, torch.bfloat16)
