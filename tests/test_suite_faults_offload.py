@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -202,6 +202,19 @@ class ByModule(Sound):
         return kept.copy_(grad) if kept.dtype == grad.dtype else grad.clone()
 
 
+class OnePool(Sound):
+    """Has one memory for small gradients, for all managers of the process."""
+
+    api_version = 1
+    pool: ClassVar[dict[tuple[str, torch.dtype], torch.Tensor]] = {}
+
+    def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+        if into is not None or grad.numel() > 8:
+            return super().store_grad(unit, grad, into)
+        kept = self.pool.setdefault((unit.name, grad.dtype), torch.empty(8, dtype=grad.dtype))
+        return kept[: grad.numel()].copy_(grad)
+
+
 class OneShelf(Sound):
     """Parks all masters in one place."""
 
@@ -297,6 +310,7 @@ FAULTS = [
     fault(Forgetful, ADD_UP),
     fault(NeverCleared, AFRESH, TRAINING, why="what a step leaves to the next, every training of two steps shows"),
     fault(ByModule, APART),
+    fault(OnePool, "managers_of_two_models_do_not_share_memory"),
     fault(OneShelf, APART, TRAINING, why="the engine refuses masters in one place as well"),
     fault(FirstPlace, "a_unit_is_placed_again_after_an_attempt_that_failed"),
     fault(WaitsForTheLast, "nothing_stored_is_nothing_to_wait_for"),

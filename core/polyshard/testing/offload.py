@@ -171,6 +171,22 @@ class OffloadSuite(LocalPluginSuite):
         manager.sync_for_step()
         assert [each.tolist() for each in stored] == [[1.0] * 6, [2.0] * 6, [3.0] * 4]
 
+    def test_managers_of_two_models_do_not_share_memory(self) -> None:
+        # Units of two models may have the same names.
+        managers, unit = [self.make(), self.make()], self.unit(6)
+        shards = [self._numbers(6), self._numbers(6) * 2.0]
+        masters = [manager.place(unit, shard.clone()) for manager, shard in zip(managers, shards, strict=True)]
+        fetched = [
+            self._fetched(manager, unit, master, torch.float32)
+            for manager, master in zip(managers, masters, strict=True)
+        ]
+        assert fetched == [shard.tolist() for shard in shards]
+        stored = [
+            self._stored(manager, unit, torch.full((6,), value, device=self.device))
+            for manager, value in zip(managers, (1.0, 2.0), strict=True)
+        ]
+        assert [each.tolist() for each in stored] == [[1.0] * 6, [2.0] * 6]
+
     def test_a_unit_is_placed_again_after_an_attempt_that_failed(self) -> None:
         manager, unit = self.make(), self.unit(6)
         manager.place(unit, self._numbers(6))
