@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from collectives_cases import passes
 from polyshard.errors import CollectiveError, WorldSizeError
 from polyshard.interfaces import COMPLETED, Collectives, CollectivesCapabilities, PluginContext, ReduceOp, Work
 from polyshard.testing import CollectivesSuite, Rank, plugin_context
@@ -360,14 +359,6 @@ class SuiteOf(CollectivesSuite):
         return self.planted.backend
 
 
-def cases(test: Callable[..., None], world_size: int) -> Iterator[dict[str, Any]]:
-    axes = [[{mark.args[0]: value} for value in mark.args[1]] for mark in getattr(test, "pytestmark", ())]
-    if "world_size" in inspect.signature(test).parameters:
-        axes.append([{"world_size": world_size}])
-    for case in itertools.product(*axes):
-        yield {name: value for part in case for name, value in part.items()}
-
-
 def failing(planted: Fault) -> set[str]:
     """Names of the tests, without ``test_``, that fail over the backend."""
     suite = type("Suite", (SuiteOf,), {"planted": planted, "world_sizes": (planted.ranks,)})
@@ -378,16 +369,6 @@ def failing(planted: Fault) -> set[str]:
         if not passes(chosen(), f"test_{name}", planted.ranks):
             found.add(name)
     return found
-
-
-def passes(suite: Any, name: str, world_size: int) -> bool:
-    test = getattr(suite, name)
-    try:
-        for arguments in cases(test, world_size):
-            test(**arguments)
-    except (Exception, pytest.fail.Exception):
-        return False
-    return True
 
 
 FAULTS = [

@@ -181,7 +181,7 @@ def shard_module(request: Request) -> Root:
 _PLUGINS_ATTRIBUTE = "_polyshard_plugins"
 
 
-def _remember(module: nn.Module, plugins: ChosenPlugins, drafted: Sequence[_Drafted]) -> None:
+def _remember(module: nn.Module, plugins: ChosenPlugins, drafted: Sequence[Drafted]) -> None:
     found = [catalog.used(each) for each in plugins.used]
     found += [catalog.used(own, each.draft.stage.name) for each in drafted for own in each.overrides.values()]
     module.__dict__[_PLUGINS_ATTRIBUTE] = tuple(found)
@@ -284,7 +284,7 @@ def _refuse_pieces(request: Request, rank: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Drafted:
+class Drafted:
     """A stage laid out."""
 
     draft: Draft
@@ -304,7 +304,7 @@ _OVERRIDDEN = {"precision": Group.PRECISION, "offload": Group.OFFLOAD, "layout":
 
 def _draft(
     request: Request, plugins: ChosenPlugins, planned: Sequence[PlannedStage], shards: int
-) -> tuple[_Drafted, ...]:
+) -> tuple[Drafted, ...]:
     rank, device = plugins.collectives.rank, plugins.context.device
     drafted = []
     for stage, modules in zip(planned, _own_modules(planned, request), strict=True):
@@ -332,8 +332,17 @@ def _draft(
             is_root=stage.governing is request.module,
             rank=rank,
         )
-        drafted.append(_Drafted(draft, own))
+        drafted.append(Drafted(draft, own))
     return tuple(drafted)
+
+
+def draft_module(request: Request, plugins: ChosenPlugins, strategy: Strategy, shards: int) -> tuple[Drafted, ...]:
+    """What the stages of ``request`` would be, laid out for so many ``shards``, the root's first. Changes nothing, and
+    takes no memory; raises what sharding would before ranks speak to each other.
+    """
+    planned = _plan(request, plugins, shards)
+    _refuse_unmeasured(request.config, strategy, plugins.context.device, plugins.collectives.rank)
+    return _draft(request, plugins, planned, shards)
 
 
 def _refuse_irreducible(planned: list[PlannedStage], collectives: Collectives) -> None:

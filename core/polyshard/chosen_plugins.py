@@ -12,6 +12,7 @@ import torch
 
 from . import catalog
 from .config import PluginChoice, ShardConfig
+from .engine.planning.answers import refuse_unable
 from .engine.planning.arrangement import NamedLayout
 from .errors import DeviceError, WorldSizeError
 from .events import Events
@@ -71,7 +72,8 @@ def construct_plugins(
     policy = catalog.resolve(Group.POLICIES, policy_choice(config.policy), entry_points)
     layout = catalog.resolve(Group.LAYOUTS, config.layout, entry_points)
     listeners = [catalog.resolve(Group.PLUGINS, choice, entry_points) for choice in config.listeners]
-    _refuse_unserved(constructed, context)
+    refuse_unable(collectives, collectives.rank)
+    refuse_unserved(constructed, context, collectives.world_size)
     watched = dataclasses.replace(context, rank=collectives.rank, world_size=collectives.world_size)
     caster = catalog.construct(precision, context, entry_points)
     manager = catalog.construct(offload, context, entry_points)
@@ -94,7 +96,8 @@ def construct_plugins(
     )
 
 
-def _refuse_unserved(constructed: catalog.Constructed[Collectives], context: PluginContext) -> None:
+def refuse_unserved(constructed: catalog.Constructed[Collectives], context: PluginContext, world_size: int) -> None:
+    """Raise ``DeviceError`` or ``WorldSizeError`` where the collectives do not serve the device, or so many ranks."""
     collectives, name = constructed.instance, constructed.resolved.name
     capabilities = collectives.capabilities
     if context.device.type not in capabilities.devices:
@@ -104,10 +107,10 @@ def _refuse_unserved(constructed: catalog.Constructed[Collectives], context: Plu
             "other collectives."
         )
     least, most = capabilities.min_world_size, capabilities.max_world_size
-    if collectives.world_size < least or (most is not None and collectives.world_size > most):
+    if world_size < least or (most is not None and world_size > most):
         raise WorldSizeError(
             f"The collectives {name!r} serve {least} to {most or 'any number of'} ranks, but "
-            f"there are {collectives.world_size} (rank {collectives.rank}). Start another number of them, or choose "
+            f"there are {world_size} (rank {collectives.rank}). Start another number of them, or choose "
             "other collectives."
         )
 

@@ -12,6 +12,10 @@ from .engine.planning.values import VALUES, refusal
 _LONG = 120
 #: Differences that are shown; ranks that train another model differ in everything.
 _SHOWN = 12
+_CURE = (
+    "Give every rank the same model, configuration and installed plugins. Options that must differ between ranks are "
+    "named in local_options of the plugin."
+)
 #: Stands for what only one of two ranks has.
 _NOTHING = "nothing"
 
@@ -30,10 +34,11 @@ def told(reports: Sequence[Sequence[Any]], mine: Sequence[Any], rank: int) -> st
             others.setdefault(repr(theirs), []).append(other)
     if not others:
         return None
-    return "\n".join(_against(mine, reports[ranks[0]], rank, ranks) for ranks in others.values())
+    lines = [line for ranks in others.values() for line in _against(mine, reports[ranks[0]], rank, ranks)]
+    return "\n".join([*lines, _CURE] if any(line.startswith("  ") for line in lines) else lines)
 
 
-def _against(mine: Sequence[Any], theirs: Sequence[Any], rank: int, others: Sequence[int]) -> str:
+def _against(mine: Sequence[Any], theirs: Sequence[Any], rank: int, others: Sequence[int]) -> list[str]:
     found, values = _sorted_out(mine, theirs)
     lines = []
     if found:
@@ -42,13 +47,9 @@ def _against(mine: Sequence[Any], theirs: Sequence[Any], rank: int, others: Sequ
             lines += [f"  here: {here}", f"  rank {others[0]}: {there}"]
         if len(found) > _SHOWN:
             lines.append(f"  and {len(found) - _SHOWN} differences more")
-        lines.append(
-            "Give every rank the same model, configuration and installed plugins. Options that must differ between "
-            "ranks are named in local_options of the plugin."
-        )
     if values is not None:
         lines.append(refusal(rank, others, *values))
-    return "\n".join(lines)
+    return lines
 
 
 def _sorted_out(mine: Sequence[Any], theirs: Sequence[Any]) -> tuple[list[Difference], tuple[Any, Any] | None]:

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ def _row(constructed: Constructed[Any]) -> list[Any]:
     resolved, instance = constructed.resolved, constructed.instance
     where = f"plugin {resolved.name!r} of {resolved.group.value}"
     if resolved.distribution:
-        options = options_of(resolved.options, local_options(resolved.group, resolved.factory, where))
+        local = local_options(resolved.group, resolved.factory, where)
+        options = options_of({name: _named(each, constructed) for name, each in resolved.options.items()}, local)
     elif resolved.group in (Group.COLLECTIVES, Group.PLUGINS):
         options = []
     else:
@@ -47,6 +48,18 @@ def _row(constructed: Constructed[Any]) -> list[Any]:
         row.append(["code", code_digest(resolved.factory)])
     own = _own(instance, where)
     return row if own is None else [*row, [FINGERPRINT, own]]
+
+
+def _named(option: object, constructed: Constructed[Any]) -> object:
+    """``option`` with inner plugins, which have rows of their own, by name: their rank, say, may differ."""
+    for choice, inner in zip(constructed.choices, constructed.inner, strict=True):
+        if option is choice:
+            return inner.resolved.name
+    if isinstance(option, list | tuple):
+        return [_named(each, constructed) for each in option]
+    if isinstance(option, Mapping):
+        return {key: _named(each, constructed) for key, each in option.items()}
+    return option
 
 
 def _own(instance: object, where: str) -> str | None:

@@ -12,8 +12,6 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from .. import catalog
 from ..catalog.offers import normalised, offers_of
 from ..config import PluginSpec, did_you_mean
@@ -196,6 +194,9 @@ def _model(group: Group, model: str) -> str:
 
 
 def _devices(group: Group) -> tuple[str, ...]:
+    # With the command that needs it: a list of plugins does not.
+    import torch
+
     # A layout is arithmetic.
     return ("cpu", "cuda") if torch.cuda.is_available() and group is not Group.LAYOUTS else ("cpu",)
 

@@ -15,7 +15,7 @@ import torch
 
 from .. import catalog
 from ..errors import ConfigError, WorldSizeError
-from ..interfaces import Collectives, Group, PluginContext
+from ..interfaces import Collectives, Group, PluginContext, PolicyContext
 from .collectives import CollectivesSuite
 from .context import plugin_context
 from .plugin import PluginSuite
@@ -125,6 +125,16 @@ class InstalledPolicy(InstalledPlugin, PolicySuite):
 
     model_factory: ClassVar[str] = ""
     """``"package.module:function"`` that builds the model; empty for the suite's own."""
+
+    def try_making(self) -> None:
+        """Raise what keeps the policy from being made, or from serving the model."""
+        policy = self.make()
+        try:
+            policy.plan(self.model(), PolicyContext())
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error} (--model PKG:FACTORY names what builds the model that it is tested with)"
+            ) from error
 
     def model(self) -> torch.nn.Module:
         if not self.model_factory:
