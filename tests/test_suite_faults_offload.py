@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -69,6 +70,17 @@ class FromTheFuture(Sound):
 class CountsForTrue(Sound):
     api_version = 1
     capabilities = OffloadCapabilities(parks=1)  # type: ignore[arg-type]
+
+
+class EverySecond(Sound):
+    """Parks, or not, by how many were made before."""
+
+    api_version = 1
+    made = itertools.count()
+
+    def __init__(self, context: PluginContext) -> None:
+        super().__init__(context)
+        self.capabilities = OffloadCapabilities(parks=next(self.made) % 2 == 0)
 
 
 class WidensMasters(Sound):
@@ -285,6 +297,7 @@ def fault(plugin: Callable[[PluginContext], OffloadManager], *fails: str, why: s
 
 
 VERSION = "api_version_stands_in_the_class_itself_and_is_served"
+CAPABILITIES = "capabilities_are_real_bools_that_do_not_change"
 PLACED = "placed_master_keeps_values_shape_and_dtype"
 CASTS = "fetch_casts_what_the_optimizer_wrote"
 STORED = "stored_gradient_lies_beside_the_master_in_its_own_dtype"
@@ -296,7 +309,8 @@ TRAINING = "training_is_that_of_the_unsharded_model"
 FAULTS = [
     *local_faults(Sound, lambda plugin: plugin(plugin_context()), within=None),
     fault(FromTheFuture, VERSION, TRAINING, why="polyshard refuses such a version of an object, too"),
-    fault(CountsForTrue, "capabilities_are_real_bools_that_do_not_change"),
+    fault(EverySecond, CAPABILITIES),
+    fault(CountsForTrue, CAPABILITIES, TRAINING, why="polyshard refuses a number, too"),
     fault(WidensMasters, PLACED),
     fault(SpreadMasters, PLACED, TRAINING, why="the engine refuses strides as well"),
     fault(ScalesLate, CASTS),
