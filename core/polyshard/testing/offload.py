@@ -236,7 +236,7 @@ class OffloadSuite(LocalPluginSuite):
         if self.device.type != "cuda":
             yield
             return
-        here, stream = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
+        here, stream = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(here)
         with torch.cuda.stream(stream):
             yield
