@@ -7,7 +7,6 @@ import difflib
 import enum
 import math
 import os
-import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 import torch
 
 from .errors import ConfigError
+from .interfaces import bytes_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -29,8 +29,6 @@ ENVIRONMENT_PREFIX = "POLYSHARD_"
 #: Names a plugin: ``"nccl"``, ``"acme-oneccl:nccl"`` (distribution and name), a table of ``name`` and the plugin's
 #: options, or an object that is the plugin.
 PluginChoice = str | Mapping[str, Any] | object
-
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?(b?)", re.IGNORECASE)
 
 _Stored = TypeVar("_Stored")
 _Accepted = TypeVar("_Accepted")
@@ -172,25 +170,17 @@ def _listeners(value: Iterable[PluginChoice]) -> tuple[PluginChoice, ...]:
     return tuple(value)
 
 
-def _bytes_of(value: object) -> int | None:
-    """``value``, or the bytes that it spells out; None where it does not."""
-    if isinstance(value, str) and (match := _BYTES.fullmatch(value.strip())) and (match[4] or not match[2]):
-        base = 1024 if match[3] else 1000
-        return int(float(match[1]) * base ** " kmgt".index((match[2] or " ").lower()))
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
 def _memory_budget(value: int | str | None) -> int | None:
     if value is None:
         return None
-    nbytes = _bytes_of(value)
+    nbytes = bytes_of(value)
     if nbytes is None or nbytes <= 0:
         raise ConfigError(f"memory_budget must be bytes above 0, a number or text such as '70 GiB', not {value!r}.")
     return nbytes
 
 
 def _batch_nbytes(value: int | str) -> int:
-    nbytes = _bytes_of(value)
+    nbytes = bytes_of(value)
     if nbytes is None or nbytes < 0:
         raise ConfigError(f"batch_nbytes must be bytes, 0 or more, a number or text such as '16 MiB', not {value!r}.")
     return nbytes
