@@ -25,6 +25,7 @@ from .engine.cutting.materialize import Initializer, refuse_uninitializable
 from .engine.planning.answers import leaves_alone, refuse_unable
 from .engine.planning.arrangement import NamedLayout
 from .engine.planning.draft import Draft, draft_stage
+from .engine.planning.parking import decide_parking
 from .engine.planning.plan import (
     STAGE_ATTRIBUTE,
     PlannedStage,
@@ -356,7 +357,7 @@ def _draft(
             )
         )
         overrides.append(compared)
-    return tuple(drafts), overrides
+    return decide_parking(drafts, rank), overrides
 
 
 def _refuse_irreducible(planned: list[PlannedStage], collectives: Collectives) -> None:

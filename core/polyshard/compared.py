@@ -24,6 +24,8 @@ def rows_of(draft: Draft, overrides: list[Any]) -> list[list[Any]]:
         title = f"unit '{unit.spec.label}'"
         dtypes = [str(getattr(unit.dtypes, field.name)) for field in dataclasses.fields(unit.dtypes)]
         rows.append([title, "dtypes", dtypes, "bytes on the wire", unit.wire and unit.wire.nbytes_per_rank])
+        if unit.parked:
+            rows.append([title, "parked"])
         # In no order of the layout's, which is told apart by itself.
         title = f"{title}, by {draft.layout.described}"
         rows.append([title, *sorted(_parameter(parameter) for parameter in group)])
