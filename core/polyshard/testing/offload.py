@@ -34,6 +34,14 @@ class OffloadSuite:
     def _numbers(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.arange(numel, dtype=dtype, device=self.device) - 2.5
 
+    def test_parked_units_are_some_of_those_given(self) -> None:
+        manager = self.make()
+        units = tuple(self.unit(6, name=name) for name in ("layers.0", "layers.1", "layers.2"))
+        parked = list(manager.parked(units))
+        assert set(parked) <= set(units)
+        assert len(set(parked)) == len(parked)
+        assert list(manager.parked(units)) == parked, "another answer to the same question: ranks must agree"
+
     @pytest.mark.parametrize("numel", [0, 1, 1000])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
     def test_placed_master_keeps_values_shape_and_dtype(self, numel: int, dtype: torch.dtype) -> None:
@@ -53,6 +61,7 @@ class OffloadSuite:
         for _ in range(2):
             master.mul_(2.0)
             expected = master.to(compute).tolist()
+            manager.begin_forward()
             manager.fetch(unit, master, own_slice)
             self._synchronize()
             assert own_slice.tolist() == expected
