@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,13 +28,10 @@ class Budget(WrapPolicy):
     """``budget``: units from the memory that they may take while gathered, and from a model of the link.
 
     Above, memory is the limit: a unit takes at most ``unit_bytes``. From ``gather_bytes``, what all gathered units may
-    take at once, that is
-
-        unit_bytes = gather_bytes / (2 + prefetch)
-
-    for the outermost module's own unit, which stays, the one that computes, and those ahead of it; less where units
-    come to lie in each other. Below, the link is: in a gather of latency * bandwidth * W / (W - 1) bytes over W ranks,
-    half of the time goes by before a byte moves (see ``gather_time.Link``). Where the two are at odds, memory wins.
+    take at once, that is the largest size with which they do: the unit that computes, ``prefetch`` others ahead of it,
+    and whatever these lie in (``room.Room``). Below, the link is: in a gather of latency * bandwidth * W / (W - 1)
+    bytes over W ranks, half of the time goes by before a byte moves (``gather_time.Link``). Where the two are at odds,
+    memory wins.
     Between them, the layers of a stack become units; ``division.Division`` has the rules. Bytes are those of
     parameters, without padding.
 
@@ -88,11 +85,8 @@ class Budget(WrapPolicy):
         """Warns of units that are larger than they may be, and cannot be divided."""
         homes = Homes(root, context, self._itemsize)
         least = 0.0 if self._link is None else self._link.least_nbytes(self._share, context.shards)
-        for most in self._room.sizes():
-            division = Division(homes, Sizes(least, most), self._whole, self._exclude)
-            units = homes.owned(division.chosen)
-            if self._room.fits(homes, units):
-                break
+        most, division = self._divide(homes, least)
+        units = homes.owned(division.chosen)
         self._warn_of_large(homes, units, most)
         self._reasons.clear()
         for module in division.chosen:
@@ -101,6 +95,18 @@ class Budget(WrapPolicy):
 
     def reason(self, module: nn.Module, name: str) -> str:
         return self._reasons.get(module, "")
+
+    def _divide(self, homes: Homes, least: float) -> tuple[int, Division]:
+        """What a unit may take, the most with which all fit at once, and the model divided so."""
+        tried = []
+        for most in self._room.sizes():
+            division = Division(homes, Sizes(least, most), self._whole, self._exclude)
+            units = homes.owned(division.chosen)
+            if self._room.fits(homes, units):
+                return most, division
+            tried.append((self._room.at_once(homes, units), most, division))
+        _, most, division = min(tried, key=lambda each: each[0])
+        return most, division
 
     def _reason(
         self,
@@ -121,27 +127,33 @@ class Budget(WrapPolicy):
         return f"{text}its gather of {_figure(nbytes, 'B')} takes {spent:.2f} of its time in bandwidth at {self._link}"
 
     def _warn_of_large(self, homes: Homes, units: Mapping[nn.Module, Collection[nn.Parameter]], most: int) -> None:
+        if self._room.gather_nbytes is not None and self._room.fits(homes, units):
+            return
         names = {module: name for name, module in homes.root.named_modules()}
         large = [
             f"'{names[module] or '(root)'}' ({type(module).__name__}, {_figure(homes.total(own), 'B')})"
             for module, own in units.items()
             if homes.total(own) > most
         ]
-        more = f" and {len(large) - _LISTED} more" if len(large) > _LISTED else ""
-        if large:
-            warnings.warn(
-                f"{self._where} may give a unit {_figure(most, 'B')} ({self._room}), but cannot divide "
-                f"{', '.join(large[:_LISTED])}{more}. Gathers will take more memory: allow more, or divide these "
-                "modules in the model.",
-                stacklevel=3,
+        if self._room.gather_nbytes is not None:
+            text = (
+                f"may gather {_figure(self._room.gather_nbytes, 'B')} at once, but what it can divide the model into "
+                f"takes {_figure(self._room.at_once(homes, units), 'B')}: units that lie in each other"
             )
-        elif not self._room.fits(homes, units):
-            warnings.warn(
-                f"{self._where} may gather {_figure(self._room.gather_nbytes or 0, 'B')} at once, but units that lie "
-                f"in each other take {_figure(self._room.at_once(homes, units), 'B')}. Allow more, or divide the model "
-                "less deeply.",
-                stacklevel=3,
-            )
+            text += f", and such as cannot be divided, {_listed(large)}" if large else ""
+        elif large:
+            text = f"may give a unit {_figure(most, 'B')}, but cannot divide {_listed(large)}"
+        else:
+            return
+        warnings.warn(
+            f"{self._where} {text}. Gathers will take more memory: allow more, or divide these modules in the model.",
+            stacklevel=3,
+        )
+
+
+def _listed(units: Sequence[str]) -> str:
+    more = f" and {len(units) - _LISTED} more" if len(units) > _LISTED else ""
+    return f"{', '.join(units[:_LISTED])}{more}"
 
 
 def _fraction(value: Any, where: str) -> float:

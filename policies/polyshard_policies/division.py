@@ -29,8 +29,8 @@ class _Left:
     nbytes: int
     module: nn.Module | None = None
     """What could be their unit; None for nothing."""
-    kind: tuple[nn.Module, type] | None = None
-    """Siblings of one class have the same."""
+    kind: tuple[nn.Module, type, int] | None = None
+    """Siblings of one class and size have the same."""
 
 
 class Division:
@@ -39,10 +39,11 @@ class Division:
     - A module that is too large is divided. What is left of it once the modules inside have become units is a unit of
       its own, or stays with what is around it where it is small.
     - One that fits becomes a unit, unless a stack of three or more layers of one class lies in it that are large
-      enough: then the layers do, so that one can be gathered while another computes. A layer of a stack that fits stays
-      whole.
+      enough: then the layers do, so that one can be gathered while another computes.
+    - A layer of a stack that fits stays whole. One that does not is divided no more than it has to be: the modules that
+      take most become units until the rest fits.
     - One that is too small stays with what is around it. Where too much would stay, modules become units all the same,
-      siblings of one class together, those first that take most.
+      siblings of one class and size together, those first that take most.
     """
 
     def __init__(self, homes: Homes, sizes: Sizes, whole: tuple[type, ...], exclude: tuple[type, ...]) -> None:
@@ -56,10 +57,11 @@ class Division:
         self._whole = whole
         self._exclude = exclude
         self._seen: set[nn.Module] = {homes.root}
-        left = self._divide(homes.root)
+        left = self._divide(homes.root, layer=False)
         self._make_room(left + self._passed_by(left))
 
-    def _divide(self, module: nn.Module) -> list[_Left]:
+    def _divide(self, module: nn.Module, *, layer: bool) -> list[_Left]:
+        """Find units in ``module``, and return what is left; ``layer``: it is a layer of a stack, or lies in one."""
         direct = self._homes.direct(module)
         left = [_Left(direct, self._homes.total(direct))] if direct else []
         children = self._homes.children(module)
@@ -67,7 +69,7 @@ class Division:
         for child in children:
             if child not in self._seen:
                 self._seen.add(child)
-                left += self._visit(child, module, alike[type(child)])
+                left += self._visit(child, module, alike[type(child)], layer=layer)
         return left
 
     def _passed_by(self, left: Sequence[_Left]) -> list[_Left]:
@@ -80,25 +82,27 @@ class Division:
                 continue
             self._seen.add(module)
             if self.chosen.isdisjoint(self._homes.chains[inside[0]]):
-                found += self._visit(module, self._homes.root, 1)
+                passed = self._visit(module, self._homes.root, 1, layer=False)
+                covered.update(parameter for each in passed for parameter in each.parameters)
+                found += passed
         return found
 
-    def _visit(self, module: nn.Module, parent: nn.Module, alike: int) -> list[_Left]:
+    def _visit(self, module: nn.Module, parent: nn.Module, alike: int, *, layer: bool) -> list[_Left]:
         nbytes = self._homes.nbytes_inside(module)
         eligible = self._eligible(module)
         divisible = not isinstance(module, self._whole) and any(True for _ in self._homes.children(module))
         if not nbytes or not eligible:
             if not divisible:
                 return [_Left(self._homes.inside(module), nbytes)] if nbytes else []
-            return self._divide(module)
+            return self._divide(module, layer=layer)
         self.alike[module] = alike
         stacked = divisible and alike < STACK and self._has_stack(module)
         if divisible and (nbytes > self._sizes.most or stacked):
-            return self._settle(module, parent, self._divide(module))
-        if nbytes >= self._sizes.least:
+            return self._settle(module, parent, self._divide(module, layer=layer or alike >= STACK))
+        if nbytes >= self._sizes.least and not layer:
             self.chosen.add(module)
             return []
-        return [_Left(self._homes.inside(module), nbytes, module, (parent, type(module)))]
+        return [_Left(self._homes.inside(module), nbytes, module, (parent, type(module), nbytes))]
 
     def _settle(self, module: nn.Module, parent: nn.Module, left: list[_Left]) -> list[_Left]:
         """What stays of ``module``, which was divided, with what is around it."""
@@ -111,13 +115,13 @@ class Division:
             self.chosen.add(module)
         elif kept:
             parameters = [parameter for each in kept for parameter in each.parameters]
-            elsewhere.append(_Left(parameters, nbytes, module, (parent, type(module))))
+            elsewhere.append(_Left(parameters, nbytes, module, (parent, type(module), nbytes)))
         return elsewhere
 
     def _make_room(self, left: list[_Left]) -> list[_Left]:
         """Make units of what is ``left`` until the rest, which is returned, is no larger than a unit may be."""
         nbytes = sum(each.nbytes for each in left)
-        groups: dict[tuple[nn.Module, type], list[_Left]] = {}
+        groups: dict[tuple[nn.Module, type, int], list[_Left]] = {}
         for each in left:
             if each.kind is not None:
                 groups.setdefault(each.kind, []).append(each)

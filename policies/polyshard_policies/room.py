@@ -13,7 +13,7 @@ from .homes import Homes
 
 #: One unit ahead of the one that computes, as the engine has it by default.
 _PREFETCH = 1
-#: How many units inside of each other are made room for.
+#: How many units around the one that computes, the outermost module's among them, room is made for.
 _DEEPEST = 3
 
 
@@ -29,13 +29,13 @@ class Room:
     def sizes(self) -> tuple[int, ...]:
         """What one unit may take, the largest first: the first with which everything fits is the one to take.
 
-        Without units inside of units these are gathered at once: the outermost module's own, which stays, the one that
-        computes, and those ahead. Each that a unit lies in comes on top.
+        One computes, others are ahead; what each of them lies in is gathered, too, the outermost module's own unit
+        always. How much that is shows when the model is divided.
         """
         if self.gather_nbytes is None:
             assert self.unit_nbytes is not None
             return (self.unit_nbytes,)
-        return tuple(self.gather_nbytes // (2 + self.prefetch + depth) for depth in range(_DEEPEST))
+        return tuple(self.gather_nbytes // (1 + self.prefetch + around) for around in range(_DEEPEST + 1))
 
     def fits(self, homes: Homes, units: Mapping[nn.Module, Collection[nn.Parameter]]) -> bool:
         """Whether ``units``, each with its parameters, are gathered in the memory there is."""
@@ -51,9 +51,6 @@ class Room:
                 deepest = max(deepest, sum(nbytes[each] for each in around))
         inner = sorted((size for module, size in nbytes.items() if module is not homes.root), reverse=True)
         return deepest + sum(inner[: self.prefetch])
-
-    def __str__(self) -> str:
-        return "unit_bytes" if self.gather_nbytes is None else "gather_bytes over the units that are gathered at once"
 
 
 def room_of(unit_bytes: object, gather_bytes: object, prefetch: int | None, where: str) -> Room:
