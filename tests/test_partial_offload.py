@@ -479,7 +479,7 @@ class Answering(CpuOffload):
         super().__init__(context())
         self._answer = answer
 
-    def parked(self, units: Any) -> Any:
+    def units_to_park(self, units: Any) -> Any:
         return self._answer(units)
 
 
@@ -499,7 +499,7 @@ def test_an_answer_that_is_no_choice_of_units(answer: Callable[[Any], Any], word
     config = polyshard.ShardConfig(collectives={"name": "fake", "world_size": 2}, offload=Answering(answer), **BLOCKS)
     with pytest.raises(PluginContractError) as caught:
         polyshard.shard(model, config)
-    for word in ("parked of ", "Answering", "rank 0", *words):
+    for word in ("units_to_park of ", "Answering", "rank 0", *words):
         assert word in str(caught.value)
     model(torch.ones(2, 3)).sum().backward()
     assert model.first.weight.grad is not None

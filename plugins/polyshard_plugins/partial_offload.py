@@ -63,8 +63,8 @@ class PartialOffload(OffloadManager):
     def capabilities(self) -> OffloadCapabilities:
         return OffloadCapabilities(parks=True)
 
-    def parked(self, units: Sequence[UnitSpec]) -> Collection[UnitSpec]:
-        return self._inner.parked(self._rule.parked(units))
+    def units_to_park(self, units: Sequence[UnitSpec]) -> Collection[UnitSpec]:
+        return self._inner.units_to_park(self._rule.parked(units))
 
     def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
         return self._inner.place(unit, shard)

@@ -17,8 +17,8 @@ class OffloadCapabilities:
     """What a manager does to the step."""
 
     parks: bool
-    """Masters and gradients leave the compute device, those of all units or of some: ``parked`` says which. False lets
-    the engine skip every call."""
+    """Masters and gradients leave the compute device, those of all units or of some: ``units_to_park`` says which.
+    False lets the engine skip every call."""
 
 
 class OffloadManager(ABC):
@@ -38,7 +38,7 @@ class OffloadManager(ABC):
     def capabilities(self) -> OffloadCapabilities:
         """What this manager does to the step."""
 
-    def parked(self, units: Sequence[UnitSpec]) -> Collection[UnitSpec]:
+    def units_to_park(self, units: Sequence[UnitSpec]) -> Collection[UnitSpec]:
         """Which of ``units`` are parked: all of them, unless a manager says otherwise.
 
         Asked where the capabilities say that it parks, before the model changes, of all units at once that this manager

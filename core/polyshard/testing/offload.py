@@ -37,10 +37,10 @@ class OffloadSuite:
     def test_parked_units_are_some_of_those_given(self) -> None:
         manager = self.make()
         units = tuple(self.unit(6, name=name) for name in ("layers.0", "layers.1", "layers.2"))
-        parked = list(manager.parked(units))
+        parked = list(manager.units_to_park(units))
         assert set(parked) <= set(units)
         assert len(set(parked)) == len(parked)
-        assert list(manager.parked(units)) == parked, "another answer to the same question: ranks must agree"
+        assert list(manager.units_to_park(units)) == parked, "another answer to the same question: ranks must agree"
 
     @pytest.mark.parametrize("numel", [0, 1, 1000])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)

@@ -133,18 +133,18 @@ def parked_of(offload: OffloadManager, units: Sequence[UnitSpec], rank: int) -> 
     """
     if not offload.capabilities.parks:
         return frozenset()
-    answer: object = offload.parked(units)
+    answer: object = offload.units_to_park(units)
     if not isinstance(answer, Collection) or isinstance(answer, str):
         raise PluginContractError(
-            f"parked of {_plugin(offload)} returned {answer!r} (rank {rank}), which is no collection of units. Return "
-            "those of the given units that are parked."
+            f"units_to_park of {_plugin(offload)} returned {answer!r} (rank {rank}), which is no collection of units. "
+            "Return those of the given units that are parked."
         )
     known = frozenset(units)
     for each in answer:
         if not isinstance(each, UnitSpec) or each not in known:
             raise PluginContractError(
-                f"parked of {_plugin(offload)} returned {each!r} (rank {rank}), which is none of the units that it was "
-                "given. Return the given objects."
+                f"units_to_park of {_plugin(offload)} returned {each!r} (rank {rank}), which is none of the units that "
+                "it was given. Return the given objects."
             )
     return known & frozenset(answer)
 
