@@ -94,6 +94,56 @@ class TestByBudgetThatKeeps(OffloadSuite):
         return partial(device_bytes="100 B", keep="compute")
 
 
+class Wavering(CpuOffload):
+    """Parks another unit each time it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__(context())
+        self._asked = 0
+
+    def units_to_park(self, units: Any) -> Any:
+        self._asked += 1
+        return units[self._asked % len(units) :][:1]
+
+
+class Overreaching(CpuOffload):
+    """Parks a unit that is not there."""
+
+    def __init__(self) -> None:
+        super().__init__(context())
+
+    def units_to_park(self, units: Any) -> Any:
+        return [*units, dataclasses.replace(units[0], name="elsewhere")]
+
+
+class Clinging(PartialOffload):
+    """Serves what it kept once for good."""
+
+    def __init__(self) -> None:
+        super().__init__(context(), units="*", keep="compute")
+
+    def begin_forward(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("faulty", "check"),
+    [
+        (Wavering, "test_parked_units_are_some_of_those_given"),
+        (Overreaching, "test_parked_units_are_some_of_those_given"),
+        (Clinging, "test_fetch_casts_what_the_optimizer_wrote"),
+    ],
+)
+def test_the_suite_finds_a_manager_that(faulty: Callable[[], OffloadManager], check: str) -> None:
+    class Suite(OffloadSuite):
+        def make(self) -> OffloadManager:
+            return faulty()
+
+    arguments = [torch.bfloat16] if "fetch" in check else []
+    with pytest.raises(AssertionError):
+        getattr(Suite(), check)(*arguments)
+
+
 # --- which units ---
 
 
