@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import pytest
 import torch
 from polyshard.errors import CollectiveError, ConfigError, WorldSizeError
 from polyshard.interfaces import Collectives, PluginContext, ReduceOp
-from polyshard.testing import CollectivesSuite
+from polyshard.testing import CollectivesSuite, plugin_context
 from polyshard_backends.auto import auto
 from polyshard_backends.fake import CALLS_KEPT, FakeCollectives
 
@@ -125,7 +125,7 @@ def test_rank_and_size_come_from_the_users_object_unless_given() -> None:
 
 
 def test_auto_serves_the_users_object_with_the_fake_backend() -> None:
-    chosen = auto(PluginContext("auto", torch.device("cpu"), process_group=RankOf(5, 16)))
+    chosen = auto(replace(plugin_context(), process_group=RankOf(5, 16)))
     assert isinstance(chosen, FakeCollectives)
     assert (chosen.rank, chosen.world_size) == (5, 16)
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from polyshard.errors import CollectiveError, CollectiveTimeoutError, DeviceError, StateError, WorldSizeError
 from polyshard.interfaces import Collectives, PluginContext, ReduceOp
-from polyshard.testing import CollectivesSuite
+from polyshard.testing import CollectivesSuite, plugin_context
 from polyshard_backends import _torch_private
 from polyshard_backends.auto import auto
 from polyshard_backends.fake import FakeCollectives
@@ -81,7 +81,7 @@ def in_given_groups(rank: int) -> dict[str, Any]:
             GlooCollectives(context(group=pair))
     mesh = dist.device_mesh.init_device_mesh("cpu", (3,))
     seen["mesh"] = gather_ranks(GlooCollectives(context(mesh=mesh)))
-    chosen = auto(context())
+    chosen = auto(plugin_context())
     seen["auto"] = (type(chosen).__name__, gather_ranks(chosen))
     with pytest.raises(CollectiveError, match="the whole must have 6"):
         chosen.all_gather(torch.zeros(5), torch.zeros(2))
@@ -138,7 +138,7 @@ def in_torchs_fake_group(rank: int) -> tuple[str, int, int]:
 
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=16)
-    chosen = auto(context())
+    chosen = auto(plugin_context())
     assert isinstance(chosen, FakeCollectives)
     return type(chosen).__name__, chosen.rank, chosen.world_size
 
@@ -150,8 +150,10 @@ def test_auto_recognises_torchs_fake_group() -> None:
 def test_without_a_process_group_it_says_what_to_do() -> None:
     with pytest.raises(StateError, match="torchrun"):
         GlooCollectives(context())
-    with pytest.raises(StateError, match='set collectives="fake"'):
-        auto(context())
+    with pytest.raises(StateError, match=r"'gloo' needs torch\.distributed.*set collectives=\"fake\""):
+        auto(plugin_context())
+    with pytest.raises(DeviceError, match="knows backends for the CPU and CUDA, and the model computes on meta"):
+        auto(plugin_context(device="meta"))
 
 
 def test_another_device_is_refused() -> None:

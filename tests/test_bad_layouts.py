@@ -195,7 +195,7 @@ DIFFERENT: dict[str, tuple[Answer, tuple[str, ...]]] = {
         but(offsets=lambda u, a: (0, 20), shard_numel=lambda u, a: 12),
         ("['inner.head.bias', 16, ", "['inner.head.bias', 20, "),
     ),
-    "slices": (but(shard_numel=lambda u, a: 11), ("'slices', 10", "'slices', 11")),
+    "slices": (but(shard_numel=lambda u, a: 11), ("['slices', 10]", "['slices', 11]")),
     "order": (
         but(order=lambda u, a: (1, 0), offsets=lambda u, a: (0, 4)),
         ("['inner.head.weight', 0, ", "['inner.head.weight', 4, "),

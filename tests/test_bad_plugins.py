@@ -61,8 +61,8 @@ def test_a_plugin_without_what_its_entry_point_names(tmp_path: Path, monkeypatch
 
 def test_a_plugin_that_fails_when_it_is_constructed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    points = [("polyshard.offload", "disk", "acme_disk:Disk")]
-    source = "class Disk:\n    api_version = 1\n    def __init__(self, context):\n        raise OSError(28, 'full')\n"
+    points = [("polyshard.offload", "disk", "acme_disk:make")]
+    source = "def make(context):\n    raise OSError(28, 'full')\nmake.api_version = 1\n"
     install(tmp_path, "acme-disk", "0.3", points, {"acme_disk": source})
     refused(
         Tower(),

@@ -297,13 +297,14 @@ def test_fingerprint_tells_ranks_apart_by_package_version_and_code(site: Path, c
     [row] = fingerprint(construct(resolve(Group.POLICIES, {"name": "print", "depth": 2}), context))
     digest = hashlib.sha256((site / "acme_print.py").read_bytes()).digest()
     code = hashlib.sha256(b"acme_print/acme_print.py\0" + digest).hexdigest()[:16]
-    title = "plugin 'print' of polyshard.policies, from acme-print"
-    assert row == [title, ["acme_print:Blocks", "1.0"], ["depth", "2"], ["code", code]]
+    told = {"name": "print", "is": "acme_print:Blocks", "from": "acme-print 1.0"}
+    assert row == ["polyshard.policies", told, ["depth", "2"], ["code", code]]
 
 
 def test_fingerprint_of_an_object_has_no_package(context: PluginContext) -> None:
     [row] = fingerprint(construct(resolve(Group.POLICIES, EveryChild()), context))
-    assert row == ["plugin 'EveryChild' of polyshard.policies, from the program", [f"{__name__}:EveryChild", ""]]
+    told = {"name": "EveryChild", "is": f"{__name__}:EveryChild", "from": "the program"}
+    assert row == ["polyshard.policies", told]
 
 
 def test_listing_shows_where_a_plugin_comes_from(site: Path, tmp_path: Path) -> None:
@@ -326,6 +327,7 @@ def test_listing_shows_where_a_plugin_comes_from(site: Path, tmp_path: Path) -> 
             state=PluginState.READY,
             error="",
             editable=str(sources),
+            file=str(site / "acme_edited.py"),
         )
     ]
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -79,9 +80,12 @@ def test_config_shows_settings_and_where_plugins_come_from(
     assert main(["config", str(file)]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     version = importlib.metadata.version("polyshard")
-    assert "policy acme_blocks acme_cli:Blocks (acme-cli 4.2)" in lines
-    assert f"collectives fake (world_size=1024) polyshard_backends.fake:FakeCollectives (polyshard {version})" in lines
-    assert "strategy full_shard" in lines
+    assert f"policy acme_blocks [shard] of {file} acme_cli:Blocks (acme-cli 4.2)" in lines
+    assert (
+        f"collectives fake (world_size=1024) [shard] of {file}; world_size: POLYSHARD_COLLECTIVES__WORLD_SIZE "
+        f"polyshard_backends.fake:FakeCollectives (polyshard {version})"
+    ) in lines
+    assert "strategy full_shard default" in lines
 
 
 @pytest.mark.parametrize(
@@ -112,6 +116,16 @@ def test_the_module_runs_as_a_command(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "cannot read the configuration file" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "polyshard", "plugins"]
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_the_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,22 +1,24 @@
-"""Every built-in precision caster, offload manager and wrap policy against its contract's suite."""
+"""Every built-in caster, manager, policy and listener against its contract's suite."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from polyshard.interfaces import OffloadManager, PluginContext, PrecisionCaster, WrapPolicy
-from polyshard.testing import OffloadSuite, PolicySuite, PrecisionSuite
+from polyshard.interfaces import OffloadManager, PrecisionCaster, WrapPolicy
+from polyshard.testing import ListenerSuite, OffloadSuite, PolicySuite, PrecisionSuite, plugin_context
 from polyshard_plugins.offload import CpuOffload, NoOffload
 from polyshard_plugins.precision import Bf16, Fp16, Fp32, Mixed, Unchanged
+from polyshard_plugins.trace import Trace
 from polyshard_policies.combined import Or
 from polyshard_policies.functions import Custom, Lambda
 from polyshard_policies.module_class import ModuleClass, Transformer
 from polyshard_policies.simple import Always, Never
 from polyshard_policies.size import Size
 
-CONTEXT = PluginContext("under test", torch.device("cpu"))
+CONTEXT = plugin_context("under test")
 
 
 class TestUnchanged(PrecisionSuite):
@@ -72,7 +74,7 @@ class TestCpuOffloadFromCuda(OffloadSuite):
     device = torch.device("cuda", 0)
 
     def make(self) -> OffloadManager:
-        return CpuOffload(PluginContext("under test", self.device))
+        return CpuOffload(plugin_context(device=self.device))
 
 
 def keeps_linears_gathered(module: torch.nn.Module) -> bool | dict[str, Any]:
@@ -121,3 +123,12 @@ class TestCustom(PolicySuite):
 class TestOr(PolicySuite):
     def make(self) -> WrapPolicy:
         return Or(CONTEXT, [torch.nn.LayerNorm, Custom(CONTEXT, keeps_linears_gathered)])
+
+
+class TestTrace(ListenerSuite):
+    @pytest.fixture(autouse=True)
+    def folder(self, tmp_path: Path) -> None:
+        self.traces = tmp_path
+
+    def make(self) -> object:
+        return Trace(plugin_context(), folder=self.traces, steps="every", picture="none")

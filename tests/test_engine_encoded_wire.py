@@ -55,8 +55,8 @@ def test_an_encoded_wire_is_decoded_into_what_computes() -> None:
         torch.testing.assert_close(output, wanted.detach(), rtol=1e-5, atol=1e-6)
     gradient = torch.cat([each for _, each in ranks])
     torch.testing.assert_close(gradient, reference.grad.flatten(), rtol=1e-5, atol=1e-6)
-    # Once a step, on every rank.
-    assert [caster.prepared for caster in casters] == [[("",), ("",)]] * 4
+    # Once when the model is sharded, and once a step, on every rank.
+    assert [caster.prepared for caster in casters] == [[("",), ("",), ("",)]] * 4
 
 
 def test_an_encoded_wire_trains_within_its_quantisation_error() -> None:

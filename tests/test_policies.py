@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import polyshard
 import pytest
 import torch
+from fake_distribution import install
 from hypothesis import given
 from hypothesis import strategies as st
-from polyshard.errors import ConfigError, PluginContractError
-from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy
+from polyshard import ShardConfig, catalog
+from polyshard.errors import ConfigError, PluginContractError, PluginNotFoundError, StateError
+from polyshard.interfaces import Group, PluginContext, PolicyContext, UnitPlan, WrapPolicy
+from polyshard.testing import plugin_context
 from polyshard_policies.combined import Or
 from polyshard_policies.functions import Custom, Lambda
 from polyshard_policies.module_class import ModuleClass, Transformer
@@ -287,6 +292,70 @@ def test_or_joins_policies_functions_classes_and_names() -> None:
     assert names(policy, root) == ["0.bn1", "0.bn2", "1", "2", "3"]
 
 
+def test_or_joins_plugins_by_name_with_their_options() -> None:
+    root = nn.Sequential(Norms(), nn.Linear(3, 3), nn.LayerNorm(3), nn.Embedding(2, 3))
+    inner = {"name": "or", "policies": [{"name": "size", "min_num_params": 100}, "polyshard:never"]}
+    policy = Or(plugin_context("or"), ["never", {"name": "module_class", "classes": "torch.nn:LayerNorm"}, inner])
+    # Norms has 100 elements in its linear layer; the norms' 40 do not make a unit.
+    assert names(policy, root) == ["0.lin", "2"]
+
+
+def test_or_takes_a_reference_before_a_plugin_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = """
+        from torch import nn
+        from polyshard.interfaces import WrapPolicy
+        class Pairs(WrapPolicy):
+            api_version = 1
+            def __init__(self, context): pass
+            def plan(self, root, context): return {}
+        everything = nn.Linear
+    """
+    offers = [("polyshard.policies", "everything", "acme_pairs:Pairs"), ("polyshard.policies", "p", "acme_pairs:Pairs")]
+    install(tmp_path, "acme_pairs", "1.0", offers, {"acme_pairs": textwrap.dedent(source)})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    context = plugin_context("or")
+    assert names(Or(context, ["acme_pairs:everything"]), nested_linears()) == ["0", "1", "2.0", "2.1"]
+    assert names(Or(context, [{"name": "acme_pairs:everything"}]), nested_linears()) == []
+    # No module has this name, but a distribution offers it; and a name may be written with its distribution's hyphen.
+    assert names(Or(context, ["acme_pairs:p", "acme-pairs:p"]), nested_linears()) == []
+
+
+@pytest.mark.parametrize(
+    ("form", "error", "message"),
+    [
+        (
+            "sise",
+            PluginNotFoundError,
+            r"no installed plugin of polyshard\.policies is named 'sise'.*'size'(.|\n)*A class",
+        ),
+        ("torch.nn.Linear", PluginNotFoundError, "A class or a function is written as 'package.module:Name'"),
+        ("polyshrad:size", ConfigError, "cannot import 'polyshrad'.* Nor does an installed plugin have this name"),
+        ({"name": "size", "min_params": 3}, ConfigError, "does not take the option 'min_params'.*'min_num_params'"),
+        ({"min_num_params": 3}, ConfigError, "needs a string under 'name'"),
+        ({"name": "or", "policies": ["sise"]}, PluginNotFoundError, "named 'sise'"),
+        ({"name": "or"}, ConfigError, "missing a required argument: 'policies'"),
+    ],
+)
+def test_or_refuses_what_is_no_plugin(form: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Or(plugin_context("or"), [nn.Linear, form])
+
+
+def test_or_reaches_no_names_in_a_context_that_a_test_made() -> None:
+    with pytest.raises(StateError, match="plugin_context"):
+        Or(CONTEXT, ["size"])
+
+
+def test_or_by_name_shards_a_model_and_is_compared_with_what_it_joins() -> None:
+    collectives = {"name": "fake", "world_size": 2}
+    config = ShardConfig(collectives=collectives, policy={"name": "or", "policies": ["never", "torch.nn:Linear"]})
+    model = polyshard.shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4)), config)
+    assert polyshard.report(model).units == 3
+    joined = catalog.resolve(Group.POLICIES, config.policy)
+    rows = catalog.fingerprint(catalog.construct(joined, CONTEXT))
+    assert [row[1]["name"] for row in rows] == ["or", "never"]
+
+
 def test_or_joins_settings_and_refuses_those_that_disagree() -> None:
     root = nested_linears()
 
@@ -335,7 +404,7 @@ def only_norms(module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> b
     ],
 )
 def test_python_forms_of_a_policy(form: Any, root: type[nn.Module], expected: list[str]) -> None:
-    assert names(as_policy(form, CONTEXT), root()) == expected
+    assert names(as_policy(form, CONTEXT).policy, root()) == expected
 
 
 def test_a_recursive_function_is_told_what_is_left() -> None:
@@ -347,7 +416,7 @@ def test_a_recursive_function_is_told_what_is_left() -> None:
         asked.append((index[module], recurse, nonwrapped_numel))
         return recurse or module is root[2][0]
 
-    assert names(as_policy(ask, CONTEXT), root) == ["2.0"]
+    assert names(as_policy(ask, CONTEXT).policy, root) == ["2.0"]
     assert asked == [
         (0, True, 120),
         (1, True, 30),
@@ -369,7 +438,6 @@ def test_a_recursive_function_is_told_what_is_left() -> None:
         (3, "a int is not a policy"),
         (Always, "policy class Always. Give an instance"),
         ([nn.Linear, 3], "3 is a int and not a class"),
-        ("torch.nn.Linear", "Write it as 'package.module:Name'"),
         ("torch.nn:Linaer", r"'torch.nn' has no 'Linaer'.*Did you mean 'Linear'"),
         ("torch.nowhere:Linear", "cannot import 'torch.nowhere'"),
     ],
@@ -377,14 +445,85 @@ def test_a_recursive_function_is_told_what_is_left() -> None:
 def test_what_is_no_policy_is_refused(form: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         as_policy(form, CONTEXT)
-    with pytest.raises(ConfigError, match=message):
-        Or(CONTEXT, [form])
+    for context in (CONTEXT, plugin_context("or")):
+        with pytest.raises(ConfigError, match=message):
+            Or(context, [form])
 
 
-@pytest.mark.parametrize("policies", [[], "torch.nn:Linear", None])
+@pytest.mark.parametrize("policies", [[], "torch.nn:Linear", "size", {"name": "size"}, None])
 def test_or_takes_a_list_of_at_least_one(policies: Any) -> None:
     with pytest.raises(ConfigError, match="Give a list of at least one"):
         Or(CONTEXT, policies)
+
+
+# reasons
+
+
+class Wide(nn.Linear):
+    pass
+
+
+def is_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.BatchNorm1d)
+
+
+def norms_unreduced(module: nn.Module) -> bool | dict[str, Any]:
+    return {"reshard_after_forward": False} if isinstance(module, nn.BatchNorm1d) else module.__class__ is Norms
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (Always(CONTEXT), {"0": "there are parameters in it", "1": "it has parameters of its own"}),
+        (
+            ModuleClass(CONTEXT, [nn.Linear, Norms]),
+            {"0": "class Norms is in classes", "1": "class Wide derives from Linear, which is in classes"},
+        ),
+        (Transformer(CONTEXT, Norms), {"0": "class Norms is in layers"}),
+        (
+            Size(CONTEXT, min_num_params=60),
+            # 140 in Norms, of which 100 are lin's.
+            {
+                "0.lin": "100 parameters of its own, min_num_params is 60",
+                "1": "1,200 parameters of its own, min_num_params is 60",
+            },
+        ),
+        (Lambda(CONTEXT, is_norm), {"0.bn1": f"{__name__}:is_norm answered True"}),
+        (
+            Lambda(CONTEXT, partial(size_based_auto_wrap_policy, min_num_params=1000)),
+            {
+                "1": "torch.distributed.fsdp.wrap:size_based_auto_wrap_policy answered True for 1,200 parameters of "
+                "its own",
+            },
+        ),
+        (
+            Custom(CONTEXT, norms_unreduced),
+            {
+                "0": f"{__name__}:norms_unreduced chose it",
+                "0.bn1": f"{__name__}:norms_unreduced chose it with reshard_after_forward=False",
+            },
+        ),
+        (
+            Or(plugin_context("or"), [{"name": "size", "min_num_params": 1000}, [Wide, Norms], Never(CONTEXT)]),
+            {
+                "0": "module_class: class Norms is in classes",
+                "1": "size: 1,200 parameters of its own, min_num_params is 1,000; "
+                "module_class: class Wide is in classes",
+            },
+        ),
+        (
+            Or(plugin_context("or"), [{"name": "or", "policies": ["polyshard:always"]}]),
+            {"1": "or: polyshard:always: it has parameters of its own"},
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, WrapPolicy) else "",
+)
+def test_policies_say_which_rule_chose_a_module(policy: WrapPolicy, expected: dict[str, str]) -> None:
+    root = nn.Sequential(Norms(), Wide(40, 30, bias=False))
+    chosen = policy.plan(root, EVERYTHING)
+    reasons = {name: policy.reason(module, name) for name, module in root.named_modules() if module in chosen}
+    assert {name: reasons[name] for name in expected} == expected
+    assert all(reasons.values())
 
 
 # references

@@ -83,6 +83,8 @@ class GlooCollectives(ProcessGroupCollectives):
         WorldSizeError: this process is not in the group.
     """
 
+    api_version = 1
+
     transport = "gloo"
     device_type = "cpu"
     separate_reductions = False

@@ -115,6 +115,8 @@ class NcclCollectives(ProcessGroupCollectives):
         ConfigError: ``registered`` is not a bool, ``communicators`` neither 1 nor 2, or ``smallest_mib`` no size.
     """
 
+    api_version = 1
+
     transport = "nccl"
     device_type = "cuda"
 

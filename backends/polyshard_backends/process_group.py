@@ -133,7 +133,7 @@ def resolve_group(context: PluginContext) -> dist.ProcessGroup:
     if not (dist.is_available() and dist.is_initialized()):
         raise StateError(
             f"collectives {context.name!r} needs torch.distributed, which has no process group; launch with torchrun "
-            f"and call torch.distributed.init_process_group() first"
+            'and call torch.distributed.init_process_group() first, or set collectives="fake" for one pretended rank'
         )
     group: Any = context.process_group
     if group is None and context.mesh is not None:
@@ -185,8 +185,6 @@ class ProcessGroupCollectives(Collectives):
     Groups are made at the first operation, which every rank issues, or in ``partition``, which every rank calls: both
     are points at which all ranks meet, as making a group requires. Models over the same ranks share what was made.
     """
-
-    api_version = 1
 
     #: The transport that the group must use, and the device type that it is used for.
     transport: str

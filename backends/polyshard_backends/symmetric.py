@@ -59,6 +59,8 @@ class SymmetricCollectives(NcclCollectives):
         ConfigError: an option has a value that it cannot take.
     """
 
+    api_version = 1
+
     def __init__(
         self,
         context: PluginContext,

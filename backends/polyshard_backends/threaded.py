@@ -153,6 +153,11 @@ class ThreadedCollectives(Collectives):
             )
         self._enter(context, world, tuple(range(world.world_size)), rank)
 
+    @classmethod
+    def make_world(cls, world_size: int, timeout: float) -> ThreadedWorld:
+        """A world for ``world``, where the class is known by its name alone; raises as ``ThreadedWorld``."""
+        return ThreadedWorld(world_size, timeout)
+
     def _enter(self, context: PluginContext, world: ThreadedWorld, group: tuple[int, ...], rank: int) -> None:
         self._context = context
         self._world = world

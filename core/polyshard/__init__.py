@@ -3,6 +3,7 @@
 from . import errors, interfaces
 from ._version import __version__
 from .capture import CapturedStep, CaptureFallback, CaptureMode
+from .catalog import UsedPlugin
 from .composable import (
     as_dtensor,
     clip_grad_norm_,
@@ -13,6 +14,7 @@ from .composable import (
     local_state_dict,
     no_sync,
     placement,
+    plugins,
     register_forward_method,
     report,
     shard,
@@ -33,6 +35,7 @@ __all__ = [
     "Placement",
     "ShardConfig",
     "Strategy",
+    "UsedPlugin",
     "__version__",
     "as_dtensor",
     "clip_grad_norm_",
@@ -46,6 +49,7 @@ __all__ = [
     "local_state_dict",
     "no_sync",
     "placement",
+    "plugins",
     "register_forward_method",
     "report",
     "shard",

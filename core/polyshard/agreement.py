@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
+from .differences import told
 from .engine import _torch_private
-from .engine.planning.values import VALUES, refusal
 from .errors import RankMismatchError
-from .fingerprint import first_difference
 from .interfaces import Collectives
 
 #: How each rank's report starts in the store: everything went well, or it raised.
@@ -202,19 +201,6 @@ def _compare(everyone: list[list[Any]], mine: list[Any], rank: int) -> None:
     failures = [f"  rank {rank}: {what[1]}" for rank, what in enumerate(everyone) if what[0] == _FAILED]
     if failures:
         raise RankMismatchError("Sharding failed on other ranks, so it was given up here too:\n" + "\n".join(failures))
-    different = [rank for rank, what in enumerate(everyone) if what != mine]
-    if not different:
-        return
-    other = different[0]
-    first = next(((a, b) for a, b in zip(mine[1], everyone[other][1], strict=False) if a != b), None)
-    if first is not None and first[0][0] == first[1][0] == VALUES and first[0][1] == first[1][1]:
-        raise RankMismatchError(refusal(rank, different, *first))
-    here, there = first_difference(mine[1], everyone[other][1]) or (
-        f"{len(mine[1])} entries",
-        f"{len(everyone[other][1])} entries",
-    )
-    raise RankMismatchError(
-        f"Ranks {different} are about to shard differently:\n  here: {here}\n  rank {other}: {there}\n"
-        "Give every rank the same model, configuration and installed plugins. Options that must differ between ranks "
-        "are named in local_options of the plugin."
-    )
+    difference = told([what[1] for what in everyone], mine[1], rank)
+    if difference is not None:
+        raise RankMismatchError(difference)

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.metadata import EntryPoints
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from . import catalog
+from ._version import __version__
 from .agreement import agree
 from .building import Blueprint, build, close_groups, give_up, prepare
+from .chosen_plugins import ChosenPlugins, construct_plugins, group_of
 from .compared import kind_of, rows_of
-from .config import PluginChoice, ShardConfig, Strategy
+from .config import ShardConfig, Strategy
 from .devices import compute_device
 from .engine.cutting.broken import refuse_broken
 from .engine.cutting.materialize import Initializer, refuse_uninitializable
@@ -38,8 +40,7 @@ from .engine.planning.ranks import RankGrid
 from .engine.planning.values import described_buffers, described_values
 from .engine.step.root import Root
 from .engine.surface.live_roots import live_roots
-from .errors import AlreadyShardedError, ConfigError, DeviceError, ParameterError, RankMismatchError, WorldSizeError
-from .events import Events
+from .errors import AlreadyShardedError, ConfigError, ParameterError, RankMismatchError
 from .interfaces import (
     Collectives,
     Group,
@@ -47,10 +48,10 @@ from .interfaces import (
     PluginContext,
     PolicyContext,
     PrecisionCaster,
-    RankAndSize,
-    WrapPolicy,
 )
 from .rank_groups import rank_lists_for, strategy_for, subgroup
+
+_LOGGER = logging.getLogger(__name__)
 
 #: The settings that ranks compare as they are; the others show in what they lead to.
 _COMPARED = (
@@ -76,32 +77,13 @@ class Request:
     """Modules inside may be sharded already, and become part of the new root."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Plugins:
-    """What a configuration's names stand for."""
-
-    context: PluginContext
-    collectives: Collectives
-    caster: PrecisionCaster
-    offload: OffloadManager
-    policy: WrapPolicy
-    layout: NamedLayout
-    events: Events
-    used: tuple[catalog.Constructed[Any], ...]
-    """All of them, the collectives first."""
-    collectives_choice: object
-    """The options of the collectives, or the object that the user gave: equal where two instances could be one."""
-    entry_points: EntryPoints
-    """What is installed, for the plugins that a policy names."""
-
-
 def shard_module(request: Request) -> Root:
     """Shard ``request.module`` in place.
 
     Everything that can be wrong is found first, then ranks agree, and only then is the model changed.
     """
     config = request.config
-    choice, process_group, mesh = _group_of(config)
+    choice, process_group, mesh = group_of(config)
     collectives: Collectives | None = None
     error: Exception | None = None
     report: list[Any] = []
@@ -117,20 +99,21 @@ def shard_module(request: Request) -> Root:
         collectives_plugin = catalog.resolve(Group.COLLECTIVES, choice, entry_points)
         constructed = catalog.construct(collectives_plugin, context, entry_points)
         collectives = constructed.instance
-        plugins = _resolve(request, context, constructed, entry_points)
+        plugins = construct_plugins(config, context, constructed, entry_points)
         strategy = strategy_for(config, collectives.world_size)
         shard_lists, replicate_lists = rank_lists_for(config, strategy, collectives.world_size)
         planned = _plan(request, plugins, len(shard_lists[0]))
         _refuse_unmeasured(config, strategy, context.device, collectives.rank)
         if plugins.events.active:
             plugins.events.before_shard(request.module, config)
-        drafts, overrides = _draft(request, plugins, planned, len(shard_lists[0]))
+        drafted = _draft(request, plugins, planned, len(shard_lists[0]))
         report = [
             *(row for used in plugins.used for row in catalog.fingerprint(used)),
             ["collectives", *kind_of(collectives)],
+            *_own_code(config, collectives),
             [strategy.value, shard_lists, replicate_lists],
             *([name, getattr(config, name)] for name in _COMPARED),
-            *(row for draft, override in zip(drafts, overrides, strict=True) for row in rows_of(draft, override)),
+            *(row for each in drafted for row in each.rows()),
             *_values(request, planned, collectives),
         ]
     except Exception as raised:
@@ -147,13 +130,21 @@ def shard_module(request: Request) -> Root:
             f"polyshard is switching to use `NO_SHARD` instead of {config.strategy} since the world size is 1.",
             stacklevel=4,
         )
+    if _LOGGER.isEnabledFor(logging.INFO):
+        _LOGGER.info(
+            "rank %d of %d shards %s with %s",
+            collectives.rank,
+            collectives.world_size,
+            type(request.module).__name__,
+            plugins.told(),
+        )
     blueprint = Blueprint(
         request.module,
         config,
         strategy,
         context.device,
         request.initializer,
-        drafts,
+        tuple(each.draft for each in drafted),
         plugins.events,
         signature=(
             catalog.fingerprint(plugins.used[0]),
@@ -183,7 +174,27 @@ def shard_module(request: Request) -> Root:
             give_up(blueprint, grid, str(mismatch))
             raise
         groups.pop_all()
+    _remember(request.module, plugins, drafted)
     return root
+
+
+#: Attribute under which a module that was sharded holds the plugins that serve it.
+_PLUGINS_ATTRIBUTE = "_polyshard_plugins"
+
+
+def _remember(module: nn.Module, plugins: ChosenPlugins, drafted: Sequence[Drafted]) -> None:
+    found = [catalog.used(each) for each in plugins.used]
+    found += [catalog.used(own, each.draft.stage.name) for each in drafted for own in each.overrides.values()]
+    module.__dict__[_PLUGINS_ATTRIBUTE] = tuple(found)
+
+
+def plugins_of(model: nn.Module) -> tuple[catalog.UsedPlugin, ...]:
+    """The plugins that ``model`` and the modules inside it, where they were sharded by themselves, were given."""
+    found: list[catalog.UsedPlugin] = []
+    for name, inner in model.named_modules():
+        for each in inner.__dict__.get(_PLUGINS_ATTRIBUTE, ()):
+            found.append(dataclasses.replace(each, module=".".join(filter(None, (name, each.module)))))
+    return tuple(found)
 
 
 @contextmanager
@@ -204,60 +215,7 @@ def _together(config: ShardConfig, collectives: Collectives, process_group: Any 
         raise error
 
 
-def _resolve(
-    request: Request,
-    context: PluginContext,
-    constructed: catalog.Constructed[Collectives],
-    entry_points: EntryPoints,
-) -> _Plugins:
-    config, collectives = request.config, constructed.instance
-    precision = catalog.resolve(Group.PRECISION, config.precision, entry_points)
-    offload = catalog.resolve(Group.OFFLOAD, config.offload, entry_points)
-    policy = catalog.resolve(Group.POLICIES, _policy_choice(config.policy), entry_points)
-    layout = catalog.resolve(Group.LAYOUTS, config.layout, entry_points)
-    listeners = [catalog.resolve(Group.PLUGINS, choice, entry_points) for choice in config.listeners]
-    _refuse_unserved(constructed, context)
-    watched = dataclasses.replace(context, rank=collectives.rank, world_size=collectives.world_size)
-    caster = catalog.construct(precision, context, entry_points)
-    manager = catalog.construct(offload, context, entry_points)
-    wraps = catalog.construct(policy, context, entry_points)
-    arranges = catalog.construct(layout, context, entry_points)
-    watching = [catalog.construct(plugin, watched, entry_points) for plugin in listeners]
-    used: tuple[catalog.Constructed[Any], ...] = (constructed, caster, manager, wraps, arranges, *watching)
-    chosen = constructed.resolved
-    return _Plugins(
-        context,
-        collectives,
-        caster.instance,
-        manager.instance,
-        wraps.instance,
-        NamedLayout(arranges.instance, layout.described),
-        Events([(each.resolved.name, each.instance) for each in watching]),
-        used,
-        chosen.options if chosen.distribution else collectives,
-        entry_points,
-    )
-
-
-def _refuse_unserved(constructed: catalog.Constructed[Collectives], context: PluginContext) -> None:
-    collectives, name = constructed.instance, constructed.resolved.name
-    capabilities = collectives.capabilities
-    if context.device.type not in capabilities.devices:
-        raise DeviceError(
-            f"The collectives {name!r} serve {', '.join(sorted(capabilities.devices))} tensors, but "
-            f"the model computes on {context.device} (rank {collectives.rank}). Move the model, set device=, or choose "
-            "other collectives."
-        )
-    least, most = capabilities.min_world_size, capabilities.max_world_size
-    if collectives.world_size < least or (most is not None and collectives.world_size > most):
-        raise WorldSizeError(
-            f"The collectives {name!r} serve {least} to {most or 'any number of'} ranks, but "
-            f"there are {collectives.world_size} (rank {collectives.rank}). Start another number of them, or choose "
-            "other collectives."
-        )
-
-
-def _plan(request: Request, plugins: _Plugins, shards: int) -> list[PlannedStage]:
+def _plan(request: Request, plugins: ChosenPlugins, shards: int) -> list[PlannedStage]:
     module, rank = request.module, plugins.collectives.rank
     refuse_broken(module, "shard()")
     if request.composes:
@@ -326,38 +284,67 @@ def _refuse_pieces(request: Request, rank: int) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A stage laid out."""
+
+    draft: Draft
+    overrides: dict[str, catalog.Constructed[Any]]
+    """The plugins that the policy named for it, by setting."""
+
+    def rows(self) -> list[list[Any]]:
+        """What ranks compare of it."""
+        compared: list[Any] = [["reshard_after_forward", self.draft.stage.overrides.get("reshard_after_forward")]]
+        compared += [catalog.fingerprint(each) for each in self.overrides.values()]
+        return rows_of(self.draft, compared)
+
+
+#: The plugins that a policy may name for a unit.
+_OVERRIDDEN = {"precision": Group.PRECISION, "offload": Group.OFFLOAD, "layout": Group.LAYOUTS}
+
+
 def _draft(
-    request: Request, plugins: _Plugins, planned: Sequence[PlannedStage], shards: int
-) -> tuple[tuple[Draft, ...], list[list[Any]]]:
-    """The stages laid out, and what ranks compare of each one's overrides."""
-    drafts, overrides = [], []
+    request: Request, plugins: ChosenPlugins, planned: Sequence[PlannedStage], shards: int
+) -> tuple[Drafted, ...]:
     rank, device = plugins.collectives.rank, plugins.context.device
+    drafted = []
     for stage, modules in zip(planned, _own_modules(planned, request), strict=True):
-        compared: list[Any] = [["reshard_after_forward", stage.overrides.get("reshard_after_forward")]]
-        caster: PrecisionCaster = _override(Group.PRECISION, stage, "precision", plugins.caster, plugins, compared)
-        offload: OffloadManager = _override(Group.OFFLOAD, stage, "offload", plugins.offload, plugins, compared)
+        own = {
+            key: plugins.override(group, stage.overrides[key])
+            for key, group in _OVERRIDDEN.items()
+            if key in stage.overrides
+        }
+        caster: PrecisionCaster = own["precision"].instance if "precision" in own else plugins.caster
+        offload: OffloadManager = own["offload"].instance if "offload" in own else plugins.offload
         layout = plugins.layout
-        own = _overriding(Group.LAYOUTS, stage, "layout", plugins, compared)
-        if own is not None:
-            layout = NamedLayout(own.instance, own.resolved.described)
+        if "layout" in own:
+            layout = NamedLayout(own["layout"].instance, own["layout"].resolved.described)
         refuse_unable(caster, rank)
         refuse_unable(offload, rank)
-        drafts.append(
-            draft_stage(
-                stage,
-                modules,
-                shards,
-                device,
-                caster,
-                offload,
-                layout,
-                plugins.events,
-                is_root=stage.governing is request.module,
-                rank=rank,
-            )
+        draft = draft_stage(
+            stage,
+            modules,
+            shards,
+            device,
+            caster,
+            offload,
+            layout,
+            plugins.events,
+            is_root=stage.governing is request.module,
+            rank=rank,
         )
-        overrides.append(compared)
-    return decide_parking(drafts, rank), overrides
+        drafted.append(Drafted(draft, own))
+    parked = decide_parking([each.draft for each in drafted], rank)
+    return tuple(Drafted(draft, each.overrides) for draft, each in zip(parked, drafted, strict=True))
+
+
+def draft_module(request: Request, plugins: ChosenPlugins, strategy: Strategy, shards: int) -> tuple[Drafted, ...]:
+    """What the stages of ``request`` would be, laid out for so many ``shards``, the root's first. Changes nothing, and
+    takes no memory; raises what sharding would before ranks speak to each other.
+    """
+    planned = _plan(request, plugins, shards)
+    _refuse_unmeasured(request.config, strategy, plugins.context.device, plugins.collectives.rank)
+    return _draft(request, plugins, planned, shards)
 
 
 def _refuse_irreducible(planned: list[PlannedStage], collectives: Collectives) -> None:
@@ -373,45 +360,6 @@ def _refuse_irreducible(planned: list[PlannedStage], collectives: Collectives) -
                 )
 
 
-def _override(group: Group, stage: PlannedStage, key: str, default: Any, plugins: _Plugins, compared: list[Any]) -> Any:
-    own = _overriding(group, stage, key, plugins, compared)
-    return default if own is None else own.instance
-
-
-def _overriding(
-    group: Group, stage: PlannedStage, key: str, plugins: _Plugins, compared: list[Any]
-) -> catalog.Constructed[Any] | None:
-    if key not in stage.overrides:
-        return None
-    constructed = catalog.construct(
-        catalog.resolve(group, stage.overrides[key], plugins.entry_points), plugins.context, plugins.entry_points
-    )
-    compared.append(catalog.fingerprint(constructed))
-    return constructed
-
-
-def _group_of(config: ShardConfig) -> tuple[PluginChoice, Any | None, Any | None]:
-    """The collectives' choice, the process group and the mesh that the configuration names."""
-    choice, mesh = config.collectives, config.mesh
-    if isinstance(choice, (str, Mapping, Collectives)):
-        group = mesh.get_group() if mesh is not None and mesh.ndim == 1 else None
-        return choice, group, mesh
-    if isinstance(choice, torch.distributed.ProcessGroup):
-        return "auto", choice, mesh
-    if type(choice).__name__ == "DeviceMesh":
-        return "auto", cast("Any", choice).get_group(), choice
-    if isinstance(choice, RankAndSize):
-        return "auto", choice, mesh
-    return choice, None, mesh
-
-
-def _policy_choice(choice: PluginChoice) -> PluginChoice:
-    # A function that answers for one module is the custom policy's.
-    if isinstance(choice, (str, Mapping, WrapPolicy)) or not callable(choice):
-        return choice
-    return {"name": "custom", "fn": choice}
-
-
 def _refuse_unmeasured(config: ShardConfig, strategy: Strategy, device: torch.device, rank: int) -> None:
     chooses = config.reshard_after_forward == "auto" and strategy is not Strategy.NO_SHARD
     if chooses and config.memory_budget is None and device.type != "cuda":
@@ -421,9 +369,17 @@ def _refuse_unmeasured(config: ShardConfig, strategy: Strategy, device: torch.de
         )
 
 
+def _own_code(config: ShardConfig, collectives: Collectives) -> list[list[Any]]:
+    return [["polyshard", __version__, catalog.engine_digest()]] if _compares(config, collectives) else []
+
+
+def _compares(config: ShardConfig, collectives: Collectives) -> bool:
+    return config.check_ranks and collectives.capabilities.can_communicate and collectives.world_size > 1
+
+
 def _values(request: Request, planned: Sequence[PlannedStage], collectives: Collectives) -> list[list[Any]]:
     config = request.config
-    if not config.check_ranks or not collectives.capabilities.can_communicate or collectives.world_size == 1:
+    if not _compares(config, collectives):
         return []
     found = described_values(planned, compare=not config.sync_module_states)
     if config.sync_module_states:

@@ -12,6 +12,7 @@ from .config import ShardConfig, Strategy
 from .engine.cutting.broken import mark_broken
 from .engine.cutting.build import build_units, cut, park
 from .engine.cutting.materialize import Initializer, materialize, remember
+from .engine.cutting.trials import try_codecs
 from .engine.planning.answers import refuse_shared_memory
 from .engine.planning.draft import Draft
 from .engine.planning.plan import STAGE_ATTRIBUTE, PlannedStage, names_in
@@ -72,6 +73,7 @@ def prepare(blueprint: Blueprint, grid: RankGrid) -> tuple[Masters, Callable[[],
         for draft in drafts:
             if draft.parks:
                 masters[draft.stage.name] = park(draft, masters.pop(draft.stage.name, None), grid, device)
+        try_codecs(drafts, grid.world, grid.shard_size)
         refuse_shared_memory(_parked(blueprint, masters), grid.world.rank)
     except BaseException:
         undo()

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from .assembly import Request, shard_module
+from .assembly import Request, plugins_of, shard_module
+from .catalog import UsedPlugin
 from .config import ShardConfig
 from .engine.cutting.broken import refuse_broken
 from .engine.cutting.materialize import Initializer
@@ -273,6 +274,19 @@ def report(model: nn.Module) -> MemoryReport:
         StateError: ``model`` is not the outermost sharded module.
     """
     return memory_report(outermost_root(model, "report()"))
+
+
+def plugins(model: nn.Module) -> tuple[UsedPlugin, ...]:
+    """The plugins that a sharded model was given: collectives, precision, offload, policy, layout and listeners.
+
+    Those that the policy named for single units follow, and those of inner modules that were sharded by themselves;
+    ``module`` tells which they serve.
+
+    Raises:
+        StateError: ``model`` is not the outermost sharded module.
+    """
+    outermost_root(model, "plugins()")
+    return plugins_of(model)
 
 
 def _computing(forward: Forward, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:

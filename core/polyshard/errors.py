@@ -28,9 +28,10 @@
     │   │   └── ParameterMovedError (AssertionError)  one replaced between forward and backward
     │   ├── CaptureError (RuntimeError)         a step that cannot be captured, or not replayed for these arguments
     │   └── RankMismatchError (RuntimeError)    ranks that do not agree on what to do
-    └── CollectiveError
-        ├── CollectiveTimeoutError (TimeoutError)  a collective that did not end in time
-        └── CollectiveAbortedError (RuntimeError)  a collective given up because another rank failed
+    ├── CollectiveError
+    │   ├── CollectiveTimeoutError (TimeoutError)  a collective that did not end in time
+    │   └── CollectiveAbortedError (RuntimeError)  a collective given up because another rank failed
+    └── RankFailedError (RuntimeError)          a process of a test that died, or could not say what it raised
 
 Each leaf is also the built-in exception in brackets, the one that ``torch.distributed.fsdp`` raises for the same
 input, so that ``except`` clauses written for FSDP go on working. A message has three parts, in this order: what was
@@ -60,6 +61,7 @@ __all__ = [
     "PluginNotFoundError",
     "PluginVersionError",
     "PolyshardError",
+    "RankFailedError",
     "RankMismatchError",
     "ShardingError",
     "StateError",
@@ -186,3 +188,7 @@ class CollectiveTimeoutError(CollectiveError, TimeoutError):
 
 class CollectiveAbortedError(CollectiveError, RuntimeError):
     """A collective operation was given up because another rank failed."""
+
+
+class RankFailedError(PolyshardError, RuntimeError):
+    """A process of ``polyshard.testing`` died, or returned or raised what cannot be sent to another process."""

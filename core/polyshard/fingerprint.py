@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -104,21 +104,6 @@ def _object(value: object) -> Any:
         return name
     text = repr(value)
     return name if _ADDRESS.search(text) else [name, _short(text)]
-
-
-def first_difference(mine: Iterable[Any], theirs: Iterable[Any]) -> tuple[str, str] | None:
-    """The first entries of two reports that differ, each as text; of long ones, the first part that does."""
-    for ours, other in zip(mine, theirs, strict=False):
-        if ours == other:
-            continue
-        comparable = isinstance(ours, list) and isinstance(other, list) and len(ours) == len(other)
-        if comparable and len(ours) > 1 and len(repr(ours)) > _LONG and ours[0] == other[0]:
-            inside = first_difference(ours[1:], other[1:])
-            if inside is not None:
-                title = ours[0] if isinstance(ours[0], str) else repr(ours[0])
-                return f"{title}: {inside[0]}", f"{title}: {inside[1]}"
-        return repr(ours), repr(other)
-    return None
 
 
 def _short(text: str) -> str:

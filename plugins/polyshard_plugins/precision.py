@@ -88,8 +88,6 @@ class PrecisionSettings:
 class _Configured(PrecisionCaster):
     """A caster whose answers follow from settings, one for all units unless a subclass has more."""
 
-    api_version = 1
-
     def __init__(
         self,
         context: PluginContext,
@@ -170,24 +168,29 @@ class _Uniform(_Configured):
 class Fp32(_Uniform):
     """``fp32``: compute, wire and reduction in fp32; the optimizer sees gradients in the master dtype."""
 
+    api_version = 1
     _compute = torch.float32
 
 
 class Bf16(_Uniform):
     """``bf16``: compute and wire in bf16, reduction in fp32; the optimizer sees gradients in the master dtype."""
 
+    api_version = 1
     _compute = torch.bfloat16
 
 
 class Fp16(_Uniform):
     """``fp16``: compute and wire in fp16, reduction in fp32. Small gradients underflow without a gradient scaler."""
 
+    api_version = 1
     _compute = torch.float16
     capabilities = PrecisionCapabilities(loss_scaling=True)
 
 
 class Mixed(_Configured):
     """``mixed``: every dtype set apart, for the whole model and for units that differ."""
+
+    api_version = 1
 
     def __init__(
         self,

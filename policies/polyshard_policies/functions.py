@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from polyshard.errors import PluginContractError
 from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy
 from torch import nn
 
 from .recursive import RecursivePolicy, takes_recurse
-from .references import resolve_callable
+from .references import described, resolve_callable
 from .traversal import candidates
 
 
@@ -27,13 +28,19 @@ class Lambda(WrapPolicy):
         Raises ``ConfigError`` for what cannot be called or imported.
         """
         self._fn = resolve_callable(fn, f"fn of policy {context.name!r}")
+        self._recursive = RecursivePolicy(self._fn) if takes_recurse(self._fn) else None
 
     def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
         """Raises ``PluginContractError`` where a function of one module answers neither True nor False."""
-        if takes_recurse(self._fn):
-            return RecursivePolicy(self._fn).plan(root, context)
+        if self._recursive is not None:
+            return self._recursive.plan(root, context)
         chosen: UnitPlan = {module: {} for name, module in candidates(root, context) if self._answer(name, module)}
         return _not_nothing(chosen, root, "lambda")
+
+    def reason(self, module: nn.Module, name: str) -> str:
+        if self._recursive is not None:
+            return self._recursive.reason(module, name)
+        return f"{described(self._fn)} answered True"
 
     def _answer(self, name: str, module: nn.Module) -> bool:
         answer = self._fn(module)
@@ -57,6 +64,8 @@ class Custom(WrapPolicy):
         Raises ``ConfigError`` for what cannot be called or imported.
         """
         self._fn = resolve_callable(fn, f"fn of policy {context.name!r}")
+        # Weak: a policy may be kept and serve several models.
+        self._chosen: WeakKeyDictionary[nn.Module, Mapping[str, Any]] = WeakKeyDictionary()
 
     def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
         """Raises ``PluginContractError`` where the function returns anything else."""
@@ -73,7 +82,12 @@ class Custom(WrapPolicy):
                 )
             elif answer:
                 chosen[module] = {}
+        self._chosen.update(chosen)
         return _not_nothing(chosen, root, "custom")
+
+    def reason(self, module: nn.Module, name: str) -> str:
+        settings = ", ".join(f"{key}={value!r}" for key, value in self._chosen[module].items())
+        return f"{described(self._fn)} chose it" + (f" with {settings}" if settings else "")
 
 
 def _not_nothing(chosen: UnitPlan, root: nn.Module, policy: str) -> UnitPlan:

@@ -27,6 +27,7 @@ class ModuleClass(WrapPolicy):
 
         Raises ``ConfigError`` for what is not a class or cannot be imported, and for no class at all.
         """
+        self._option = "classes"
         self._where = f"classes of policy {context.name!r}"
         self._classes = _some_classes(classes, self._where)
 
@@ -41,9 +42,18 @@ class ModuleClass(WrapPolicy):
             raise ConfigError(_absent(wrong[0], present, root, self._where))
         return {module: {} for _, module in candidates(root, context) if isinstance(module, self._classes)}
 
+    def reason(self, module: nn.Module, name: str) -> str:
+        own = type(module)
+        if own in self._classes:
+            return f"class {own.__name__} is in {self._option}"
+        base = next(each for each in self._classes if isinstance(module, each))
+        return f"class {own.__name__} derives from {base.__name__}, which is in {self._option}"
+
 
 class Transformer(ModuleClass):
     """``transformer``: every transformer layer becomes a unit; the rest stays in the root."""
+
+    api_version = 1
 
     def __init__(self, context: PluginContext, layers: type | str | Iterable[type | str]) -> None:
         """``layers``: the classes of the model's blocks, each a class or ``"package.module:Name"``.
@@ -52,6 +62,7 @@ class Transformer(ModuleClass):
         """
         where = f"layers of policy {context.name!r}"
         super().__init__(context, _some_classes(layers, where))
+        self._option = "layers"
         self._where = where
 
 

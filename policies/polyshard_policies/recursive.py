@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from polyshard.interfaces import PolicyContext, UnitPlan, WrapPolicy
 from torch import nn
 
+from .references import described
 from .traversal import all_ignored, counted_parameters
 
 
@@ -40,17 +42,27 @@ class RecursivePolicy(WrapPolicy):
 
     def __init__(self, function: RecursiveFunction) -> None:
         self._function = function
+        # Weak: a policy may be kept and serve several models.
+        self._own: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
     def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
         chosen = _Descent(self._function, root, context).chosen
+        self._own.update(chosen)
         return {module: {} for module in root.modules() if module in chosen}
+
+    def own_numel(self, module: nn.Module) -> int:
+        """Elements of the parameters in ``module``, which ``plan`` chose, that are in no unit inside of it."""
+        return self._own[module]
+
+    def reason(self, module: nn.Module, name: str) -> str:
+        return f"{described(self._function)} answered True for {self._own[module]:,} parameters of its own"
 
 
 class _Descent:
-    """One walk over one model."""
+    """One walk over one model. ``chosen``: elements of each chosen module's parameters that are in no unit inside."""
 
     def __init__(self, function: RecursiveFunction, root: nn.Module, context: PolicyContext) -> None:
-        self.chosen: set[nn.Module] = set()
+        self.chosen: dict[nn.Module, int] = {}
         self._function = function
         self._counted = counted_parameters(root, context)
         self._ignored = all_ignored(context)
@@ -71,8 +83,9 @@ class _Descent:
         if not self._function(module=module, recurse=True, nonwrapped_numel=self._numel(inside)):
             return
         self._visit_children(module)
-        if self._function(module=module, recurse=False, nonwrapped_numel=self._numel(inside)):
-            self.chosen.add(module)
+        own = self._numel(inside)
+        if self._function(module=module, recurse=False, nonwrapped_numel=own):
+            self.chosen[module] = own
             self._taken.update(inside)
 
     def _numel(self, parameters: list[nn.Parameter]) -> int:

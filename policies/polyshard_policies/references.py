@@ -42,6 +42,13 @@ def resolve_callable(value: Callable[..., Any] | str, where: str) -> Callable[..
     return found
 
 
+def described(function: Callable[..., Any]) -> str:
+    """``"package.module:name"`` of a function, or of what a ``functools.partial`` calls; of an object, its class."""
+    found: Any = getattr(function, "func", function)
+    named = found if hasattr(found, "__qualname__") else type(found)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
 def resolve(reference: str, where: str) -> Any:
     """The object that ``reference`` names; a dotted name after the colon goes into classes.
 

@@ -28,6 +28,10 @@ class Always(WrapPolicy):
             if not isinstance(module, UNCALLED) and any(parameter in counted for parameter in module.parameters())
         }
 
+    def reason(self, module: nn.Module, name: str) -> str:
+        own = any(True for _ in module.parameters(recurse=False))
+        return "it has parameters of its own" if own else "there are parameters in it"
+
 
 class Never(WrapPolicy):
     """``never``: the root is the only unit."""

@@ -42,8 +42,14 @@ class Size(WrapPolicy):
         self._force_leaf = resolve_classes(force_leaf, f"force_leaf of {where}")
         self._exclude = resolve_classes(exclude, f"exclude of {where}")
 
+        self._recursive = RecursivePolicy(self._decide)
+
     def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
-        return RecursivePolicy(self._decide).plan(root, context)
+        return self._recursive.plan(root, context)
+
+    def reason(self, module: nn.Module, name: str) -> str:
+        own = self._recursive.own_numel(module)
+        return f"{own:,} parameters of its own, min_num_params is {self._min_num_params:,}"
 
     def _decide(self, *, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
         kept_out = self._force_leaf if recurse else self._exclude

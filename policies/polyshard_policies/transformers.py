@@ -65,6 +65,9 @@ class NoSplitModules(WrapPolicy):
         wanted = present - self._left_out
         return {module: {} for _, module in candidates(root, context) if type(module).__name__ in wanted}
 
+    def reason(self, module: nn.Module, name: str) -> str:
+        return f"class {type(module).__name__} is in the model's {_ATTRIBUTE}"
+
 
 def _named_classes(root: nn.Module) -> frozenset[str]:
     # An adapter's wrapper answers for the model inside it, which comes up by itself.

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from polyshard.errors import CollectiveError, WorldSizeError
 from polyshard.interfaces import BufferRole, Collectives, PluginContext, ReduceOp
-from polyshard.testing import CollectivesSuite
+from polyshard.testing import CollectivesSuite, plugin_context
 from polyshard.testing.collectives_checks import check_close, check_overlap
 from polyshard.testing.collectives_exchange_checks import check_exchanges_overlap
 from polyshard_backends.auto import auto
@@ -262,7 +262,7 @@ def test_gathers_and_reductions_may_share_a_communicator(wait_order: tuple[int, 
 
 
 def chosen_by_auto(collectives: Collectives) -> str:
-    return type(auto(PluginContext("auto", collectives.device))).__name__
+    return type(auto(plugin_context("auto", collectives.device))).__name__
 
 
 def test_auto_takes_nccl_for_cuda() -> None:

@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 import polyshard
 import pytest
 import torch
-from polyshard import catalog
-from polyshard.interfaces import Group, OffloadManager, PluginContext, UnitSpec
-from polyshard.testing import OffloadSuite
+from polyshard.interfaces import OffloadManager, UnitSpec
+from polyshard.testing import OffloadSuite, plugin_context
 from polyshard_plugins.partial_offload import PartialOffload
 from processes import KeptRanks
 from torch import nn
@@ -39,10 +38,7 @@ def run(fn: Callable[..., T], *args: Any) -> list[T]:
 
 
 def partial(device: torch.device, **options: Any) -> PartialOffload:
-    def construct(inside: PluginContext, group: Group, choice: Any) -> Any:
-        return catalog.construct(catalog.resolve(group, choice), inside).instance
-
-    return PartialOffload(PluginContext("partial", device, constructor=construct), **options)
+    return PartialOffload(plugin_context("partial", device), **options)
 
 
 def cuda() -> torch.device:

@@ -23,10 +23,10 @@ from ..interfaces import (
     PrecisionCaster,
     WrapPolicy,
 )
-from .contracts import CONTRACTS, check_api_version, qualified
+from .contracts import CONTRACTS, check_api_version, check_stated_version, faults_of, instance_faults, qualified
 from .listing import PluginState, installed
 from .offers import Offer, normalised, offers_of
-from .resolved import Resolved
+from .resolved import Resolved, refuse_faults
 
 
 class _LiveDriverManager(DriverManager[Any]):
@@ -63,14 +63,15 @@ def resolve(
 @overload
 def resolve(group: Group, choice: PluginChoice, entry_points: EntryPoints | None = None) -> Resolved[object]: ...
 def resolve(group: Group, choice: PluginChoice, entry_points: EntryPoints | None = None) -> Resolved[Any]:
-    """Find the plugin that ``choice`` names, import it, and check the version of its contract.
+    """Find the plugin that ``choice`` names, import it, and compare it with its contract.
 
     An object that fulfils the group's contract resolves to itself. Nothing is constructed and no rank is spoken to.
     ``entry_points``: what ``scan`` returned, for several calls in a row; None reads the installed metadata anew.
 
     Raises ``ConfigError`` for a choice that names nothing, ``PluginNotFoundError``, ``PluginConflictError`` where
     several distributions but polyshard offer the name, ``PluginLoadError`` with the cause of a failed import,
-    ``PluginVersionError``, and ``PluginContractError`` for an object that is no plugin of the group.
+    ``PluginVersionError``, and ``PluginContractError`` for an object that is no plugin of the group, and for a class
+    that lacks methods or whose methods cannot be called as the contract calls them.
     """
     spec = PluginSpec.parse(choice)
     if not isinstance(spec, PluginSpec):
@@ -93,7 +94,8 @@ def resolve(group: Group, choice: PluginChoice, entry_points: EntryPoints | None
             f"{where} is an instance of {qualified(type(factory))}, which cannot be called. Point the entry point at "
             "a class or function that takes a PluginContext."
         )
-    check_api_version(group, factory, where)
+    check_stated_version(group, factory, where)
+    refuse_faults(where, faults_of(group, factory))
     return Resolved(
         group=group,
         name=spec.name,
@@ -120,6 +122,7 @@ def given(group: Group, plugin: object) -> Resolved[Any]:
     # Nobody installed it: it is as old as the call that gives it. What says a version all the same is held to it.
     if hasattr(plugin, "api_version"):
         check_api_version(group, plugin, f"the {qualified(cls)} object given for {group.value}")
+    refuse_faults(f"the {qualified(cls)} object given for {group.value}", instance_faults(group, plugin))
 
     def give(context: PluginContext) -> object:
         return plugin
@@ -150,6 +153,10 @@ def _chosen(group: Group, spec: PluginSpec, offers: list[Offer]) -> Offer:
     return named[0]
 
 
+#: What naming the distribution does not help.
+_UNUSABLE = (PluginState.BROKEN, PluginState.INCOMPATIBLE, PluginState.INCOMPLETE)
+
+
 def _not_found(group: Group, spec: PluginSpec, offers: list[Offer]) -> str:
     lines = [f"no installed plugin of {group.value} is named {spec.label!r}."]
     if spec.distribution is None:
@@ -162,7 +169,7 @@ def _not_found(group: Group, spec: PluginSpec, offers: list[Offer]) -> str:
     plugins = installed(group)
     lines.append("Installed:")
     lines += [f"  {plugin.name}  (from {plugin.distribution} {plugin.version})" for plugin in plugins]
-    unusable = [plugin for plugin in plugins if plugin.state in (PluginState.BROKEN, PluginState.INCOMPATIBLE)]
+    unusable = [plugin for plugin in plugins if plugin.state in _UNUSABLE]
     if unusable:
         lines.append("Of these, not usable:")
         lines += [f"  {plugin.name}  ({plugin.value}): {plugin.error}" for plugin in unusable]

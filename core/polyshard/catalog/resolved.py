@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
 from ..config import did_you_mean
 from ..errors import ConfigError, PluginContractError, PluginLoadError, PolyshardError
 from ..interfaces import Group, PluginContext
-from .contracts import CONTRACTS, qualified
+from .contracts import CONTRACTS, instance_faults, qualified
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -54,6 +54,11 @@ class Resolved(Generic[_T_co]):
                 f"{self.described} must construct {wanted}, but {self.value} returned "
                 f"{'None' if instance is None else f'an instance of {qualified(type(instance))}'}."
             )
+        if self.factory is not type(instance):
+            # Of a class this was known before.
+            refuse_faults(
+                f"{self.described}, an instance of {qualified(type(instance))},", instance_faults(self.group, instance)
+            )
         return cast("_T_co", instance)
 
     def check_options(self) -> None:
@@ -89,6 +94,13 @@ class Resolved(Generic[_T_co]):
         """For messages: the plugin, its group and the package that it is from."""
         origin = f" (from {self.distribution} {self.version})" if self.distribution else ""
         return f"plugin {self.name!r} of {self.group.value}{origin}"
+
+
+def refuse_faults(where: str, faults: Iterable[str]) -> None:
+    """Raise ``PluginContractError`` that names all of ``faults``, where there are any."""
+    found = list(faults)
+    if found:
+        raise PluginContractError(f"{where} does not fit its contract: {'; '.join(found)}.")
 
 
 def option_parameters(signature: inspect.Signature) -> dict[str, inspect.Parameter]:

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from .. import catalog
-from ..config import PluginSpec, ShardConfig
+from ..config import GROUP_OF_SETTING, PluginSpec, ShardConfig
 from ..interfaces import Group, PluginContext
+from .models import importing_beside
 from .tables import print_table
-
-_PLUGIN_FIELDS: dict[str, Group] = {
-    "collectives": Group.COLLECTIVES,
-    "precision": Group.PRECISION,
-    "offload": Group.OFFLOAD,
-    "policy": Group.POLICIES,
-    "layout": Group.LAYOUTS,
-}
 
 #: Groups whose plugins can be constructed anywhere, to see whether their options are right.
 _CHOOSE = (Group.POLICIES, Group.PRECISION, Group.LAYOUTS)
@@ -32,39 +22,40 @@ _CHOOSE = (Group.POLICIES, Group.PRECISION, Group.LAYOUTS)
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to ``commands``."""
     config = commands.add_parser("config", help="show the settings that a TOML file and the environment give")
-    config.add_argument("file", metavar="FILE", help="the TOML file")
-    config.add_argument("--table", default="shard", help="the table in it (default: %(default)s)")
+    add_file_options(config)
     config.set_defaults(run=_show)
 
 
+def add_file_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``FILE`` and ``--table``, for ``ShardConfig.from_toml``."""
+    parser.add_argument("file", metavar="FILE", help="the TOML file")
+    parser.add_argument("--table", default="shard", help="the table in it (default: %(default)s)")
+
+
 def _show(arguments: argparse.Namespace) -> int:
-    file, table = arguments.file, arguments.table
-    config = ShardConfig.from_toml(file, table)
-    rows: list[tuple[str, ...]] = [("setting", "value", "found in")]
-    with importing_beside(file):
+    config = ShardConfig.from_toml(arguments.file, arguments.table)
+    rows: list[tuple[str, ...]] = [("setting", "value", "set by", "found in")]
+    with importing_beside(arguments.file):
         for field in dataclasses.fields(config):
-            value = getattr(config, field.name)
-            if field.name in _PLUGIN_FIELDS:
-                rows.append((field.name, _shown(value), _found_in(_PLUGIN_FIELDS[field.name], value)))
-            elif field.name == "listeners":
-                rows += [("listeners", _shown(each), _found_in(Group.PLUGINS, each)) for each in value]
-                if not value:
-                    rows.append(("listeners", "none", ""))
+            name, value = field.name, getattr(config, field.name)
+            set_by = _set_by(config, name)
+            if name in GROUP_OF_SETTING:
+                rows.append((name, _shown(value), set_by, _found_in(GROUP_OF_SETTING[name], value)))
+            elif name == "listeners" and value:
+                rows += [(name, _shown(each), set_by, _found_in(Group.PLUGINS, each)) for each in value]
             else:
-                rows.append((field.name, _shown(value), ""))
+                rows.append((name, _shown(value), set_by, ""))
     print_table(rows)
     return 0
 
 
-@contextmanager
-def importing_beside(file: str) -> Iterator[None]:
-    """Find modules in the working directory and beside ``file``, as the script that is trained with it would."""
-    before = list(sys.path)
-    sys.path[:0] = [os.getcwd(), os.path.dirname(os.path.abspath(file))]
-    try:
-        yield
-    finally:
-        sys.path[:] = before
+def _set_by(config: ShardConfig, setting: str) -> str:
+    """Where the setting came from, and those options that came from elsewhere."""
+    value, source = getattr(config, setting), config.source_of(setting)
+    options = [option for option in value if option != "name"] if isinstance(value, Mapping) else []
+    sources = {option: config.source_of(setting, option) for option in options}
+    elsewhere = [f"{option}: {found}" for option, found in sources.items() if found != source]
+    return "; ".join([str(source), *elsewhere])
 
 
 def _found_in(group: Group, choice: object) -> str:
@@ -82,4 +73,6 @@ def _shown(value: Any) -> str:
         spec = PluginSpec.parse(value)
         options = ", ".join(f"{name}={option!r}" for name, option in spec.options.items())
         return f"{spec.label} ({options})" if options else spec.label
+    if value == ():
+        return "none"
     return str(getattr(value, "value", value))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
 from .._version import __version__
 from ..errors import PolyshardError
-from . import config, plugins
+from . import config, explain, plugins
 
 #: Each has ``add``, whose parser's ``run`` takes the parsed arguments and returns the exit code.
-_COMMANDS = (plugins, config)
+_COMMANDS = (plugins, config, explain)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,6 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         code: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever reads has enough, ``head`` for one. The interpreter would flush the rest at its end, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except PolyshardError as error:
         print(f"polyshard: {error}", file=sys.stderr)
         return 2

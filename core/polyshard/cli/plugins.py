@@ -1,4 +1,4 @@
-"""``polyshard plugins``: what is installed, and whether it can be used."""
+"""``polyshard plugins``: what is installed, and whether it can be used and keeps its contract."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ import dataclasses
 import json
 
 from .. import catalog
-from ..config import did_you_mean
-from ..errors import ConfigError
 from ..interfaces import Group
+from . import check
+from .groups import group_named
 from .tables import print_table
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to ``commands``."""
-    plugins = commands.add_parser("plugins", help="list the installed plugins and whether they can be used")
+    plugins = commands.add_parser("plugins", help="list the installed plugins and whether they can be used; check one")
     verbs = plugins.add_subparsers(dest="verb")
     plugins.set_defaults(run=_list, group=None, json=False)
     listing = verbs.add_parser("list", help="list them")
     listing.add_argument("group", nargs="?", metavar="GROUP", help="one group only, for example collectives")
     listing.add_argument("--json", action="store_true", help="print JSON instead of a table")
     listing.set_defaults(run=_list)
+    check.add(verbs)
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -43,12 +44,3 @@ def _list(arguments: argparse.Namespace) -> int:
     for folder in dict.fromkeys(plugin.editable for plugin in plugins if plugin.editable):
         print(f"\neditable install: {folder}")
     return 0
-
-
-def group_named(name: str) -> Group:
-    """The group that ``name`` stands for, with or without ``polyshard.``; raises ``ConfigError`` for any other name."""
-    short = {group.value.rpartition(".")[2]: group for group in Group}
-    key = name.removeprefix("polyshard.")
-    if key not in short:
-        raise ConfigError(f"no plugin group is named {name!r}.{did_you_mean(key, short)} Groups: {', '.join(short)}.")
-    return short[key]

@@ -23,6 +23,7 @@ from .collectives import (
     Work,
 )
 from .context import Constructor, PluginContext, RankAndSize
+from .decorator import CollectivesDecorator
 from .layout import (
     PARAMETER_ALIGNMENT_BYTES,
     SLICE_ALIGNMENT_BYTES,
@@ -57,6 +58,7 @@ __all__ = [
     "BufferRole",
     "Collectives",
     "CollectivesCapabilities",
+    "CollectivesDecorator",
     "Constructor",
     "Group",
     "InputCast",

@@ -95,6 +95,9 @@ class CollectivesCapabilities:
     """Largest number of ranks that it serves; None for no limit."""
     exchanges: bool = False
     """``all_to_all`` is there. What needs it refuses a backend without it by name; plain sharding does not."""
+    blends: bool = False
+    """An element of a mean may depend on its neighbours, as where blocks share a scale. What lies between parameters is
+    then zero in what is reduced; otherwise some of it may be anything."""
 
 
 class Collectives(ABC):

@@ -7,14 +7,17 @@ send.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from polyshard.errors import RankMismatchError, WorldSizeError
-from polyshard.interfaces import BufferRole, Collectives, ReduceOp, Work
+from polyshard.errors import CollectiveTimeoutError, RankMismatchError, WorldSizeError
+from polyshard.interfaces import BufferRole, Collectives, CollectivesCapabilities, ReduceOp, Work
 
 #: Dtypes that a gather must carry, whatever the transport knows.
 GATHER_DTYPES = (
@@ -34,6 +37,20 @@ GATHER_DTYPES = (
 SIZES = (0, 1, 7, 4099)
 
 
+#: Integers that fp32 rounds: the sum of three fits into an int32.
+_LARGE = 2**24 + 1
+#: Elements behind a result that must stay as they are.
+_MARGIN = 3
+#: Seconds by which ranks come to a barrier one after the other.
+_LATE_S = 0.01
+
+
+def check_each(collectives: Collectives, checks: Sequence[Callable[[Collectives], None]]) -> None:
+    """Several checks of one backend, in one run: starting ranks takes longer than most."""
+    for check in checks:
+        check(collectives)
+
+
 def sender(collectives: Collectives, rank: int) -> int:
     """Whose data arrives from ``rank``: on a stand-in every rank is pretended to send what this one does."""
     return rank if collectives.capabilities.can_communicate else collectives.rank
@@ -41,8 +58,15 @@ def sender(collectives: Collectives, rank: int) -> int:
 
 def values(rank: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """What ``rank`` sends: small integers, which every dtype holds exactly and which differ between ranks."""
+    return _values(rank, numel, dtype).to(device, copy=True)
+
+
+@functools.lru_cache(maxsize=1024)
+def _values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     numbers = (torch.arange(numel) * 3 + rank * 5 + 1) % 8
-    return (numbers % 2 == 0 if dtype is torch.bool else numbers.to(dtype)).to(device)
+    if dtype.is_complex:
+        return torch.complex(numbers.float(), numbers.flip(0).float()).to(dtype)
+    return numbers % 2 == 0 if dtype is torch.bool else numbers.to(dtype)
 
 
 def buffer(collectives: Collectives, numel: int, dtype: torch.dtype, role: BufferRole) -> torch.Tensor:
@@ -80,23 +104,67 @@ def check_identity(collectives: Collectives, world_size: int) -> int:
         raise AssertionError(f"it is on {collectives.device} and says that it serves {sorted(capabilities.devices)}")
     if world_size < capabilities.min_world_size:
         raise AssertionError(f"it serves {world_size} ranks and says that {capabilities.min_world_size} is the least")
-    if ReduceOp.SUM not in capabilities.reduce_ops or ReduceOp.MEAN not in capabilities.reduce_ops:
-        raise AssertionError("gradients need SUM and MEAN")
+    if capabilities.max_world_size is not None and world_size > capabilities.max_world_size:
+        raise AssertionError(f"it serves {world_size} ranks and says that {capabilities.max_world_size} is the most")
     return collectives.rank
+
+
+#: Types of the capabilities, by name; what is not here is a bool.
+_CAPABILITY_TYPES = {"min_world_size": int, "max_world_size": int | None}
+_CAPABILITY_SETS = {"devices": str, "dtypes": torch.dtype, "reduce_ops": ReduceOp}
+
+
+def check_capabilities(collectives: Collectives) -> None:
+    """They are of the types that the contract gives, and stay what they are."""
+    capabilities = collectives.capabilities
+    if not isinstance(capabilities, CollectivesCapabilities):
+        raise AssertionError(f"capabilities are {capabilities!r}, not CollectivesCapabilities")
+    for field in dataclasses.fields(capabilities):
+        value = getattr(capabilities, field.name)
+        kind = _CAPABILITY_SETS.get(field.name)
+        if kind is not None:
+            right = isinstance(value, frozenset) and all(isinstance(each, kind) for each in value)
+        else:
+            wanted = _CAPABILITY_TYPES.get(field.name, bool)
+            right = isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool))
+        if not right:
+            raise AssertionError(f"the capability {field.name} is {value!r}")
+    if not {ReduceOp.SUM, ReduceOp.MEAN} <= capabilities.reduce_ops:
+        raise AssertionError("gradients need SUM and MEAN among reduce_ops")
+    tensor = torch.ones(1, device=collectives.device)
+    collectives.all_reduce(tensor, op=ReduceOp.SUM).wait()
+    if collectives.capabilities != capabilities:
+        raise AssertionError(f"capabilities were {capabilities} and are {collectives.capabilities}")
+
+
+def check_process_group(collectives: Collectives) -> None:
+    """It is None, or a group of torch that knows this rank by the same number."""
+    group = collectives.process_group
+    if group is None:
+        return
+    if not isinstance(group, torch.distributed.ProcessGroup):
+        raise AssertionError(f"process_group is {group!r}, neither a torch.distributed.ProcessGroup nor None")
+    if (group.rank(), group.size()) != (collectives.rank, collectives.world_size):
+        raise AssertionError(
+            f"process_group has this as rank {group.rank()} of {group.size()}, where the collectives have "
+            f"{collectives.rank} of {collectives.world_size}"
+        )
 
 
 def check_all_gather(collectives: Collectives, dtype: torch.dtype, in_place: bool) -> None:
     """Every rank's shard arrives in rank order."""
     world_size, rank, device = collectives.world_size, collectives.rank, collectives.device
     for n in SIZES:
-        out = buffer(collectives, world_size * n, dtype, BufferRole.GATHER)
-        out.zero_()
+        around = buffer(collectives, world_size * n + _MARGIN, dtype, BufferRole.GATHER)
+        around.zero_()
+        out, behind = around[: world_size * n], around[world_size * n :]
         own = values(rank, n, dtype, device)
         shard = out[rank * n : (rank + 1) * n].copy_(own) if in_place else own.clone()
         collectives.all_gather(out, shard).wait()
         expected = torch.cat([values(sender(collectives, r), n, dtype, device) for r in range(world_size)])
         assert_same(out, expected, f"all_gather of {n} {dtype} a rank")
         assert_same(shard, own, f"this rank's shard after all_gather of {n} {dtype} a rank")
+        assert_same(behind, torch.zeros_like(behind), f"memory behind out after all_gather of {n} {dtype} a rank")
 
 
 def check_all_gather_many(collectives: Collectives, dtypes: Sequence[torch.dtype]) -> None:
@@ -132,17 +200,19 @@ def reduced(pieces: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
 def check_reduce_scatter(collectives: Collectives, dtype: torch.dtype, op: ReduceOp) -> None:
     """``out = op_k(F_k[s])``, with and without the caller's scratch."""
     world_size, rank, device = collectives.world_size, collectives.rank, collectives.device
-    for n in SIZES:
+    for number, n in enumerate(SIZES):
         numel = world_size * n
         nbytes = collectives.scratch_nbytes(BufferRole.REDUCE, numel, dtype, dtype)
-        for scratch in (None, torch.empty(nbytes, dtype=torch.uint8, device=device)):
+        scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        sent = [values(sender(collectives, r), numel, dtype, device) for r in range(world_size)]
+        expected = reduced([whole[rank * n : (rank + 1) * n].to(torch.float64) for whole in sent], op)
+        # Both ways are another road only where there is scratch to use.
+        for given in (None, scratch) if nbytes else (None, scratch)[number % 2 :][:1]:
             full = buffer(collectives, numel, dtype, BufferRole.REDUCE)
             full.copy_(values(rank, numel, dtype, device))
             out = torch.zeros(n, dtype=dtype, device=device)
-            collectives.reduce_scatter(out, full, op=op, scratch=scratch).wait()
-            sent = [values(sender(collectives, r), numel, dtype, device) for r in range(world_size)]
-            own = [whole[rank * n : (rank + 1) * n].to(torch.float64) for whole in sent]
-            assert_near(out, reduced(own, op), f"reduce_scatter {op.name} of {n} {dtype} a rank")
+            collectives.reduce_scatter(out, full, op=op, scratch=given).wait()
+            assert_near(out, expected, f"reduce_scatter {op.name} of {n} {dtype} a rank")
 
 
 def check_widening(collectives: Collectives, wire: torch.dtype, wide: torch.dtype, op: ReduceOp) -> None:
@@ -238,13 +308,52 @@ def check_announcements(collectives: Collectives) -> None:
     raise AssertionError(f"rank {collectives.rank} was not told that ranks announced different things")
 
 
+def check_integers(collectives: Collectives, dtype: torch.dtype) -> None:
+    """Sums that a float would round, in place and scattered."""
+    world_size, rank, device = collectives.world_size, collectives.rank, collectives.device
+    n = 5
+    sent = [torch.arange(world_size * n) + _LARGE + sender(collectives, r) for r in range(world_size)]
+    expected = torch.stack(sent).sum(0).to(device, dtype)
+    full = sent[rank if collectives.capabilities.can_communicate else 0].to(device, dtype, copy=True)
+    tensor, out = full.clone(), torch.zeros(n, dtype=dtype, device=device)
+    collectives.all_reduce(tensor, op=ReduceOp.SUM).wait()
+    assert_same(tensor, expected, f"all_reduce SUM of {dtype}")
+    collectives.reduce_scatter(out, full, op=ReduceOp.SUM).wait()
+    assert_same(out, expected[rank * n : (rank + 1) * n], f"reduce_scatter SUM of {dtype}")
+
+
 def check_barrier(collectives: Collectives) -> None:
-    """A barrier leaves the order of other operations alone."""
+    """Nobody leaves before everybody came, and the order of other operations stays what it was."""
     for round_number in range(3):
+        # A clock that all processes of a machine share.
+        time.sleep(_LATE_S * collectives.rank)
+        came = time.monotonic()
         collectives.barrier()
+        left = time.monotonic()
         tensor = torch.full((4,), float(round_number), device=collectives.device)
         collectives.all_reduce(tensor, op=ReduceOp.MAX).wait()
         assert_same(tensor, torch.full_like(tensor, float(round_number)), f"maximum after barrier {round_number}")
+        late = max(each for each in collectives.all_gather_object(came))
+        if left < late and collectives.capabilities.can_communicate:
+            raise AssertionError(f"rank {collectives.rank} left barrier {round_number} before the last rank came")
+
+
+def check_in_time(collectives: Collectives) -> None:
+    """A rank that nobody joins is told so: all gather once, and then rank 0 alone."""
+    capabilities = collectives.capabilities
+    if capabilities.stream_ordered or not capabilities.can_communicate:
+        # Its waits return at once.
+        return
+    out, mine = torch.zeros(collectives.world_size, device=collectives.device), torch.ones(1, device=collectives.device)
+    # Communicators are made at first use, where all have to be there.
+    collectives.all_gather(out, mine).wait()
+    if collectives.rank != 0:
+        return
+    try:
+        collectives.all_gather(out, mine).wait()
+    except CollectiveTimeoutError:
+        return
+    raise AssertionError("a gather to which no other rank came did not raise CollectiveTimeoutError")
 
 
 def check_partition(collectives: Collectives, rank_lists: Sequence[Sequence[int]]) -> None:
@@ -362,6 +471,8 @@ def check_close_of_parts(collectives: Collectives) -> None:
 
 def check_close(collectives: Collectives) -> None:
     """Closing twice is as good as once."""
-    check_barrier(collectives)
+    tensor = torch.ones(1, device=collectives.device)
+    collectives.all_reduce(tensor, op=ReduceOp.MEAN).wait()
+    assert_same(tensor, torch.ones_like(tensor), "mean of ones")
     collectives.close()
     collectives.close()

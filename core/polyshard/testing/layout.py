@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polyshard.interfaces import Arrangement, Layout, ParameterGeometry, UnitGeometry
+from polyshard.interfaces import Arrangement, Group, Layout, ParameterGeometry, UnitGeometry
+
+from .plugin import PluginSuite
 
 #: Lines of Python that laying out a unit may take: seconds where nothing traces them.
 MOST_LINES = 1_000_000
@@ -85,8 +87,10 @@ def _counted(most: int) -> Iterator[list[int]]:
         sys.settrace(before)
 
 
-class LayoutSuite:
+class LayoutSuite(PluginSuite):
     """Subclass it, name the class ``Test…``, and override ``make``; override ``units`` to add shapes of your own."""
+
+    group = Group.LAYOUTS
 
     shards: ClassVar[Sequence[int]] = _SHARDS
     """Numbers of ranks that a unit is cut for."""

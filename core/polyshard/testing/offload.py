@@ -2,26 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
-from polyshard.interfaces import OffloadManager, UnitSpec
+from ..interfaces import Group, OffloadCapabilities, OffloadManager, UnitSpec
+from .plugin import PluginSuite
+from .training import Training
+
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+#: Dtypes of a master and of its gradient.
+_GRADIENTS = (
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float64, torch.float32),
+)
 
 
-class OffloadSuite:
-    """Subclass it, name the class ``Test…``, and override ``make``; override ``device`` to test on another one."""
+class OffloadSuite(PluginSuite):
+    """Subclass it, name the class ``Test…``, and override ``make``; override ``device`` to test on another one.
 
-    device: torch.device = torch.device("cpu")
-    """Where units compute."""
+    Every rule of ``polyshard.interfaces.OffloadManager``, of one manager by itself; then a few steps of a small model
+    whose every unit is served by managers of two ranks, beside the same steps of the model that is not sharded.
+    """
+
+    group = Group.OFFLOAD
+
+    training_tolerance: float = 1e-5
+    """Largest difference from the unsharded model's parameters after three steps in fp32, as a share of the largest
+    change: what the order of sums over two ranks makes."""
 
     def make(self) -> OffloadManager:
         """A newly constructed manager."""
         raise NotImplementedError(f"{type(self).__name__} must override make()")
 
-    def unit(self, shard_numel: int, master_dtype: torch.dtype = torch.float32, name: str = "layers.0") -> UnitSpec:
-        """A unit of its own ``name`` with shards of ``shard_numel`` elements."""
+    def unit(
+        self,
+        shard_numel: int,
+        master_dtype: torch.dtype = torch.float32,
+        name: str = "layers.0",
+        suffix: str = "",
+    ) -> UnitSpec:
+        """A unit of its own ``name``, which ends in ``suffix``, with shards of ``shard_numel`` elements."""
         return UnitSpec(
-            name=name,
+            name=f"{name}{suffix}",
             module_class=torch.nn.Linear,
             parameter_names=(f"{name}.weight",),
             numel=2 * shard_numel,
@@ -29,10 +55,16 @@ class OffloadSuite:
             master_dtype=master_dtype,
             device=self.device,
             is_root=False,
+            suffix=suffix,
         )
 
-    def _numbers(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.arange(numel, dtype=dtype, device=self.device) - 2.5
+    def test_capabilities_are_real_bools_that_do_not_change(self) -> None:
+        manager = self.make()
+        capabilities: object = manager.capabilities
+        assert isinstance(capabilities, OffloadCapabilities), f"capabilities are {capabilities!r}"
+        assert isinstance(capabilities.parks, bool), f"parks is {capabilities.parks!r}"
+        assert manager.capabilities == capabilities
+        assert self.make().capabilities == capabilities
 
     def test_parked_units_are_some_of_those_given(self) -> None:
         manager = self.make()
@@ -43,7 +75,7 @@ class OffloadSuite:
         assert list(manager.units_to_park(units)) == parked, "another answer to the same question: ranks must agree"
 
     @pytest.mark.parametrize("numel", [0, 1, 1000])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("dtype", _FLOATS, ids=str)
     def test_placed_master_keeps_values_shape_and_dtype(self, numel: int, dtype: torch.dtype) -> None:
         manager = self.make()
         shard = self._numbers(numel, dtype)
@@ -53,44 +85,73 @@ class OffloadSuite:
         if not manager.capabilities.parks:
             assert master.device == shard.device
 
-    @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("compute", _FLOATS, ids=str)
     def test_fetch_casts_what_the_optimizer_wrote(self, compute: torch.dtype) -> None:
         manager, unit = self.make(), self.unit(6)
         master = manager.place(unit, self._numbers(6))
-        own_slice = torch.zeros(6, dtype=compute, device=self.device)
         for _ in range(2):
-            master.mul_(2.0)
+            master.mul_(1.7)
             expected = master.to(compute).tolist()
-            manager.begin_forward()
-            manager.fetch(unit, master, own_slice)
-            self._synchronize()
-            assert own_slice.tolist() == expected
+            assert self._fetched(manager, unit, master, compute) == expected
 
-    def test_fetch_of_an_empty_shard(self) -> None:
-        manager, unit = self.make(), self.unit(0)
-        master = manager.place(unit, self._numbers(0))
-        manager.fetch(unit, master, torch.zeros(0, device=self.device))
-
-    def test_stored_gradient_lies_beside_the_master(self) -> None:
+    def test_fetch_follows_the_dtype_that_is_asked_for(self) -> None:
+        # A unit computes in another one while its module is in eval mode; a gather that is encoded has the master's.
         manager, unit = self.make(), self.unit(6)
         master = manager.place(unit, self._numbers(6))
-        gradient = self._numbers(6) * 3.0
+        for compute in (torch.bfloat16, torch.float32, torch.bfloat16):
+            expected = master.to(compute).tolist()
+            assert self._fetched(manager, unit, master, compute) == expected
+
+    def test_fetch_writes_nothing_but_the_own_slice(self) -> None:
+        manager, unit = self.make(), self.unit(6)
+        master = manager.place(unit, self._numbers(6))
+        buffer = torch.full((22,), 7.0, device=self.device)
+        manager.fetch(unit, master, buffer[8:14])
+        self._synchronize()
+        assert buffer.tolist() == [7.0] * 8 + self._numbers(6).tolist() + [7.0] * 8
+
+    def test_fetch_leaves_the_master_as_it_was(self) -> None:
+        manager, unit = self.make(), self.unit(6)
+        master = manager.place(unit, self._numbers(6))
+        self._fetched(manager, unit, master, torch.bfloat16)
+        assert master.tolist() == self._numbers(6).tolist()
+
+    def test_an_empty_shard_is_fetched_and_its_gradient_stored(self) -> None:
+        manager, unit = self.make(), self.unit(0)
+        master = manager.place(unit, self._numbers(0))
+        assert self._fetched(manager, unit, master, torch.bfloat16) == []
+        stored = None
+        for _ in range(2):
+            stored = manager.store_grad(unit, self._numbers(0), stored)
+            manager.sync_for_step()
+            _assert_usable(stored, 0, torch.float32)
+
+    @pytest.mark.parametrize(("dtype", "grad_dtype"), _GRADIENTS, ids=str)
+    def test_stored_gradient_lies_beside_the_master_in_its_own_dtype(
+        self, dtype: torch.dtype, grad_dtype: torch.dtype
+    ) -> None:
+        manager, unit = self.make(), self.unit(6, dtype)
+        master = manager.place(unit, self._numbers(6, dtype))
+        gradient = self._numbers(6, grad_dtype)
         expected = gradient.tolist()
         stored = manager.store_grad(unit, gradient, None)
         manager.sync_for_step()
         assert stored.device == master.device
-        _assert_usable(stored, 6, torch.float32)
+        _assert_usable(stored, 6, grad_dtype)
         assert stored.tolist() == expected
 
-    def test_gradients_of_microbatches_add_up(self) -> None:
-        manager, unit = self.make(), self.unit(6)
-        manager.place(unit, self._numbers(6))
-        expected = (self._numbers(6) * 7.0).tolist()
-        stored = manager.store_grad(unit, self._numbers(6) * 3.0, None)
-        manager.sync_for_step()
-        total = manager.store_grad(unit, self._numbers(6) * 4.0, stored)
-        manager.sync_for_step()
-        assert total.tolist() == expected
+    @pytest.mark.parametrize(("dtype", "grad_dtype"), _GRADIENTS, ids=str)
+    def test_gradients_of_microbatches_add_up(self, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+        manager, unit = self.make(), self.unit(6, dtype)
+        master = manager.place(unit, self._numbers(6, dtype))
+        total = None
+        for factor in (3, 4, -2):
+            total = manager.store_grad(unit, self._whole_numbers(6, grad_dtype) * factor, total)
+            manager.sync_for_step()
+        assert total is not None
+        assert total.device == master.device
+        _assert_usable(total, 6, grad_dtype)
+        assert total.tolist() == (self._whole_numbers(6, grad_dtype) * 5).tolist()
 
     def test_a_second_step_starts_afresh(self) -> None:
         manager, unit = self.make(), self.unit(6)
@@ -104,48 +165,57 @@ class OffloadSuite:
 
     def test_units_do_not_share_memory(self) -> None:
         manager = self.make()
-        units = self.unit(6), self.unit(4, name="layers.1")
+        # Two are of one module, whose parameters differ in what the suffix tells.
+        units = self.unit(6), self.unit(6, suffix="[float32, frozen]"), self.unit(4, name="layers.1")
         masters = [manager.place(unit, self._numbers(unit.shard_numel)) for unit in units]
         masters[0].fill_(7.0)
-        slices = [torch.zeros(unit.shard_numel, device=self.device) for unit in units]
-        for unit, master, own_slice in zip(units, masters, slices, strict=True):
-            manager.fetch(unit, master, own_slice)
-        self._synchronize()
-        assert slices[0].tolist() == [7.0] * 6
-        assert slices[1].tolist() == self._numbers(4).tolist()
+        masters[2].fill_(9.0)
+        fetched = [
+            self._fetched(manager, unit, master, torch.float32) for unit, master in zip(units, masters, strict=True)
+        ]
+        assert fetched == [[7.0] * 6, self._numbers(6).tolist(), [9.0] * 4]
         stored = [
             manager.store_grad(unit, torch.full((unit.shard_numel,), value, device=self.device), None)
-            for unit, value in zip(units, (1.0, 2.0), strict=True)
+            for unit, value in zip(units, (1.0, 2.0, 3.0), strict=True)
         ]
         manager.sync_for_step()
-        assert stored[0].tolist() == [1.0] * 6
-        assert stored[1].tolist() == [2.0] * 4
-
-    def test_an_optimizer_updates_the_master_in_place(self) -> None:
-        manager, unit = self.make(), self.unit(6)
-        weight = torch.nn.Parameter(manager.place(unit, self._numbers(6)))
-        weight.grad = manager.store_grad(unit, self._numbers(6) * 2.0, None)
-        manager.sync_for_step()
-        torch.optim.SGD([weight], lr=0.25).step()
-        own_slice = torch.zeros(6, device=self.device)
-        manager.fetch(unit, weight.data, own_slice)
-        self._synchronize()
-        assert own_slice.tolist() == (self._numbers(6) * 0.5).tolist()
+        assert [each.tolist() for each in stored] == [[1.0] * 6, [2.0] * 6, [3.0] * 4]
 
     def test_a_unit_is_placed_again_after_an_attempt_that_failed(self) -> None:
         manager, unit = self.make(), self.unit(6)
         manager.place(unit, self._numbers(6))
         master = manager.place(unit, self._numbers(6) * 3.0)
         assert master.tolist() == (self._numbers(6) * 3.0).tolist()
-        own_slice = torch.zeros(6, device=self.device)
-        manager.fetch(unit, master, own_slice)
-        self._synchronize()
-        assert own_slice.tolist() == (self._numbers(6) * 3.0).tolist()
+        assert self._fetched(manager, unit, master, torch.float32) == (self._numbers(6) * 3.0).tolist()
 
     def test_nothing_stored_is_nothing_to_wait_for(self) -> None:
         manager = self.make()
         manager.sync_for_step()
         manager.sync_for_step()
+
+    def test_training_is_that_of_the_unsharded_model(self) -> None:
+        training = Training(device=self.device)
+        sharded = training.sharded(lambda: {"offload": self.make()})
+        sharded.check(training.reference(), self.training_tolerance)
+
+    def _fetched(
+        self, manager: OffloadManager, unit: UnitSpec, master: torch.Tensor, compute: torch.dtype
+    ) -> Sequence[float]:
+        own_slice = torch.zeros(unit.shard_numel, dtype=compute, device=self.device)
+        # As in the engine: whoever wrote to the master did so before a forward.
+        manager.begin_forward()
+        manager.fetch(unit, master, own_slice)
+        self._synchronize()
+        values: list[float] = own_slice.tolist()
+        return values
+
+    def _numbers(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Numbers that every narrower dtype rounds, differently."""
+        return ((torch.arange(numel, device=self.device, dtype=torch.float64) - 2.5) / 3.0).to(dtype)
+
+    def _whole_numbers(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Numbers whose small sums no dtype rounds."""
+        return torch.arange(-2, numel - 2, device=self.device, dtype=dtype)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -160,3 +230,4 @@ def _assert_usable(tensor: torch.Tensor, numel: int, dtype: torch.dtype) -> None
     assert tensor.is_contiguous(), f"strides {tensor.stride()}: return a contiguous tensor"
     assert not tensor.is_meta
     assert not tensor.is_inference(), "made in inference mode: it cannot be trained"
+    assert not tensor.requires_grad, "it is no value alone: detach it"

@@ -9,12 +9,12 @@ from torch import nn
 
 from .. import _torch_private
 from ..parameters.lent import LendingParameters
-from ..planning.answers import place
 from ..planning.draft import Draft
 from ..planning.layout import FlatLayout
 from ..planning.managed_parameter import ManagedParameter
 from ..planning.ranks import RankGrid
 from ..step.unit import Reshard, Unit
+from .trials import park as park_one
 
 
 def park(draft: Draft, masters: list[torch.Tensor] | None, grid: RankGrid, device: torch.device) -> list[torch.Tensor]:
@@ -23,7 +23,7 @@ def park(draft: Draft, masters: list[torch.Tensor] | None, grid: RankGrid, devic
     ``masters``: emptied; None where the parameters hold the values.
 
     Raises:
-        PluginContractError: ``place`` returned what no parameter can view.
+        PluginContractError: ``place`` returned what no parameter can view, or a manager lost values.
     """
     if masters is not None:
         # Let go of one by one: the manager makes its own copy of each.
@@ -31,7 +31,7 @@ def park(draft: Draft, masters: list[torch.Tensor] | None, grid: RankGrid, devic
     placed = []
     for unit, group in zip(draft.units, draft.stage.groups, strict=True):
         shard = masters.pop() if masters is not None else _cut(group, unit.layout, grid, device)
-        placed.append(place(draft.offload, unit.spec, shard, grid.world.rank) if unit.parked else shard)
+        placed.append(park_one(draft.offload, unit, shard, grid.world.rank) if unit.parked else shard)
     return placed
 
 

@@ -14,10 +14,10 @@ from .reduction_input import Copies, ReductionInput, together
 class Merged:
     """Memory in which ``inputs`` stand next to each other, rank by rank; made once for units that go together.
 
-    ``ranks``: among how many the units are sharded.
+    ``ranks``: among how many the units are sharded. ``clean``: whether what lies between the units is zero.
     """
 
-    def __init__(self, inputs: Sequence[ReductionInput], ranks: int) -> None:
+    def __init__(self, inputs: Sequence[ReductionInput], ranks: int, *, clean: bool) -> None:
         self.inputs = inputs
         self._columns = columns_of(inputs)
         #: Elements of the result.
@@ -33,6 +33,9 @@ class Merged:
             columns = torch.split(rows, self._columns, dim=1)
             places = [each[:, : of.layout.shard_numel] for each, of in zip(columns, inputs, strict=True)]
             parts = [each.flat.view(ranks, -1) for each in self._buffers]
+            # An operation more, which only those pay that need it.
+            gaps = [each[:, of.layout.shard_numel :] for each, of in zip(columns, inputs, strict=True)] if clean else []
+            self._gaps = [gap for gap in gaps if gap.numel()]
             if ranks <= thresholds.ROWS_TOGETHER:
                 # Row by row both sides are contiguous, which is what one launch for all of them needs.
                 places = [row for place in places for row in place.unbind()]
@@ -69,6 +72,8 @@ class Merged:
         copies.run()
         self._storage.resize_(self._nbytes)
         _torch_private.foreach_copy_(self._places, self._parts)
+        if self._gaps:
+            _torch_private.foreach_zero_(self._gaps)
         for each in bare:
             each.release()
 

@@ -229,6 +229,8 @@ class Reducer:
         # Next to each other, so that one communication adds them up over replicas.
         columns = columns_of(inputs)
         result = inputs[0].new_result(sum(columns))
+        if grid.blends:
+            result.zero_()
         return _Launch(members, flats, cut(result, inputs, columns), copies, result=result)
 
     def _filled_by(self, contribution: Contribution) -> FlatBuffer:
@@ -246,7 +248,7 @@ class Reducer:
         inputs = tuple(each.input for each in members)
         merged = self._merged.get(inputs[0])
         if merged is None or merged.inputs != inputs:
-            merged = self._merged[inputs[0]] = Merged(inputs, members[0].grid.shard_size)
+            merged = self._merged[inputs[0]] = Merged(inputs, members[0].grid.shard_size, clean=members[0].grid.blends)
         if merged.travels:
             # A backward came through these units twice: their memory serves one reduction at a time.
             self.lanes.make_room(0)

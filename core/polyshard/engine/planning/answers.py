@@ -11,6 +11,8 @@ import torch
 
 from ...errors import PluginContractError
 from ...interfaces import (
+    Collectives,
+    CollectivesCapabilities,
     OffloadCapabilities,
     OffloadManager,
     PrecisionCapabilities,
@@ -18,25 +20,41 @@ from ...interfaces import (
     UnitDtypes,
     UnitSpec,
     WireSpec,
+    Work,
 )
 
 #: A ``WireSpec`` sends a multiple of these bytes.
 _WIRE_ALIGNMENT = 16
 
 
-def refuse_unable(plugin: PrecisionCaster | OffloadManager, rank: int) -> None:
+def refuse_unable(plugin: PrecisionCaster | OffloadManager | Collectives, rank: int) -> None:
     """Refuse a plugin whose capabilities are none.
 
     Raises:
         PluginContractError: saying what its contract asks for.
     """
-    wanted = PrecisionCapabilities if isinstance(plugin, PrecisionCaster) else OffloadCapabilities
-    answer: object = plugin.capabilities
+    wanted = next(of for contract, of in _CAPABILITIES.items() if isinstance(plugin, contract))
+    answer: Any = plugin.capabilities
     if not isinstance(answer, wanted):
         raise PluginContractError(
-            f"capabilities of {_plugin(plugin)} are {answer!r} (rank {rank}), which are no {wanted.__name__}. "
+            f"capabilities of {plugin_name(plugin)} are {answer!r} (rank {rank}), which are no {wanted.__name__}. "
             f"Answer a {wanted.__name__}."
         )
+    for field in dataclasses.fields(wanted):
+        value = getattr(answer, field.name)
+        # Annotations are text here: what is said to be a bool is asked as one, and a tensor or a string would pass.
+        if field.type == "bool" and not isinstance(value, bool):
+            raise PluginContractError(
+                f"capabilities of {plugin_name(plugin)} have {field.name}={value!r} (rank {rank}). Answer True "
+                "or False."
+            )
+
+
+_CAPABILITIES: dict[type, type[Any]] = {
+    PrecisionCaster: PrecisionCapabilities,
+    OffloadManager: OffloadCapabilities,
+    Collectives: CollectivesCapabilities,
+}
 
 
 def dtypes_of(caster: PrecisionCaster, unit: UnitSpec, rank: int) -> UnitDtypes:
@@ -136,15 +154,15 @@ def parked_of(offload: OffloadManager, units: Sequence[UnitSpec], rank: int) -> 
     answer: object = offload.units_to_park(units)
     if not isinstance(answer, Collection) or isinstance(answer, str):
         raise PluginContractError(
-            f"units_to_park of {_plugin(offload)} returned {answer!r} (rank {rank}), which is no collection of units. "
-            "Return those of the given units that are parked."
+            f"units_to_park of {plugin_name(offload)} returned {answer!r} (rank {rank}), which is no collection of "
+            "units. Return those of the given units that are parked."
         )
     known = frozenset(units)
     for each in answer:
         if not isinstance(each, UnitSpec) or each not in known:
             raise PluginContractError(
-                f"units_to_park of {_plugin(offload)} returned {each!r} (rank {rank}), which is none of the units that "
-                "it was given. Return the given objects."
+                f"units_to_park of {plugin_name(offload)} returned {each!r} (rank {rank}), which is none of the units "
+                "that it was given. Return the given objects."
             )
     return known & frozenset(answer)
 
@@ -160,7 +178,7 @@ def place(offload: OffloadManager, unit: UnitSpec, shard: torch.Tensor, rank: in
     fault = _fault(parked, shard.shape, shard.dtype)
     if fault:
         raise PluginContractError(
-            f"place of {_plugin(offload)} returned {fault} for unit '{unit.label}' (rank {rank}). The optimizer "
+            f"place of {plugin_name(offload)} returned {fault} for unit '{unit.label}' (rank {rank}). The optimizer "
             f"updates that tensor in place: return a contiguous {tuple(shard.shape)} of {shard.dtype}."
         )
     return parked
@@ -173,7 +191,7 @@ def refuse_shared_memory(parked: Iterable[tuple[OffloadManager, UnitSpec, torch.
         PluginContractError: naming both units.
     """
     ranges = sorted(
-        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, unit.label, _plugin(offload))
+        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, unit.label, plugin_name(offload))
         for offload, unit, tensor in parked
         if tensor.numel()
     )
@@ -201,9 +219,25 @@ def refuse_gradient(
         fault = f"a tensor on {stored.device}"
     if fault:
         raise PluginContractError(
-            f"store_grad of {_plugin(offload)} returned {fault} for unit '{unit.label}' (rank {rank}). '.grad' views "
-            f"that tensor: return a contiguous {tuple(like.shape)} of {like.dtype} beside the master."
+            f"store_grad of {plugin_name(offload)} returned {fault} for unit '{unit.label}' (rank {rank}). '.grad' "
+            f"views that tensor: return a contiguous {tuple(like.shape)} of {like.dtype} beside the master."
         )
+
+
+def issued(work: Any, operation: str, collectives: Collectives, unit: str) -> Work:
+    """``work``, which ``operation`` of ``collectives`` returned, if it can be waited for. ``unit``: empty for several.
+
+    Raises:
+        PluginContractError: naming the collectives, the operation, the unit and the rank.
+    """
+    if not hasattr(work, "wait"):
+        about = f" for unit '{unit}'" if unit else ""
+        raise PluginContractError(
+            f"{operation} of {plugin_name(collectives)} returned {work!r}{about} (rank {collectives.rank}), which "
+            "cannot be waited for. Return a Work, COMPLETED where nothing is left to do."
+        )
+    done: Work = work
+    return done
 
 
 def _fault(tensor: Any, shape: torch.Size, dtype: torch.dtype) -> str:
@@ -230,8 +264,9 @@ def _yes_or_no(caster: PrecisionCaster, question: str, answer: Any, about: str, 
 
 
 def _answered(caster: PrecisionCaster, question: str, answer: object, about: str, rank: int) -> str:
-    return f"{question} of {_plugin(caster)} answered {answer!r} for {about} (rank {rank})"
+    return f"{question} of {plugin_name(caster)} answered {answer!r} for {about} (rank {rank})"
 
 
-def _plugin(plugin: object) -> str:
+def plugin_name(plugin: object) -> str:
+    """Where the class of ``plugin`` is, for messages."""
     return f"{type(plugin).__module__}:{type(plugin).__qualname__}"

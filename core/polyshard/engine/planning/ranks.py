@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...interfaces import COMPLETED, BufferRole, Collectives, ReduceOp, Work
+from .answers import issued
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,11 @@ class RankGrid:
         return self.shard.rank if self.shard else 0
 
     @property
+    def blends(self) -> bool:
+        """Whether means of elements depend on what lies beside them."""
+        return any(each.capabilities.blends for each in (self.shard, self.replicate) if each is not None)
+
+    @property
     def alone(self) -> bool:
         """Whether there is no other rank."""
         return self.shard is None and self.replicate is None
@@ -51,9 +57,12 @@ class RankGrid:
         ``wire`` is overwritten. Without shards the mean replaces it.
         """
         if self.shard is None:
-            return COMPLETED if self.replicate is None else self.replicate.all_reduce(wire, op=ReduceOp.MEAN)
+            if self.replicate is None:
+                return COMPLETED
+            return issued(self.replicate.all_reduce(wire, op=ReduceOp.MEAN), "all_reduce", self.replicate, "")
         scratch = self._scratch(self.shard, result, wire)
         work = self.shard.reduce_scatter(result, wire, op=ReduceOp.MEAN, scratch=scratch)
+        work = issued(work, "reduce_scatter", self.shard, "")
         return work if self.replicate is None else _ThenAllReduce(work, self.replicate, result)
 
     def reduce_many(
@@ -68,6 +77,7 @@ class RankGrid:
         work = shard.reduce_scatter_many(
             [(result, wire, self._scratch(shard, result, wire)) for result, wire in pairs], op=ReduceOp.MEAN
         )
+        work = issued(work, "reduce_scatter_many", shard, "")
         if self.replicate is None:
             return work
         assert results is not None

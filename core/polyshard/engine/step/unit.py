@@ -30,9 +30,11 @@ from ..gradients.weight_gradients import write_directly
 from ..parameters.bindings import Bindings, Shown
 from ..parameters.flat_master import FlatMaster
 from ..parameters.originals import MasterViews, Originals
+from ..planning.answers import issued
 from ..planning.layout import FlatLayout
 from ..planning.managed_parameter import ManagedParameter
 from ..planning.ranks import RankGrid
+from ..transport.audit import Audit
 from ..transport.buffer import FlatBuffer
 from ..transport.wire import EncodedGather
 from .step import Phase, Step
@@ -374,7 +376,9 @@ class Unit:
         else:
             # The cast is the copy-in: master dtype to compute dtype, straight into the slice that is sent.
             self.buffer.own.copy_(self.master)
-        return COMPLETED if shard is None else shard.all_gather(self.buffer.flat, self.buffer.own)
+        if shard is None:
+            return COMPLETED
+        return issued(shard.all_gather(self.buffer.flat, self.buffer.own), "all_gather", shard, self.name)
 
     def filled(self) -> None:
         """The gather ends at the present point of the current stream. Called by lanes."""
@@ -399,6 +403,8 @@ class Unit:
             for observer in self.observers:
                 observer.wait(self.spec)
             lanes.arrive(self)
+            if self.step.audit is not None:
+                self._compare_gathered(self.step.audit)
             for observer in self.observers:
                 observer.waited(self.spec)
             self.state = UnitState.UNSHARDED
@@ -407,6 +413,14 @@ class Unit:
             if self.places and not self.permanent:
                 lanes.follow()
             self.places.append(here)
+
+    def _compare_gathered(self, audit: Audit) -> None:
+        shard = self.grid.shard
+        if audit.done or shard is None or self.name in audit.gathered:
+            return
+        audit.gathered.add(self.name)
+        sent = None if self.parks or self._encoded is not None else self.master
+        audit.compare_gathered(shard, self.name, self.buffer.flat, self.buffer.own, sent)
 
     def show(self) -> None:
         """Let modules see whole parameters."""

@@ -41,6 +41,7 @@ import torch
 from ...errors import PolyshardError
 from ...interfaces import Collectives, Work
 from .. import _torch_private
+from ..planning.answers import issued
 from .buffer import FlatBuffer
 
 _HERE: AbstractContextManager[Any] = nullcontext()
@@ -414,7 +415,8 @@ def _fill(units: Sequence[Gatherable]) -> Sequence[Work]:
             for unit in plain:
                 if unit.parks:
                     unit.fetch()
-        works.append(group.all_gather_many([(unit.buffer.flat, unit.buffer.own) for unit in plain]))
+        work = group.all_gather_many([(unit.buffer.flat, unit.buffer.own) for unit in plain])
+        works.append(issued(work, "all_gather_many", group, ""))
     return works
 
 

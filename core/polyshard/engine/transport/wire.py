@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ...interfaces import Collectives, PrecisionCaster, UnitSpec, Work
+from ..planning.answers import issued
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class EncodedGather:
         wire = torch.empty(shard.world_size, self.nbytes_per_rank, dtype=torch.uint8, device=out.device)
         own = wire[shard.rank]
         self.caster.encode(self.spec, own, source)
-        gather = shard.all_gather(wire.view(-1), own)
+        gather = issued(shard.all_gather(wire.view(-1), own), "all_gather", shard, self.spec.label)
         return _Decode(self.caster, self.spec, wire, out.view(shard.world_size, -1), gather)
 
 

@@ -1,0 +1,21 @@
+"""What a user decides about sharding, and where each decision came from."""
+
+from .environment import ENVIRONMENT_PREFIX
+from .origin import Origin, Source
+from .plugin_spec import GROUP_OF_SETTING, PluginChoice, PluginSpec
+from .shard_config import FILE_FIELDS, ShardConfig
+from .strategy import Strategy
+from .suggestions import did_you_mean
+
+__all__ = [
+    "ENVIRONMENT_PREFIX",
+    "FILE_FIELDS",
+    "GROUP_OF_SETTING",
+    "Origin",
+    "PluginChoice",
+    "PluginSpec",
+    "ShardConfig",
+    "Source",
+    "Strategy",
+    "did_you_mean",
+]

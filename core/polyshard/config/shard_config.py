@@ -1,0 +1,267 @@
+"""What a user decides about sharding: one frozen object, from Python, from a TOML file, or from the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+
+import torch
+
+from ..errors import ConfigError
+from .environment import overridden, variables
+from .file import read_table
+from .origin import Origin, Source, Sources, sources_in
+from .plugin_spec import GROUP_OF_SETTING, PluginChoice, check_choice
+from .spellings import batch_nbytes_of, device_of, listeners_of, memory_budget_of
+from .strategy import Strategy, strategy_of
+from .suggestions import did_you_mean, listed
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+_Stored = TypeVar("_Stored")
+_Accepted = TypeVar("_Accepted")
+
+
+class _Normalised(Generic[_Stored, _Accepted]):
+    """A dataclass field that takes several spellings of a value and always reads as one type."""
+
+    def __init__(self, convert: Callable[[_Stored | _Accepted], _Stored], default: _Stored) -> None:
+        self._convert = convert
+        self._default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object | None, owner: type) -> _Stored:
+        if instance is None:
+            return self._default
+        value: _Stored = instance.__dict__[self._name]
+        return value
+
+    def __set__(self, instance: object, value: _Stored | _Accepted) -> None:
+        instance.__dict__[self._name] = self._convert(value)
+
+
+@dataclass(frozen=True)
+class ShardConfig:
+    """How a model is sharded. Validated when it is made; ``dataclasses.replace`` makes a changed copy.
+
+    Raises ``ConfigError`` for a value that a setting cannot take and for settings that exclude each other. Whether a
+    named plugin is installed is asked when a model is wrapped, not here.
+    """
+
+    collectives: PluginChoice = "auto"
+    """What moves bytes between ranks (group ``polyshard.collectives``). ``"auto"`` picks by device."""
+    precision: PluginChoice = "none"
+    """In which dtypes units compute, travel and reduce (group ``polyshard.precision``)."""
+    offload: PluginChoice = "none"
+    """Where shards live between uses (group ``polyshard.offload``)."""
+    policy: PluginChoice = "never"
+    """Which modules become units beside the root (group ``polyshard.policies``)."""
+    layout: PluginChoice = "flat"
+    """Where in its unit each parameter lies, and so where ranks cut it (group ``polyshard.layouts``)."""
+    listeners: _Normalised[tuple[PluginChoice, ...], Iterable[PluginChoice]] = _Normalised(listeners_of, ())
+    """What watches the step, called in this order (group ``polyshard.plugins``). Read as a tuple."""
+    strategy: _Normalised[Strategy, str] = _Normalised(strategy_of, Strategy.FULL_SHARD)
+    """What each rank keeps: a ``Strategy`` or its string. Read as a ``Strategy``."""
+    mesh: DeviceMesh | None = None
+    """The ranks to shard over. Two dimensions, (replicate, shard), with a hybrid strategy, otherwise one."""
+    shard_size: int | None = None
+    """Ranks in each group of a hybrid strategy; None for the ranks of one host. Not together with ``mesh``."""
+    reshard_after_forward: bool | Literal["auto"] | None = None
+    """Whether units release their parameters after forward. None: as ``strategy`` says. ``"auto"``: as many are kept as
+    fit ``memory_budget``, decided after the first optimizer step. No effect on ``NO_SHARD``."""
+    memory_budget: _Normalised[int | None, str] = _Normalised(memory_budget_of, None)
+    """Bytes of device memory that tensors of this process may take at once, for ``reshard_after_forward="auto"``: a
+    number, or text such as ``"70 GiB"``. None: what the device has, less a tenth. Read as an int or None."""
+    forward_prefetch: int = 1
+    """How many units ahead of the computing one are gathered in forward; 0 for none."""
+    backward_prefetch: int = 1
+    """How many units ahead of the computing one are gathered in backward; 0 for none."""
+    batch_nbytes: _Normalised[int, str] = _Normalised(batch_nbytes_of, 128 * 2**20)
+    """Bytes up to which units that follow each other share a communication: of whole parameters where they are
+    prefetched; of gradients, up to 16 MiB, where units of at most a quarter of that are reduced, and, in one launch of
+    a communication each, up to 64 MiB, where units of at most half of that are. A number, or text such as
+    ``"16 MiB"``; 0 for each unit by itself. Read as an int."""
+    split_root: bool = True
+    """Whether a large module before all units and one behind them, of a language model embedding and head, are gathered
+    and reduced apart from the rest of the root. To be turned off where only some ranks run such a module in a step."""
+    device: _Normalised[torch.device | None, str] = _Normalised(device_of, None)
+    """Where the model computes; None: where its parameters are. Read as a ``torch.device`` or None."""
+    timeout_s: float = 600.0
+    """Seconds that a collective may wait for another rank."""
+    check_ranks: bool = True
+    """Whether ranks compare their plugins, plans and values at wrap, and their order of collectives in the first
+    step."""
+    sync_module_states: bool = False
+    """Whether all ranks take rank 0's parameters and buffers at wrap. Their values are then not compared."""
+
+    #: What is known of where values came from. No field: equal settings make equal configurations.
+    _sources: ClassVar[Sources] = {}
+
+    def __post_init__(self) -> None:
+        for name in GROUP_OF_SETTING:
+            check_choice(name, getattr(self, name))
+        for position, choice in enumerate(self.listeners):
+            check_choice(f"listeners[{position}]", choice)
+        for name in ("forward_prefetch", "backward_prefetch"):
+            ahead = getattr(self, name)
+            if not _is_int(ahead) or ahead < 0:
+                raise ConfigError(f"{name} must be a number of units, 0 or more, not {ahead!r}.")
+        self._check_reshard()
+        for name in ("split_root", "check_ranks", "sync_module_states"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}.")
+        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int | float):
+            raise ConfigError(f"timeout_s must be a number of seconds, not {self.timeout_s!r}.")
+        if not (self.timeout_s > 0 and math.isfinite(self.timeout_s)):
+            raise ConfigError(f"timeout_s must be a finite number of seconds above 0, not {self.timeout_s!r}.")
+        self._check_ranks_layout()
+
+    def _check_reshard(self) -> None:
+        releases = self.reshard_after_forward
+        if not isinstance(releases, bool | None) and releases != "auto":
+            raise ConfigError(f"reshard_after_forward must be True, False, None or 'auto', not {releases!r}.")
+        if releases == "auto" and not self.strategy.reshards_after_forward:
+            able = listed(strategy.value for strategy in Strategy if strategy.reshards_after_forward)
+            raise ConfigError(
+                f"reshard_after_forward='auto' needs a strategy that releases parameters after forward ({able}), but "
+                f"strategy is {self.strategy.value!r}. Leave reshard_after_forward out or change the strategy."
+            )
+        if self.memory_budget is not None and releases != "auto":
+            raise ConfigError(
+                f"memory_budget={self.memory_budget} needs reshard_after_forward='auto', but that is {releases!r}. "
+                "Leave memory_budget out or set reshard_after_forward='auto'."
+            )
+
+    def _check_ranks_layout(self) -> None:
+        hybrids = listed(strategy.value for strategy in Strategy if strategy.hybrid)
+        if self.shard_size is not None:
+            if not _is_int(self.shard_size) or self.shard_size < 1:
+                raise ConfigError(f"shard_size must be a number of ranks, 1 or more, not {self.shard_size!r}.")
+            if self.mesh is not None:
+                raise ConfigError("mesh and shard_size both say which ranks share a shard. Give one of them.")
+            if not self.strategy.hybrid:
+                raise ConfigError(
+                    f"shard_size={self.shard_size} needs a hybrid strategy ({hybrids}), but strategy is "
+                    f"{self.strategy.value!r}. Leave shard_size out or change the strategy."
+                )
+        if self.mesh is not None:
+            dimensions = getattr(self.mesh, "ndim", None)
+            if not _is_int(dimensions):
+                raise ConfigError(f"mesh must be a torch.distributed DeviceMesh, not {type(self.mesh).__name__}.")
+            wanted = 2 if self.strategy.hybrid else 1
+            if dimensions != wanted:
+                raise ConfigError(
+                    f"strategy {self.strategy.value!r} needs a mesh of {wanted} dimension(s), but this one has "
+                    f"{dimensions}. Slice the mesh, or choose "
+                    f"{f'one of {hybrids}' if wanted == 1 else 'a strategy that is not hybrid'}."
+                )
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any], source: str = "the mapping") -> ShardConfig:
+        """A configuration from a table of settings, such as a parsed file holds.
+
+        ``source`` is where the table came from, for messages. Raises ``ConfigError`` for a key that does not exist and
+        for a value that its setting cannot take.
+        """
+        return cls._from_table(mapping, sources_in(mapping, Source(Origin.CODE, source)), source)
+
+    @classmethod
+    def from_toml(
+        cls, path: str | os.PathLike[str], table: str = "shard", environ: Mapping[str, str] = os.environ
+    ) -> ShardConfig:
+        """The configuration in ``[table]`` of a TOML file, overridden by ``environ``.
+
+        Raises ``ConfigError`` where the file cannot be read, has no such table, or holds a key or value that does not
+        exist. For the names in ``environ`` see ``with_environment``.
+        """
+        settings, where = read_table(Path(path), table), f"[{table}] of {Path(path)}"
+        # A wrong file is reported as such, before variables that may hide the mistake or be blamed for it.
+        _refuse_unknown(settings, where)
+        sources = sources_in(settings, Source(Origin.FILE, where))
+        result, sources_after = overridden(settings, sources, environ, _defaults())
+        if result is not settings:
+            where += f" with {variables(environ)}"
+        return cls._from_table(result, sources_after, where)
+
+    def with_environment(self, environ: Mapping[str, str] = os.environ) -> ShardConfig:
+        """A copy with the settings that ``environ`` overrides.
+
+        ``POLYSHARD_<FIELD>`` sets a field: a plugin is a name or an inline TOML table, ``POLYSHARD_LISTENERS`` a TOML
+        array or names with commas, everything else a TOML value (``none`` for None). ``POLYSHARD_<FIELD>__<OPTION>``
+        sets one option of a plugin to a TOML value, or to the text itself where it is none. Naming another plugin
+        drops the options of the former one. An empty variable counts as absent. Raises ``ConfigError`` for a variable
+        with the prefix that is no setting.
+        """
+        current = {name: getattr(self, name) for name in FILE_FIELDS}
+        sources = {key: self.source_of(*key) for key in sources_in(current, Source(Origin.CODE))}
+        result, sources_after = overridden(current, sources, environ, _defaults())
+        if result is current:
+            return self
+        try:
+            return dataclasses.replace(self, **result)._coming_from(sources_after)
+        except ConfigError as error:
+            raise ConfigError(f"{variables(environ)}: {error}") from error
+
+    def source_of(self, setting: str, option: str | None = None) -> Source:
+        """Where the value of ``setting`` came from, or of an ``option`` of the plugin that it names.
+
+        A configuration that ``dataclasses.replace`` made is the program's: settings count as its own where they are not
+        the defaults. Raises ``ConfigError`` for a setting that does not exist.
+        """
+        if setting not in _fields():
+            raise ConfigError(f"there is no setting {setting!r}.{did_you_mean(setting, _fields())}")
+        found = self._sources.get((setting, option)) or self._sources.get((setting, None))
+        if found is None:
+            default = getattr(self, setting) == _fields()[setting].default
+            found = Source(Origin.DEFAULT if default else Origin.CODE)
+        return found
+
+    @classmethod
+    def _from_table(cls, table: Mapping[str, Any], sources: Sources, where: str) -> ShardConfig:
+        _refuse_unknown(table, where)
+        try:
+            return cls(**table)._coming_from(sources)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+
+    def _coming_from(self, sources: Sources) -> ShardConfig:
+        """This configuration, which was just made and nobody else has, with what is known of it."""
+        object.__setattr__(self, "_sources", dict(sources))
+        return self
+
+
+def _fields() -> dict[str, dataclasses.Field[Any]]:
+    return {field.name: field for field in dataclasses.fields(ShardConfig)}
+
+
+#: The settings that a file or the environment can hold: all but ``mesh``, which is an object of the running job.
+FILE_FIELDS: tuple[str, ...] = tuple(name for name in _fields() if name != "mesh")
+
+
+def _defaults() -> dict[str, Any]:
+    """Of the settings that a file or the environment can hold."""
+    return {name: field.default for name, field in _fields().items() if name in FILE_FIELDS}
+
+
+def _refuse_unknown(table: Mapping[str, Any], where: str) -> None:
+    for key in table:
+        if key == "mesh":
+            raise ConfigError(f"{where}: 'mesh' is an object and can be given in Python only. Use shard_size here.")
+        if key not in FILE_FIELDS:
+            raise ConfigError(
+                f"{where}: unknown setting {str(key)!r}.{did_you_mean(str(key), FILE_FIELDS)} Settings: "
+                f"{listed(FILE_FIELDS)}."
+            )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,129 @@
+"""The suite of an installed plugin, by its name alone: what ``polyshard plugins check`` runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import pkgutil
+import tomllib
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from .. import catalog
+from ..errors import ConfigError, WorldSizeError
+from ..interfaces import Collectives, Group, PluginContext
+from .collectives import CollectivesSuite
+from .context import plugin_context
+from .plugin import PluginSuite
+from .policy import PolicySuite
+from .ranks import Rank, run_threads
+
+T = TypeVar("T")
+
+
+@functools.cache
+def _resolved(group: Group, label: str, options: str) -> catalog.Resolved[Any]:
+    # Reading what is installed takes longer than many a test, and each makes several plugins.
+    return catalog.resolve(group, {"name": label, **tomllib.loads(options).get("table", {})})
+
+
+class InstalledPlugin(PluginSuite):
+    """To be mixed into the suite of a group: constructs what its attributes name."""
+
+    label: ClassVar[str]
+    """Name of the plugin: ``"distribution:name"``."""
+    options: ClassVar[str] = ""
+    """A TOML document whose ``table`` has its options."""
+
+    @property
+    def resolved(self) -> catalog.Resolved[Any]:
+        """What was found under the name."""
+        return _resolved(self.group, self.label, self.options)
+
+    def make(self) -> Any:
+        return catalog.construct(self.resolved, plugin_context(device=self.device)).instance
+
+    def try_making(self) -> None:
+        """Raise what keeps the plugin from being made."""
+        self.make()
+
+    def factory(self) -> Callable[..., Any]:
+        return self.resolved.factory
+
+
+class InstalledCollectives(InstalledPlugin, CollectivesSuite):
+    """Collectives between ranks that the plugin can serve: threads where its factory has ``make_world``, or processes.
+
+    Options called ``rank`` and ``world_size`` get those of each rank, where they were not given: so a backend that
+    pretends a rank learns which.
+    """
+
+    timeout_s = 20.0
+
+    def try_making(self) -> None:
+        """Raise what keeps the plugin from being made for any number of ranks; test with the others alone."""
+        served, refusals = [], []
+        for world_size in self.world_sizes:
+            try:
+                self.run_ranks(world_size, _nothing)
+            except WorldSizeError as error:
+                refusals.append(error)
+            else:
+                served.append(world_size)
+        if not served:
+            raise refusals[0]
+        type(self).world_sizes = tuple(served)
+
+    @property
+    def _in_threads(self) -> bool:
+        return hasattr(self.factory(), "make_world")
+
+    def make(self, rank: Rank) -> Collectives:  # type: ignore[override]
+        return self._made(rank, plugin_context(device=rank.device))
+
+    def make_impatient(self, rank: Rank, timeout: timedelta) -> Collectives:
+        return self._made(rank, dataclasses.replace(plugin_context(device=rank.device), timeout=timeout))
+
+    def _made(self, rank: Rank, context: PluginContext) -> Collectives:
+        given = {"rank": rank.rank, "world_size": rank.world_size}
+        if self._in_threads and isinstance(rank.collectives, Mapping):
+            given["world"] = rank.collectives["world"]
+        taken = inspect.signature(self.factory()).parameters
+        options = {name: value for name, value in given.items() if name in taken} | dict(self.resolved.options)
+        chosen = dataclasses.replace(self.resolved, options=options)
+        made: Collectives = catalog.construct(chosen, context).instance
+        if made.world_size != rank.world_size:
+            raise ConfigError(
+                f"collectives {self.label!r} serve {made.world_size} ranks where {rank.world_size} processes have "
+                "joined a group of torch.distributed; let them take that group, or an option world_size"
+            )
+        return made
+
+    def start_ranks(self, world_size: int, fn: Callable[[Rank], T]) -> list[T]:
+        if self._in_threads:
+            return run_threads(world_size, fn, self.timeout_s, self.label, self.factory())
+        return super().start_ranks(world_size, fn)
+
+    def _in_kept_ranks(self, world_size: int, fn: Callable[[Rank], T]) -> list[T]:
+        return self.start_ranks(world_size, fn) if self._in_threads else super()._in_kept_ranks(world_size, fn)
+
+
+def _nothing(collectives: Collectives) -> None:
+    """What is called where the construction is all that matters."""
+
+
+class InstalledPolicy(InstalledPlugin, PolicySuite):
+    """A policy, of a model that it can serve."""
+
+    model_factory: ClassVar[str] = ""
+    """``"package.module:function"`` that builds the model; empty for the suite's own."""
+
+    def model(self) -> torch.nn.Module:
+        if not self.model_factory:
+            return super().model()
+        built: torch.nn.Module = pkgutil.resolve_name(self.model_factory)()
+        return built

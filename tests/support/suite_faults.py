@@ -1,0 +1,111 @@
+"""Runs a conformance suite over a plugin within a test, to say which of its tests fail."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import EntryPoints
+from typing import Any
+from unittest import mock
+
+import pytest
+from polyshard.catalog.offers import name_and_version, scan
+from polyshard.interfaces import Group
+from polyshard.testing.plugin import PluginSuite
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A plugin that breaks its contract in one way."""
+
+    make: Callable[[], Any]
+    fails: tuple[str, ...]
+    """Names of the tests, without ``test_``, that fail over it: all of them, and no other."""
+    why_several: str = ""
+    """Why more than one must."""
+    within: type[Any] | None = None
+    """Of which class the tests are run; None for the whole suite."""
+
+    def __post_init__(self) -> None:
+        assert (len(self.fails) > 1) == bool(self.why_several), self
+
+
+def common_faults(
+    sound: type[Any], make: Callable[[type[Any]], Any], within: type[Any] | None = PluginSuite
+) -> Iterator[Any]:
+    """Faults that a plugin of every group can have; ``make`` constructs subclasses of ``sound``."""
+
+    def swallowing(self: Any, context: Any, **options: Any) -> None:
+        sound.__init__(self, context)
+
+    def subclass(name: str, fails: str, **body: Any) -> Any:
+        plugin = type(name, (sound,), body)
+        return pytest.param(Fault(lambda: make(plugin), (fails,), within=within), id=name)
+
+    # Says no version itself.
+    yield subclass("Inherits", "api_version_stands_in_the_class_itself_and_is_served")
+    # Takes every option, the misspelled ones too.
+    yield subclass("Swallows", "factory_takes_a_context_and_options_by_name", api_version=1, __init__=swallowing)
+    # Excuses an option that it does not have.
+    unknown = frozenset({"folder"})
+    yield subclass("NamesNone", "local_options_are_options_of_the_factory", api_version=1, local_options=unknown)
+    # Says something else on each rank.
+    told = {"fingerprint": lambda self: f"of rank {os.environ.get('RANK')}"}
+    yield subclass("TellsItsRank", "fingerprint_is_text_that_every_rank_has", api_version=1, **told)
+
+
+def names_of(suite: type[Any]) -> set[str]:
+    """Names of the suite's tests, without ``test_``."""
+    return {name.removeprefix("test_") for name in dir(suite) if name.startswith("test_")}
+
+
+def failing(suite: type[Any], fault: Fault) -> set[str]:
+    """Names of those of ``suite``'s tests, without ``test_``, that fail over the plugin."""
+
+    class Suite(suite):  # type: ignore[misc]
+        def make(self) -> Any:
+            return fault.make()
+
+    # Hundreds of models are sharded, which would read the installed metadata as often: a third of the time.
+    scanned = mock.Mock(return_value=_scanned())
+    read_once = mock.patch("importlib.metadata.entry_points", scanned)
+    with read_once, mock.patch("polyshard.catalog.offers.name_and_version", _name_and_version):
+        return {name for name in names_of(fault.within or suite) if not _passes(Suite, f"test_{name}")}
+
+
+_name_and_version = functools.cache(name_and_version)
+
+
+@functools.cache
+def _scanned() -> EntryPoints:
+    found = scan()
+    return EntryPoints(each for group in Group for each in found.select(group=group.value))
+
+
+def _passes(suite: type[Any], name: str) -> bool:
+    for arguments in _cases(getattr(suite, name)):
+        try:
+            getattr(suite(), name)(**arguments)
+        except pytest.skip.Exception:
+            return True
+        except (Exception, pytest.fail.Exception):
+            return False
+    return True
+
+
+def _cases(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
+    """Every case of a test that has marks of ``parametrize``."""
+    axes = []
+    for mark in getattr(test, "pytestmark", ()):
+        names, values = mark.args
+        if isinstance(names, str):
+            axes.append([{names: value} for value in values])
+        else:
+            axes.append([dict(zip(names, value, strict=True)) for value in values])
+    assert set(inspect.signature(test).parameters) == {"self"} | {name for axis in axes for name in axis[0]}
+    for case in itertools.product(*axes):
+        yield {name: value for part in case for name, value in part.items()}
