@@ -1,30 +1,40 @@
-"""Shards a PyTorch model's parameters, gradients and optimizer state over ranks. What teams differ in is a plugin."""
+"""Shards a PyTorch model's parameters, gradients and optimizer state over ranks. What teams differ in is a plugin.
+
+[Note: what is imported when]
+A package of plugins and a configuration need the contracts, the errors and the settings, so these are imported with
+polyshard. The engine, ten times as many modules, is imported with the first name that needs it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from . import errors, interfaces
 from ._version import __version__
-from .capture import CapturedStep, CaptureFallback, CaptureMode
-from .catalog import UsedPlugin
-from .composable import (
-    as_dtensor,
-    clip_grad_norm_,
-    close,
-    flat_parameters,
-    fully_shard,
-    load_local_state_dict,
-    local_state_dict,
-    no_sync,
-    placement,
-    plugins,
-    register_forward_method,
-    report,
-    shard,
-    unsharded,
-)
 from .config import ShardConfig, Strategy
-from .engine.surface.placement import Placement
-from .engine.surface.report import MemoryReport
 from .hookspecs import hookimpl
-from .wrapper import FullyShardedDataParallel
+
+if TYPE_CHECKING:
+    from .capture import CapturedStep, CaptureFallback, CaptureMode
+    from .catalog import UsedPlugin
+    from .composable import (
+        as_dtensor,
+        clip_grad_norm_,
+        close,
+        flat_parameters,
+        fully_shard,
+        load_local_state_dict,
+        local_state_dict,
+        no_sync,
+        placement,
+        plugins,
+        register_forward_method,
+        report,
+        shard,
+        unsharded,
+    )
+    from .engine.surface.placement import Placement
+    from .engine.surface.report import MemoryReport
+    from .wrapper import FullyShardedDataParallel
 
 __all__ = [
     "CaptureFallback",
@@ -55,3 +65,26 @@ __all__ = [
     "shard",
     "unsharded",
 ]
+
+if not TYPE_CHECKING:
+    # Hidden from type checkers, which would take any misspelt name for one that it answers.
+    _HOME = {
+        "CaptureFallback": "capture",
+        "CaptureMode": "capture",
+        "CapturedStep": "capture",
+        "FullyShardedDataParallel": "wrapper",
+        "MemoryReport": "engine.surface.report",
+        "Placement": "engine.surface.placement",
+        "UsedPlugin": "catalog",
+    }
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f"{__name__}.{_HOME.get(name, 'composable')}"), name)
+        # Found without a call the next time.
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

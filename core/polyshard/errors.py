@@ -1,4 +1,4 @@
-"""Every exception that polyshard raises.
+"""Every exception that polyshard raises, and the warning that it gives of what will be gone.
 
 ::
 
@@ -36,6 +36,8 @@
 Each leaf is also the built-in exception in brackets, the one that ``torch.distributed.fsdp`` raises for the same
 input, so that ``except`` clauses written for FSDP go on working. A message has three parts, in this order: what was
 wrong, where (fully-qualified name, rank), what to do.
+
+``PolyshardDeprecationWarning`` is a warning and stands beside the tree; ``deprecation`` words it.
 """
 
 from __future__ import annotations
@@ -60,6 +62,7 @@ __all__ = [
     "PluginLoadError",
     "PluginNotFoundError",
     "PluginVersionError",
+    "PolyshardDeprecationWarning",
     "PolyshardError",
     "RankFailedError",
     "RankMismatchError",
@@ -71,6 +74,7 @@ __all__ = [
     "UnshardedUseError",
     "UnsupportedError",
     "WorldSizeError",
+    "deprecation",
 ]
 
 
@@ -192,3 +196,21 @@ class CollectiveAbortedError(CollectiveError, RuntimeError):
 
 class RankFailedError(PolyshardError, RuntimeError):
     """A process of ``polyshard.testing`` died, or returned or raised what cannot be sent to another process."""
+
+
+class PolyshardDeprecationWarning(FutureWarning):
+    """Something of polyshard's public face will be gone in a later version.
+
+    A ``FutureWarning``, since Python hides a ``DeprecationWarning`` unless the program's own file caused it. What uses
+    polyshard mostly is a module that a script imports, or a package of plugins, and there is one release to notice.
+    """
+
+
+def deprecation(what: str, *, since: str, gone: str, instead: str) -> str:
+    """The text of a deprecation.
+
+    ``what``: the name as users write it; ``since``, ``gone``: versions of polyshard; ``instead``: a sentence without
+    its full stop. To be given by ``warnings.warn(text, PolyshardDeprecationWarning, stacklevel=2)``, which points at
+    the line that uses it.
+    """
+    return f"{what} is deprecated since polyshard {since} and will be gone in {gone}. {instead}."

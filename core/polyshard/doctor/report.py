@@ -1,0 +1,77 @@
+"""All sections together, for people and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .finding import Finding, Level, Section, worst
+
+_WIDTH = 26
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the doctor found."""
+
+    sections: tuple[Section, ...]
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Those of all sections, in order."""
+        return tuple(finding for section in self.sections for finding in section.findings)
+
+    @property
+    def level(self) -> Level:
+        """The worst of all."""
+        return worst(self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        """Values of JSON: the level, and each section's facts and findings."""
+        return {
+            "level": self.level.value,
+            "sections": [
+                {
+                    "title": section.title,
+                    "level": section.level.value,
+                    "facts": dict(section.facts),
+                    "findings": [_as_json(finding) for finding in section.findings],
+                }
+                for section in self.sections
+            ],
+        }
+
+    def lines(self) -> Iterator[str]:
+        """For people: facts, findings under them, and a last line that sums up."""
+        for section in self.sections:
+            yield section.title
+            for name, value in section.facts:
+                yield f"  {name:{_WIDTH}}  {value}"
+            for finding in section.findings:
+                yield from _told(finding)
+            yield ""
+        counts = {level: sum(finding.level is level for finding in self.findings) for level in Level}
+        problems, hints = counts[Level.PROBLEM], counts[Level.HINT]
+        yield f"{problems} problem{'s' * (problems != 1)}, {hints} hint{'s' * (hints != 1)}"
+
+
+def _as_json(finding: Finding) -> dict[str, str]:
+    return {
+        "level": finding.level.value,
+        "about": finding.about,
+        "what": finding.what,
+        "why": finding.why,
+        "cure": finding.cure,
+        "source": finding.source,
+    }
+
+
+def _told(finding: Finding) -> Iterator[str]:
+    yield f"  {finding.level.value}: {finding.about} {finding.what}"
+    why = finding.why + (f" ({finding.source})" if finding.source else "")
+    for label, text in (("why", why), ("do", finding.cure)):
+        first, *others = text.splitlines() or [""]
+        if first:
+            yield f"    {label + ':':5}{first}"
+        yield from (f"         {line}" for line in others)

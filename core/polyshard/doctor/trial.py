@@ -1,0 +1,213 @@
+"""A short training run over real ranks on this host, beside an unsharded one."""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .finding import Finding, Level, Section
+from .machine import Machine
+from .rank import STACK_SIGNAL, RankSettings, as_argument
+
+#: A rank's program; its settings follow as one argument. Files in the working directory do not stand for modules.
+RANK_COMMAND = (sys.executable, "-P", "-c", "from polyshard.doctor import rank; rank.main()")
+#: Seconds for all. Ten are enough, most of them to import torch; a machine that is busy takes many times as long.
+LIMIT_S = 120.0
+#: Seconds that the other ranks get to report their own failure once one has failed.
+_GRACE_S = 3.0
+#: Seconds for a rank to write its stack.
+_STACK_S = 0.3
+_TAIL_LINES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Which ranks train."""
+
+    backend: str
+    device: str
+    world_size: int
+    tolerance: float
+    """Largest difference of a parameter from the unsharded model's: rounding, in the dtype of the trial."""
+
+    @property
+    def title(self) -> str:
+        """For people: backend and ranks."""
+        return f"{self.world_size} ranks over {self.backend}"
+
+
+class TrialState(enum.Enum):
+    """How a trial ended."""
+
+    EQUAL = "equal"
+    """All ranks ended, with the parameters of the unsharded model."""
+    DIFFERENT = "different"
+    """All ranks ended, with other parameters."""
+    FAILED = "failed"
+    """A rank raised, or died."""
+    HUNG = "hung"
+    """Ranks were still running at the time limit, and were ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a trial came to."""
+
+    trial: Trial
+    state: TrialState
+    seconds: float
+    stages: tuple[str, ...]
+    """What each rank was doing at last."""
+    difference: float | None = None
+    """The largest of any rank's; None where a rank did not come to compare."""
+    output: str = ""
+    """The end of what the first rank that failed, or hung, wrote."""
+
+
+def trials_for(machine: Machine) -> tuple[Trial, ...]:
+    """Two ranks over gloo, and one for each CUDA device over NCCL where there are at least two."""
+    found = []
+    if "gloo" in machine.backends:
+        found.append(Trial("gloo", "cpu", 2, 1e-12))
+    if "nccl" in machine.backends and len(machine.devices) > 1:
+        found.append(Trial("nccl", "cuda", len(machine.devices), 1e-4))
+    return tuple(found)
+
+
+def run_trial(
+    trial: Trial, environ: Mapping[str, str], limit_s: float = LIMIT_S, command: Sequence[str] = RANK_COMMAND
+) -> Outcome:
+    """Start the ranks with ``environ``, wait, and end those that still run after ``limit_s`` seconds."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        settings = [
+            RankSettings(rank, trial.world_size, trial.backend, trial.device, folder, limit_s)
+            for rank in range(trial.world_size)
+        ]
+        codes = _codes(settings, environ, began + limit_s, command)
+        notes = [_notes(each) for each in settings]
+        differences = [difference for _, difference in notes if difference is not None]
+        whole = len(differences) == len(notes)
+        if None in codes and not any(codes):
+            state = TrialState.HUNG
+        elif any(code != 0 for code in codes):
+            state = TrialState.FAILED
+        else:
+            state = TrialState.EQUAL if whole and max(differences) <= trial.tolerance else TrialState.DIFFERENT
+        return Outcome(
+            trial=trial,
+            state=state,
+            seconds=round(time.monotonic() - began, 1),
+            stages=tuple(stage for stage, _ in notes),
+            difference=max(differences) if whole else None,
+            output=_output(settings, codes, [stage for stage, _ in notes]),
+        )
+
+
+def _codes(
+    settings: Sequence[RankSettings], environ: Mapping[str, str], deadline: float, command: Sequence[str]
+) -> list[int | None]:
+    """The exit code of each rank; None for one that was ended here."""
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for each in settings:
+            with _written(each).open("wb") as written:
+                processes.append(
+                    subprocess.Popen(
+                        [*command, as_argument(each)],
+                        env=dict(environ),
+                        stdin=subprocess.DEVNULL,
+                        stdout=written,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        failed = False
+        while time.monotonic() < deadline and any(process.poll() is None for process in processes):
+            if not failed and any(process.poll() for process in processes):
+                failed, deadline = True, min(deadline, time.monotonic() + _GRACE_S)
+            time.sleep(0.02)
+        return [process.poll() for process in processes]
+    finally:
+        _end(processes)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    running = [process for process in processes if process.poll() is None]
+    for process in running:
+        process.send_signal(STACK_SIGNAL)
+    if running:
+        time.sleep(_STACK_S)
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+def _output(settings: Sequence[RankSettings], codes: Sequence[int | None], stages: Sequence[str]) -> str:
+    """What the first rank that failed wrote; of those that hang, the one that came least far."""
+    failed = [each for each, code in zip(settings, codes, strict=True) if code]
+    hung = [each for each, code in zip(settings, codes, strict=True) if code is None]
+    if failed:
+        return _tail(_written(failed[0]))
+    return _tail(_written(min(hung, key=lambda each: _order(stages[each.rank])))) if hung else ""
+
+
+def _order(stage: str) -> int:
+    return list(_LOOK_AT).index(stage) if stage in _LOOK_AT else len(_LOOK_AT)
+
+
+def _written(settings: RankSettings) -> Path:
+    return Path(settings.folder, f"rank{settings.rank}.txt")
+
+
+def _tail(file: Path) -> str:
+    lines = file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return "\n".join(lines[-_TAIL_LINES:])
+
+
+def _notes(settings: RankSettings) -> tuple[str, float | None]:
+    try:
+        noted = json.loads(settings.notes.read_text(encoding="utf-8"))
+    except OSError:
+        return "starting", None
+    return noted["stage"], noted["difference"]
+
+
+#: What to look at, by what a rank was doing when the trial ended, in the order in which it does these.
+_LOOK_AT: Mapping[str, str] = {
+    "starting": "at torch itself: does 'python -c \"import torch\"' end, and how long does it take?",
+    "joining": "at how ranks find each other: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, firewalls, /etc/hosts",
+    "sharding": "at the first messages between ranks: interfaces, firewalls; for NCCL, NCCL_DEBUG=INFO tells",
+    "training": "at gathers and reductions: for NCCL, NCCL_DEBUG=INFO, peer access (IOMMU, ACS) and /dev/shm",
+    "comparing": "at the last gather: for NCCL, NCCL_DEBUG=INFO, peer access (IOMMU, ACS) and /dev/shm",
+    "leaving": "at the end of communicators: other versions of torch or NCCL",
+}
+
+
+def trial_section(outcomes: Sequence[Outcome]) -> Section:
+    """What ``outcomes`` say."""
+    facts = tuple((each.trial.title, f"{each.state.value} after {each.seconds:.1f} s") for each in outcomes)
+    return Section("self-test", facts, tuple(_finding(each) for each in outcomes))
+
+
+def _finding(outcome: Outcome) -> Finding:
+    about = outcome.trial.title
+    if outcome.state is TrialState.EQUAL:
+        return Finding(Level.FINE, about, f"train as an unsharded model does, within {outcome.difference:.1e}")
+    if outcome.state is TrialState.DIFFERENT:
+        what = f"came to other parameters than an unsharded model: apart by {outcome.difference}"
+        why = f"rounding alone would be below {outcome.trial.tolerance:.0e}"
+        return Finding(Level.PROBLEM, about, what, why, "report this, with the output of 'polyshard doctor --json'")
+    doing = ", ".join(f"rank {rank}: {stage}" for rank, stage in enumerate(outcome.stages))
+    earliest = min(outcome.stages, key=_order)
+    ended = "failed" if outcome.state is TrialState.FAILED else f"did not end within {outcome.seconds:.0f} s"
+    cure = f"look {_LOOK_AT.get(earliest, 'at what it wrote')}"
+    why = f"it wrote:{os.linesep}{outcome.output}" if outcome.output else "it wrote nothing"
+    return Finding(Level.PROBLEM, about, f"{ended} ({doing})", why, cure)
