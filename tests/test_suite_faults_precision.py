@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -247,6 +247,17 @@ class WrongScale(Sound):
         out.mul_(1.5)
 
 
+class EightTogether(Sound):
+    """Has room for eight units in one call, and leaves out what is more."""
+
+    api_version = 1
+
+    def decode_many(
+        self, units: Sequence[UnitSpec], wires: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
+    ) -> None:
+        super().decode_many(units[:8], wires[:8], outs[:8])
+
+
 class DividesByTheLargest(Sound):
     """As if one of them were not zero."""
 
@@ -348,6 +359,7 @@ def fault(plugin: type[PrecisionCaster], *fails: str, why: str = "") -> Any:
 DTYPES = "dtypes_are_floats_that_fit_each_other"
 INPUTS = "input_casts_keep_structure_values_and_integers"
 COME_BACK = "encoded_shards_come_back"
+TOGETHER = "shards_encoded_together_come_back"
 WRITES_ALL = "encoding_writes_all_that_decoding_reads"
 STATE = "state_survives_a_checkpoint"
 TRAINING = "training_is_near_that_of_the_unsharded_model"
@@ -367,7 +379,8 @@ FAULTS = [
     fault(CutsOutputs, "output_casts_return_gradients_in_the_outputs_dtype"),
     fault(AnyNumberOfBytes, "wires_are_multiples_of_16_bytes_of_a_caster_that_encodes"),
     fault(TwoRanks, COME_BACK),
-    fault(WrongScale, COME_BACK, WRITES_ALL, TRAINING, why="every gather is wrong"),
+    fault(WrongScale, COME_BACK, TOGETHER, WRITES_ALL, TRAINING, why="every gather is wrong"),
+    fault(EightTogether, TOGETHER),
     fault(DividesByTheLargest, "encoded_zeros_come_back_as_zeros"),
     fault(SeesNothingToSend, "a_shard_without_elements_is_encoded"),
     fault(ScalesMasters, "encoding_leaves_the_shard_as_it_was"),

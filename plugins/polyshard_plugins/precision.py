@@ -85,7 +85,7 @@ class PrecisionSettings:
         return torch.float16 in (self.param, self.reduce, self.wire)
 
 
-class _Configured(PrecisionCaster):
+class Configured(PrecisionCaster):
     """A caster whose answers follow from settings, one for all units unless a subclass has more."""
 
     def __init__(
@@ -136,7 +136,7 @@ class _Configured(PrecisionCaster):
         return issubclass(unit.module_class, self._left_alone)
 
 
-class _Uniform(_Configured):
+class _Uniform(Configured):
     """One compute dtype for every unit."""
 
     _compute: ClassVar[torch.dtype]
@@ -155,7 +155,7 @@ class _Uniform(_Configured):
         of modules that keep their parameters' own dtype. Raises ``ConfigError`` for a value that it cannot take.
         """
         where = f"precision {context.name!r}"
-        cast_inputs = _switch(cast_inputs, f"cast_inputs of {where}")
+        cast_inputs = switch(cast_inputs, f"cast_inputs of {where}")
         settings = PrecisionSettings(
             param=self._compute,
             reduce=resolve_dtype(reduce, f"reduce of {where}") or torch.float32,
@@ -187,7 +187,7 @@ class Fp16(_Uniform):
     capabilities = PrecisionCapabilities(loss_scaling=True)
 
 
-class Mixed(_Configured):
+class Mixed(Configured):
     """``mixed``: every dtype set apart, for the whole model and for units that differ."""
 
     api_version = 1
@@ -295,12 +295,13 @@ def _changed(settings: PrecisionSettings, changes: Mapping[str, Any], where: str
             near = difflib.get_close_matches(str(name), kinds, n=1)
             hint = f"Did you mean {near[0]!r}? " if near else ""
             raise ConfigError(f"no setting has the name {name!r}, in {where}. {hint}Settings: {', '.join(kinds)}.")
-        read = _switch if kinds[name] else resolve_dtype
+        read = switch if kinds[name] else resolve_dtype
         resolved[name] = read(value, f"{name} of {where}")
     return replace(settings, **resolved)
 
 
-def _switch(value: Any, where: str) -> bool:
+def switch(value: Any, where: str) -> bool:
+    """``value``, which must be a bool; ``where`` names the setting in the ``ConfigError`` that is raised otherwise."""
     if isinstance(value, bool):
         return value
     raise ConfigError(f"{value!r} is neither true nor false, in {where}. Write true or false, without quotes.")

@@ -100,6 +100,24 @@ class PrecisionCaster(ABC):
         """Read every rank's bytes (``[world_size, nbytes_per_rank]``) into ``out`` (``[world_size, shard_numel]``)."""
         raise NotImplementedError(f"{type(self).__name__} answered wire() with a WireSpec and must implement decode()")
 
+    def encode_many(
+        self, units: Sequence[UnitSpec], wires: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
+    ) -> None:
+        """Do what ``encode`` does for each unit in turn.
+
+        The engine encodes the units of one communication by it. A caster overrides it where one launch of many takes
+        less time than as many launches. The same units, in the same order, on every rank.
+        """
+        for unit, wire, shard in zip(units, wires, shards, strict=True):
+            self.encode(unit, wire, shard)
+
+    def decode_many(
+        self, units: Sequence[UnitSpec], wires: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
+    ) -> None:
+        """Do what ``decode`` does for each unit in turn; for the same reason as ``encode_many``, and the same units."""
+        for unit, wire, out in zip(units, wires, outs, strict=True):
+            self.decode(unit, wire, out)
+
     def state_dict(self) -> Mapping[str, Any]:
         """State that a checkpoint must carry (amax histories and the like)."""
         return {}

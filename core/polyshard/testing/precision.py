@@ -207,6 +207,24 @@ class PrecisionSuite(PluginSuite):
                 out = self._decoded(caster, unit, wires, dtype)
                 torch.testing.assert_close(out.double(), shards.double(), rtol=0.0, atol=self.wire_tolerance * largest)
 
+    def test_shards_encoded_together_come_back(self) -> None:
+        caster = self._prepared(2)
+        units = [unit for unit, _ in self._wires(caster)]
+        if not units:
+            return
+        wires = [self._bytes(2, spec) for _, spec in self._wires(caster)]
+        shards = [self._shards(unit, 2) for unit in units]
+        outs = [
+            torch.full_like(shard, float("nan"), dtype=caster.dtypes(unit).compute)
+            for unit, shard in zip(units, shards, strict=True)
+        ]
+        for rank in range(2):
+            caster.encode_many(units, [wire[rank] for wire in wires], [shard[rank].clone() for shard in shards])
+        caster.decode_many(units, wires, outs)
+        for unit, shard, out in zip(units, shards, outs, strict=True):
+            largest = shard.abs().max().item()
+            assert (out.double() - shard.double()).abs().max() <= self.wire_tolerance * largest, _about(unit)
+
     def test_encoded_zeros_come_back_as_zeros(self) -> None:
         caster = self._prepared(2)
         for unit, spec in self._wires(caster):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from ..interfaces import Group
 from .collectives import CollectivesSuite
 from .layout import LayoutSuite
+from .listener import ListenerSuite
 from .offload import OffloadSuite
 from .policy import PolicySuite
 from .precision import PrecisionSuite
@@ -17,4 +18,5 @@ OF_GROUP: Mapping[Group, type] = {
     Group.OFFLOAD: OffloadSuite,
     Group.POLICIES: PolicySuite,
     Group.LAYOUTS: LayoutSuite,
+    Group.PLUGINS: ListenerSuite,
 }

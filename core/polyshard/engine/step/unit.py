@@ -122,7 +122,7 @@ class Unit:
         self.flat: FlatMaster | None = None
         self.pieces = layout.pieces(grid.shard_rank)
         self._expired = False
-        self._encoded = EncodedGather(spec, wire.nbytes_per_rank, caster) if wire is not None else None
+        self.encoded = EncodedGather(spec, wire.nbytes_per_rank, caster) if wire is not None else None
         self.buffer: FlatBuffer
         self.leaves: list[torch.Tensor] = []
         self._no_gradients: list[None] = []
@@ -154,7 +154,7 @@ class Unit:
         self._full_precision_in_eval = (
             not self.permanent
             and dtypes.compute != self.spec.master_dtype
-            and self._encoded is None
+            and self.encoded is None
             and self.caster.full_precision_in_eval(self.spec)
         )
         self.state = UnitState.UNSHARDED if self.permanent else UnitState.SHARDED
@@ -342,8 +342,17 @@ class Unit:
 
     @property
     def gather_group(self) -> Collectives | None:
-        """The ranks over which the gather buffer is gathered as it is; None where it is encoded or local."""
-        return None if self._encoded is not None else self.grid.shard
+        """The ranks over which the gather buffer is gathered; None where it is local."""
+        return self.grid.shard
+
+    @property
+    def source(self) -> torch.Tensor:
+        """The master on the device: a parked one is fetched. Called by lanes."""
+        if not self.parks:
+            return self.master
+        source = torch.empty(self.layout.shard_numel, dtype=self.master.dtype, device=self.spec.device)
+        self.offload.fetch(self.spec, self.master, source)
+        return source
 
     def fetch(self) -> None:
         """Write the own slice from a parked master. Called by lanes."""
@@ -352,8 +361,8 @@ class Unit:
     @property
     def gathered(self) -> tuple[int, torch.dtype]:
         """Elements that a gather brings together, and their dtype: bytes where they are encoded."""
-        if self._encoded is not None:
-            return self._encoded.nbytes_per_rank * self.grid.shard_size, torch.uint8
+        if self.encoded is not None:
+            return self.encoded.nbytes_per_rank * self.grid.shard_size, torch.uint8
         return self.layout.padded_numel, self.buffer.dtype
 
     def filling(self) -> None:
@@ -365,12 +374,8 @@ class Unit:
         """Write the own slice and start the gather. Called by lanes, with the gather stream current."""
         self.filling()
         shard = self.grid.shard
-        if self._encoded is not None and shard is not None:
-            source = self.master
-            if self.parks:
-                source = torch.empty(self.layout.shard_numel, dtype=self.master.dtype, device=self.spec.device)
-                self.offload.fetch(self.spec, self.master, source)
-            return self._encoded.start(shard, source, self.buffer.flat)
+        if self.encoded is not None and shard is not None:
+            return self.encoded.start(shard, self.source, self.buffer.flat)
         if self.parks:
             self.fetch()
         else:
@@ -419,7 +424,7 @@ class Unit:
         if audit.done or shard is None or self.name in audit.gathered:
             return
         audit.gathered.add(self.name)
-        sent = None if self.parks or self._encoded is not None else self.master
+        sent = None if self.parks or self.encoded is not None else self.master
         audit.compare_gathered(shard, self.name, self.buffer.flat, self.buffer.own, sent)
 
     def show(self) -> None:

@@ -43,6 +43,7 @@ from ...interfaces import Collectives, Work
 from .. import _torch_private
 from ..planning.answers import issued
 from .buffer import FlatBuffer
+from .wire import EncodedGather, EncodedUnit, EncodedUnits
 
 _HERE: AbstractContextManager[Any] = nullcontext()
 
@@ -59,10 +60,16 @@ class Gatherable(Protocol):
     places: list[object]
     #: Whether ``master`` lies where ``fetch`` alone reads it.
     parks: bool
+    #: How it travels; None for as ``buffer`` is.
+    encoded: EncodedGather | None
 
     @property
     def gather_group(self) -> Collectives | None:
-        """The ranks that ``buffer`` is gathered over as it is; None where ``fill`` alone knows how."""
+        """The ranks that ``buffer`` is gathered over; None where it is local."""
+
+    @property
+    def source(self) -> torch.Tensor:
+        """The master on the device: a parked one is fetched."""
 
     def fetch(self) -> None:
         """Write the own slice from a parked master."""
@@ -404,9 +411,10 @@ def _fill(units: Sequence[Gatherable]) -> Sequence[Work]:
         if group is None:
             works += [unit.fill() for unit in members]
             continue
-        plain = list(members)
-        for unit in plain:
+        gathered = list(members)
+        for unit in gathered:
             unit.filling()
+        plain = [unit for unit in gathered if unit.encoded is None]
         here = [unit for unit in plain if not unit.parks]
         if here:
             # The cast is the copy-in, as in ``fill``.
@@ -415,8 +423,16 @@ def _fill(units: Sequence[Gatherable]) -> Sequence[Work]:
             for unit in plain:
                 if unit.parks:
                     unit.fetch()
-        work = group.all_gather_many([(unit.buffer.flat, unit.buffer.own) for unit in plain])
-        works.append(issued(work, "all_gather_many", group, ""))
+        pairs = [(unit.buffer.flat, unit.buffer.own) for unit in plain]
+        if len(plain) == len(gathered):
+            works.append(issued(group.all_gather_many(pairs), "all_gather_many", group, ""))
+            continue
+        encoded = EncodedUnits(
+            group,
+            [EncodedUnit(unit.encoded, unit.source, unit.buffer.flat) for unit in gathered if unit.encoded is not None],
+        )
+        work = issued(group.all_gather_many(pairs + encoded.pairs), "all_gather_many", group, "")
+        works.append(encoded.behind(work))
     return works
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
-from ...interfaces import Collectives, PrecisionCaster, UnitSpec, Work
+from ...interfaces import SLICE_ALIGNMENT_BYTES, Collectives, PrecisionCaster, UnitSpec, Work
 from ..planning.answers import issued
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedGather:
-    """Encodes the own shard, gathers the bytes, and decodes everybody's into the gather buffer."""
+    """How one unit travels: what its caster is told of it, and the bytes of each rank."""
 
     spec: UnitSpec
     nbytes_per_rank: int
@@ -20,25 +23,65 @@ class EncodedGather:
 
     def start(self, shard: Collectives, source: torch.Tensor, out: torch.Tensor) -> Work:
         """Issue the gather of ``source`` (``[shard_numel]``); its ``wait`` decodes into ``out`` (``[numel]``)."""
-        wire = torch.empty(shard.world_size, self.nbytes_per_rank, dtype=torch.uint8, device=out.device)
-        own = wire[shard.rank]
-        self.caster.encode(self.spec, own, source)
-        gather = issued(shard.all_gather(wire.view(-1), own), "all_gather", shard, self.spec.label)
-        return _Decode(self.caster, self.spec, wire, out.view(shard.world_size, -1), gather)
+        encoded = EncodedUnits(shard, [EncodedUnit(self, source, out)])
+        work = shard.all_gather(*encoded.pairs[0])
+        return encoded.behind(issued(work, "all_gather", shard, self.spec.label))
+
+
+class EncodedUnit(NamedTuple):
+    """A unit that is about to travel."""
+
+    gather: EncodedGather
+    source: torch.Tensor
+    """Its own shard, ``[shard_numel]`` in the master's dtype, on the device."""
+    out: torch.Tensor
+    """Its gather buffer, ``[numel]``."""
+
+
+class EncodedUnits:
+    """Units that travel together: their own shards are encoded when this is made, and ``pairs`` are to be gathered."""
+
+    def __init__(self, shard: Collectives, units: Sequence[EncodedUnit]) -> None:
+        sizes = [shard.world_size * unit.gather.nbytes_per_rank for unit in units]
+        ends = list(accumulate(-(-size // SLICE_ALIGNMENT_BYTES) * SLICE_ALIGNMENT_BYTES for size in sizes))
+        # In one piece of memory: allocating many costs the host more than cutting one.
+        memory = torch.empty(ends[-1], dtype=torch.uint8, device=units[0].out.device)
+        wires = [
+            memory[start : start + size].view(shard.world_size, -1)
+            for start, size in zip([0, *ends], sizes, strict=False)
+        ]
+        owns = [wire[shard.rank] for wire in wires]
+        #: What each unit's gather fills, and its own part of that.
+        self.pairs = [(wire.view(-1), own) for wire, own in zip(wires, owns, strict=True)]
+        self._decodes: list[_Decode] = []
+        for caster in {id(unit.gather.caster): unit.gather.caster for unit in units}.values():
+            mine = [index for index, unit in enumerate(units) if unit.gather.caster is caster]
+            specs = [units[index].gather.spec for index in mine]
+            caster.encode_many(specs, [owns[index] for index in mine], [units[index].source for index in mine])
+            outs = [units[index].out.view(shard.world_size, -1) for index in mine]
+            self._decodes.append(_Decode(caster, specs, [wires[index] for index in mine], outs))
+
+    def behind(self, gather: Work) -> Work:
+        """``gather``, of ``pairs`` and maybe others, and then the decoding."""
+        return _Decoding(self._decodes, gather)
+
+
+class _Decode(NamedTuple):
+    caster: PrecisionCaster
+    specs: Sequence[UnitSpec]
+    wires: Sequence[torch.Tensor]
+    outs: Sequence[torch.Tensor]
 
 
 @dataclass(slots=True)
-class _Decode:
+class _Decoding:
     """Waits for the bytes, then decodes them once."""
 
-    caster: PrecisionCaster
-    spec: UnitSpec
-    wire: torch.Tensor | None
-    out: torch.Tensor
+    decodes: list[_Decode]
     gather: Work
 
     def wait(self) -> None:
         self.gather.wait()
-        if self.wire is not None:
-            self.caster.decode(self.spec, self.wire, self.out)
-            self.wire = None
+        for decode in self.decodes:
+            decode.caster.decode_many(decode.specs, decode.wires, decode.outs)
+        self.decodes = []

@@ -1,0 +1,302 @@
+"""Gathers in int8 and fp8 beside bf16: what they err by, what they send, and what training makes of it.
+
+    python benchmarks/wire.py --out benchmarks/results/wire.json
+    torchrun --standalone --nproc-per-node 2 benchmarks/wire.py --train 1000 --out benchmarks/results/wire-train.json
+    torchrun --standalone --nproc-per-node 2 benchmarks/wire.py --rounds 5 --out benchmarks/results/wire-step.json
+    torchrun --standalone --nproc-per-node 2 benchmarks/wire.py --device cpu --work tiny --rounds 1
+
+Without torchrun, on the CPU: errors of the codecs on values of three kinds, bytes of the gathers of a model, and losses
+of a small one that two threads train from the same start on the same batches, by precision, on several draws of
+batches, for what chance alone does. With torchrun: losses or step times of a workload, taken as ``peers.py`` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import platform
+import sys
+import time
+import warnings
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import polyshard
+import torch
+from contenders import contender
+from measure import output_of
+from options import Settings
+from peers import Benchmark
+from polyshard.interfaces import PluginContext, UnitSpec, WireSpec
+from polyshard_backends.fake import FakeCollectives
+from polyshard_backends.threaded import ThreadedWorld
+from polyshard_plugins.block_codec import BlockCode, Number
+from polyshard_plugins.block_scaled import Fp8, Int8
+from ranks import Ranks
+from runs import environment
+from summary import table, train_table
+from workloads import WORKLOADS, Batches, Block, LanguageModel, Workload, initial_value
+
+_HANG_S = 150.0
+_NUMEL = 1 << 20
+_SIZES = (16, 32, 64, 128, 256, 512, 1024)
+_PRECISIONS = ("bf16", "int8", "fp8")
+#: Trained on the CPU: 0.9M parameters.
+_CURVE = Workload("curve", 128, 4, 4, 4, 352, 512, 4, 64, False, 0, 0.0)
+#: Steps that the end of a curve is the mean of.
+_TAIL = 50
+
+
+def values_of(kind: str) -> torch.Tensor:
+    """2**20 fp32 values with a deviation of 0.02: normal, of Student's t with 3 degrees, or with large columns."""
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(_NUMEL, generator=generator)
+    if kind == "heavy tails":
+        squares = torch.randn(3, _NUMEL, generator=generator).square().mean(0)
+        normal = normal / squares.sqrt()
+    elif kind == "large columns":
+        # Every 64th column of a matrix 1024 wide, ten times as large as the others.
+        normal.view(-1, 1024)[:, ::64] *= 10
+    return normal * (0.02 / normal.std())
+
+
+def errors() -> list[dict[str, Any]]:
+    """Root mean square of what arrives less what was sent, as a share of that of the values; it arrives in bf16."""
+    rows: list[dict[str, Any]] = []
+    for kind in ("normal", "heavy tails", "large columns"):
+        values = values_of(kind)
+        rows.append({"values": kind, "precision": "bf16", "error": _share(values.bfloat16(), values)})
+        for number in Number:
+            for size in _SIZES:
+                code = BlockCode(number, size)
+                wire = torch.empty(1, code.nbytes(_NUMEL), dtype=torch.uint8)
+                code.encode(wire[0], values)
+                out = torch.empty(1, _NUMEL, dtype=torch.bfloat16)
+                code.decode(wire, out)
+                share = round(wire.numel() / (2 * _NUMEL), 4)
+                rows.append(
+                    {
+                        "values": kind,
+                        "precision": number.value,
+                        "block": size,
+                        "of_bf16_bytes": share,
+                        "error": _share(out[0], values),
+                    }
+                )
+    return rows
+
+
+def _share(arrived: torch.Tensor, values: torch.Tensor) -> float:
+    return round(float((arrived.double() - values.double()).norm() / values.double().norm()), 6)
+
+
+class _Noting(Int8):
+    """Keeps what it answered."""
+
+    def __init__(self, context: PluginContext) -> None:
+        super().__init__(context)
+        self.answers: dict[str, tuple[UnitSpec, WireSpec | None]] = {}
+
+    def wire(self, unit: UnitSpec) -> WireSpec | None:
+        answer = super().wire(unit)
+        self.answers[unit.name] = unit, answer
+        return answer
+
+
+def bytes_of(workload: Workload, world_size: int) -> dict[str, Any]:
+    """Bytes of one gather of each unit, by the caster's answers, without memory for the model."""
+    with torch.device("meta"):
+        model = LanguageModel(workload)
+    device = torch.device("meta")
+    caster = _Noting(PluginContext("int8", device))
+    collectives = FakeCollectives(PluginContext("fake", device), 0, world_size)
+    policy = {"name": "module_class", "classes": [Block]}
+    polyshard.shard(model, polyshard.ShardConfig(collectives, precision=caster, policy=policy, device=device))
+    plain = sum(2 * spec.shard_numel for spec, _ in caster.answers.values()) * world_size
+    encoded = sum(
+        answer.nbytes_per_rank if answer is not None else 2 * spec.shard_numel
+        for spec, answer in caster.answers.values()
+    )
+    return {
+        "workload": workload.name,
+        "world_size": world_size,
+        "units": len(caster.answers),
+        "bf16_mib": round(plain / 2**20, 3),
+        "int8_mib": round(encoded * world_size / 2**20, 3),
+        "share": round(encoded * world_size / plain, 4),
+    }
+
+
+def counted(workload: Workload) -> dict[str, Any]:
+    """Bytes that the gathers of a real step on the CPU carried, its gathers, and its communications."""
+    found: dict[str, Any] = {"workload": workload.name, "world_size": 4}
+    for precision in _PRECISIONS:
+        collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
+        model = _model(workload)
+        polyshard.shard(model, _config(precision, collectives=collectives))
+        tokens, targets = Batches(workload, 0, torch.device("cpu")).batch(0)
+        for _ in range(2):
+            collectives.calls.clear()
+            collectives.batches.clear()
+            model(tokens, targets).backward()
+        gathers = [call for call in collectives.calls if call.operation == "all_gather"]
+        found[precision] = {
+            "mib": round(sum(call.numel * call.dtype.itemsize for call in gathers) / 2**20, 4),
+            "gathers": len(gathers),
+            "communications": len(gathers) - sum(collectives.batches) + len(collectives.batches),
+        }
+    return found
+
+
+def _model(workload: Workload) -> LanguageModel:
+    model = LanguageModel(workload)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial_value(name, parameter.shape, torch.device("cpu")))
+    return model
+
+
+def _config(precision: object, **settings: Any) -> polyshard.ShardConfig:
+    policy = {"name": "module_class", "classes": [Block]}
+    return polyshard.ShardConfig(precision=_casters()[str(precision)], policy=policy, **settings)
+
+
+def _casters() -> dict[str, Any]:
+    context = PluginContext("wire", torch.device("cpu"))
+    return {"bf16": "bf16", "int8": Int8(context), "fp8": Fp8(context)}
+
+
+def curves(steps: int, draws: int) -> dict[str, Any]:
+    """Mean loss of two threads by step, for each draw of batches and precision, and how far the curves are apart."""
+    losses: dict[str, list[list[float]]] = {name: [] for name in _PRECISIONS}
+    for draw in range(draws):
+        for name, kept in losses.items():
+            runs = ThreadedWorld(2, timeout=120.0).run(partial(_train, name, steps, draw * steps), timeout=3600.0)
+            kept.append([sum(pair) / 2 for pair in zip(*runs, strict=True)])
+            print(f"{name}, draw {draw}: {sum(kept[-1][-_TAIL:]) / _TAIL:.4f}", file=sys.stderr, flush=True)
+    curves = {name: torch.tensor(kept, dtype=torch.float64) for name, kept in losses.items()}
+    return {
+        "model": _CURVE.describe(),
+        "steps": steps,
+        "ends": {name: _rounded(curve[:, -_TAIL:].mean(1)) for name, curve in curves.items()},
+        "difference_to_bf16_at_the_end": {
+            name: _rounded((curve - curves["bf16"])[:, -_TAIL:].mean(1)) for name, curve in curves.items()
+        },
+        "difference_to_bf16_over_all": {
+            name: _rounded((curve - curves["bf16"]).mean(1)) for name, curve in curves.items()
+        },
+        "distance_to_bf16_over_all": {
+            name: _rounded((curve - curves["bf16"]).abs().mean(1)) for name, curve in curves.items()
+        },
+        "distance_of_bf16_to_bf16_on_other_batches": _rounded(
+            (curves["bf16"] - curves["bf16"].roll(1, 0)).abs().mean(1)
+        ),
+        "losses_over_10_steps": {
+            name: [_rounded(torch.stack([part.mean() for part in curve.split(10)])) for curve in whole]
+            for name, whole in curves.items()
+        },
+    }
+
+
+def _rounded(values: torch.Tensor) -> list[float]:
+    return [round(value, 5) for value in values.tolist()]
+
+
+def _train(precision: str, steps: int, first: int, rank: int, world: ThreadedWorld) -> list[float]:
+    with world.lock:
+        model = _model(_CURVE)
+    polyshard.shard(model, _config(precision, collectives={"name": "threaded", "world": world, "rank": rank}))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    batches = Batches(_CURVE, rank, torch.device("cpu"))
+    losses = []
+    for step in range(steps):
+        loss = model(*batches.batch(first + step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def alone(given: argparse.Namespace) -> dict[str, Any]:
+    """What needs no other process."""
+    torch.set_num_threads(1)
+    return {
+        "environment": {
+            "command": "python benchmarks/wire.py " + " ".join(sys.argv[1:]),
+            "commit": given.commit or output_of("git", "rev-parse", "HEAD"),
+            "date": time.strftime("%Y-%m-%d"),
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "device": "CPU",
+        },
+        "errors": errors(),
+        "bytes": [bytes_of(WORKLOADS[name], size) for name in ("300m", "1b", "8b") for size in (2, 8)],
+        "counted": counted(replace(_CURVE, batch=1, seq=16)),
+        "curves": curves(given.steps, given.draws),
+    }
+
+
+def among_ranks(given: argparse.Namespace) -> int:
+    """Losses or step times of a workload, with polyshard by precision as the peers."""
+    warnings.simplefilter("ignore")
+    if given.device == "cpu":
+        torch.set_num_threads(1)
+    ranks = Ranks(given.device, timedelta(seconds=2 * _HANG_S))
+    # Units of the smallest model would all travel as they compute.
+    every = ":precision__min_numel=0" if given.work == "tiny" else ""
+    peers = tuple(contender(f"polyshard:precision={name}{every if name != 'bf16' else ''}") for name in _PRECISIONS)
+    work = (WORKLOADS[given.work],)
+    settings = Settings(work, peers, given.rounds, None, 3, None, _HANG_S, given.out, given.by_step)
+    report: dict[str, Any] = {"environment": environment(ranks, "wire.py", given.commit), "rows": [], "skipped": []}
+    benchmark = Benchmark(ranks, settings, report)
+    if given.train:
+        benchmark.train(given.train, given.every)
+        text = train_table(report["train"])
+    else:
+        benchmark.run()
+        text = table(report["summary"])
+    if ranks.rank == 0:
+        print(text, flush=True)
+    faulthandler.dump_traceback_later(_HANG_S, exit=True)
+    ranks.close()
+    faulthandler.cancel_dump_traceback_later()
+    return 0
+
+
+def main() -> int:
+    """Run, and write the file; returns the process's exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="the JSON to write")
+    parser.add_argument("--commit", help="what to call the commit, where there is no history")
+    parser.add_argument("--steps", type=int, default=300, help="of the small model, without torchrun")
+    parser.add_argument("--draws", type=int, default=4, help="of batches for the small model, without torchrun")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="with torchrun")
+    parser.add_argument("--work", choices=list(WORKLOADS), default="300m", help="with torchrun")
+    parser.add_argument("--train", type=int, help="with torchrun: compare losses over so many steps")
+    parser.add_argument("--every", type=int, default=20, help="steps between two losses of --train")
+    parser.add_argument("--rounds", type=int, default=3, help="with torchrun: of timed steps")
+    parser.add_argument("--by-step", action="store_true", help="with torchrun: peers take turns at each step")
+    given = parser.parse_args()
+    if "RANK" in os.environ:
+        if given.device == "cuda" and not torch.cuda.is_available():
+            print("nothing measured: no CUDA device is there; --device cpu --work tiny tries it", file=sys.stderr)
+            return 2
+        return among_ranks(given)
+    report = alone(given)
+    if given.out is not None:
+        given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps({key: value for key, value in report.items() if key != "curves"}, indent=1))
+    print(
+        json.dumps({key: value for key, value in report["curves"].items() if key != "losses_over_10_steps"}, indent=1)
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

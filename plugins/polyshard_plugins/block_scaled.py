@@ -1,0 +1,171 @@
+"""Casters whose gathers carry eight bits an element, with a scale for every block of elements."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import ClassVar
+
+import torch
+from polyshard.errors import ConfigError
+from polyshard.interfaces import PluginContext, PrecisionCapabilities, UnitSpec, WireSpec
+
+from .block_codec import BlockCode, Number
+from .classes import ClassSetting
+from .dtypes import DtypeSetting, resolve_dtype
+from .precision import Configured, PrecisionSettings, switch
+
+#: Sizes of a block: the kernels take powers of two, and a tile of them holds four blocks.
+SMALLEST_BLOCK, LARGEST_BLOCK = 16, 1024
+
+
+class BlockScaled(Configured):
+    """Weights travel as codes and scales and compute in a plain dtype.
+
+    Each gather encodes the master itself, so errors do not add up from step to step, and every rank decodes what
+    travelled, its own part too: all compute with the same weights. Backward's gather carries the same bytes as
+    forward's, unless something wrote to the master in between.
+
+    Where the master has an infinity or a NaN, the whole block that it is in computes with NaN.
+    """
+
+    api_version = 1
+
+    #: What weights travel as.
+    number: ClassVar[Number]
+
+    def __init__(
+        self,
+        context: PluginContext,
+        block: int = 128,
+        compute: DtypeSetting = "bf16",
+        min_numel: int = 65536,
+        reduce: DtypeSetting = "fp32",
+        wire: DtypeSetting = None,
+        buffer: DtypeSetting = None,
+        output: DtypeSetting = None,
+        cast_inputs: bool = True,
+        cast_root_inputs: bool = True,
+        keep_low_precision_grads: bool = False,
+        leave_alone: ClassSetting | Iterable[ClassSetting] = (),
+    ) -> None:
+        """Options, all of which may be left out.
+
+        ``block``: elements that share a scale of four bytes, a power of two from 16 to 1024. ``compute``: the dtype of
+        parameters in forward and backward. ``min_numel``: a unit of fewer elements, padding included, travels in
+        ``compute``: its gather takes as long as its latency. ``wire`` is the dtype of gradients that travel. The others
+        are those of ``mixed``; modules that are left alone travel in their own dtype.
+
+        Raises:
+            ConfigError: naming the option, for a value that it cannot take, and for a ``reduce`` that is narrower than
+                ``wire``.
+        """
+        where = f"precision {context.name!r}"
+        settings = PrecisionSettings(
+            param=resolve_dtype(compute, f"compute of {where}"),
+            reduce=resolve_dtype(reduce, f"reduce of {where}"),
+            wire=resolve_dtype(wire, f"wire of {where}"),
+            buffer=resolve_dtype(buffer, f"buffer of {where}"),
+            output=resolve_dtype(output, f"output of {where}"),
+            cast_inputs=switch(cast_inputs, f"cast_inputs of {where}"),
+            cast_root_inputs=switch(cast_root_inputs, f"cast_root_inputs of {where}"),
+            keep_low_precision_grads=switch(keep_low_precision_grads, f"keep_low_precision_grads of {where}"),
+        )
+        super().__init__(context, settings, leave_alone)
+        self.capabilities = PrecisionCapabilities(loss_scaling=settings.in_half_range(), encodes=True)
+        self._code = BlockCode(self.number, _block(block, f"block of {where}"))
+        self._min_numel = _numel(min_numel, f"min_numel of {where}")
+
+    def wire(self, unit: UnitSpec) -> WireSpec | None:
+        """None for a unit that is small, left alone, not floating-point, or would not travel in fewer bytes."""
+        if unit.numel < self._min_numel or self._is_left_alone(unit) or not unit.master_dtype.is_floating_point:
+            return None
+        nbytes = self._code.nbytes(unit.shard_numel)
+        return WireSpec(nbytes) if nbytes < unit.shard_numel * self.dtypes(unit).compute.itemsize else None
+
+    def encode(self, unit: UnitSpec, wire: torch.Tensor, shard: torch.Tensor) -> None:
+        self.encode_many([unit], [wire], [shard])
+
+    def decode(self, unit: UnitSpec, wire: torch.Tensor, out: torch.Tensor) -> None:
+        self.decode_many([unit], [wire], [out])
+
+    def encode_many(
+        self, units: Sequence[UnitSpec], wires: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
+    ) -> None:
+        """On CUDA one launch for up to 16 units of one master dtype."""
+        kernels = _kernels(wires[0])
+        if kernels is None:
+            for wire, shard in zip(wires, shards, strict=True):
+                self._code.encode(wire, shard)
+            return
+        for few in _by_dtype(shards):
+            kernels.encode(self._code, [wires[i] for i in few], [shards[i] for i in few])
+
+    def decode_many(
+        self, units: Sequence[UnitSpec], wires: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
+    ) -> None:
+        """On CUDA one launch for up to 16 units of one compute dtype."""
+        kernels = _kernels(wires[0])
+        if kernels is None:
+            for wire, out in zip(wires, outs, strict=True):
+                self._code.decode(wire, out)
+            return
+        for few in _by_dtype(outs):
+            kernels.decode(self._code, [wires[i] for i in few], [outs[i] for i in few])
+
+
+class Int8(BlockScaled):
+    """``int8``: gathers in int8 with a scale a block; computes in bf16, sends gradients in bf16, reduces in fp32."""
+
+    api_version = 1
+    number = Number.INT8
+
+
+class Fp8(BlockScaled):
+    """``fp8``: the same in ``float8_e4m3fn``."""
+
+    api_version = 1
+    number = Number.FP8
+
+
+def _by_dtype(tensors: Sequence[torch.Tensor]) -> Iterable[list[int]]:
+    """Positions in ``tensors``, those of one dtype together."""
+    found: defaultdict[torch.dtype, list[int]] = defaultdict(list)
+    for position, tensor in enumerate(tensors):
+        found[tensor.dtype].append(position)
+    return found.values()
+
+
+def _kernels(tensor: torch.Tensor) -> ModuleType | None:
+    """The kernels, where ``tensor`` is on CUDA and this build of torch comes with Triton."""
+    if not tensor.is_cuda:
+        return None
+    try:
+        from . import block_kernels
+    except ImportError:
+        return None
+    return block_kernels
+
+
+def _block(value: object, where: str) -> int:
+    number = _whole(value, where)
+    if not SMALLEST_BLOCK <= number <= LARGEST_BLOCK or number & (number - 1):
+        raise ConfigError(
+            f"{value!r} is no size of a block, in {where}. Give a power of two from {SMALLEST_BLOCK} to "
+            f"{LARGEST_BLOCK}: smaller ones err less and send more."
+        )
+    return number
+
+
+def _numel(value: object, where: str) -> int:
+    number = _whole(value, where)
+    if number < 0:
+        raise ConfigError(f"{value!r} is no number of elements, in {where}. Give 0 for every unit, or more.")
+    return number
+
+
+def _whole(value: object, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{value!r} is no whole number, in {where}. Write it without quotes.")
+    return value

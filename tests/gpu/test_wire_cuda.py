@@ -1,0 +1,277 @@
+"""Gathers of eight bits on GPUs: kernels and plain codec, bit for bit, and over NCCL; CPU twin: ``test_wire``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import polyshard
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from polyshard.interfaces import PluginContext, PrecisionCaster, UnitSpec
+from polyshard.testing import PrecisionSuite
+from polyshard_plugins.block_codec import BlockCode, Number
+from polyshard_plugins.block_scaled import BlockScaled, Fp8, Int8
+from processes import KeptRanks
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from wire_cases import CASES, decoded, normal
+
+pytestmark = pytest.mark.gpu
+
+T = TypeVar("T")
+
+WORLD_SIZE = max(1, min(torch.cuda.device_count(), 2))
+RANKS = KeptRanks("nccl")
+CUDA = torch.device("cuda", 0)
+CASTERS: dict[str, type[BlockScaled]] = {"int8": Int8, "fp8": Fp8}
+NUMBERS = pytest.mark.parametrize("name", ["int8", "fp8"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_ranks() -> Iterator[None]:
+    yield
+    RANKS.close()
+
+
+def run(fn: Callable[..., T], *args: Any) -> list[T]:
+    return RANKS.run(WORLD_SIZE, fn, *args)
+
+
+def caster(name: str, **options: Any) -> BlockScaled:
+    return CASTERS[name](PluginContext(name, CUDA), **{"min_numel": 0, **options})
+
+
+def unit(shard: torch.Tensor) -> UnitSpec:
+    numel = shard.numel()
+    return UnitSpec("layer", nn.Linear, ("layer.weight",), 2 * numel, numel, shard.dtype, CUDA, False)
+
+
+def on_host(shard: torch.Tensor, code: BlockCode) -> torch.Tensor:
+    """``[1, nbytes]`` that the plain codec writes on the CPU."""
+    wire = torch.full((1, code.nbytes(shard.numel())), 77, dtype=torch.uint8)
+    code.encode(wire[0], shard)
+    return wire
+
+
+def on_device(shards: list[torch.Tensor], name: str, block: int) -> list[torch.Tensor]:
+    """``[1, nbytes]`` of each that the caster writes on CUDA, where Triton is there by kernels."""
+    code = BlockCode(Number(name), block)
+    wires = [torch.full((1, code.nbytes(shard.numel())), 99, dtype=torch.uint8, device=CUDA) for shard in shards]
+    given = [shard.to(CUDA) for shard in shards]
+    caster(name, block=block).encode_many([unit(shard) for shard in given], [wire[0] for wire in wires], given)
+    return wires
+
+
+def read(
+    wires: list[torch.Tensor], shards: list[torch.Tensor], name: str, block: int, compute: str
+) -> list[torch.Tensor]:
+    """What the caster makes of ``wires`` on CUDA, on the CPU."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}[compute]
+    outs = [torch.full((1, shard.numel()), math.nan, dtype=dtype, device=CUDA) for shard in shards]
+    caster(name, block=block, compute=compute).decode_many([unit(shard) for shard in shards], wires, outs)
+    return [out.cpu() for out in outs]
+
+
+def test_triton_is_there() -> None:
+    # Without it everything below holds, for the plain codec.
+    pytest.importorskip("triton")
+
+
+@pytest.mark.parametrize("block", [16, 128, 1024])
+@NUMBERS
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernels_write_and_read_the_bits_of_the_plain_codec(case: str, name: str, block: int) -> None:
+    shard = CASES[case]()
+    code = BlockCode(Number(name), block)
+    wanted = on_host(shard, code)
+    (wire,) = on_device([shard], name, block)
+    assert torch.equal(wire.cpu(), wanted)
+    for compute, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        plain = torch.empty(1, shard.numel(), dtype=dtype)
+        code.decode(wanted, plain)
+        (out,) = read([wire], [shard], name, block, compute)
+        torch.testing.assert_close(out, plain, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.parametrize("block", [16, 128])
+@NUMBERS
+@pytest.mark.parametrize("case", CASES)
+def test_without_triton_the_bits_are_the_same(
+    case: str, name: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("polyshard_plugins.block_scaled._kernels", lambda tensor: None)
+    shard = CASES[case]()
+    code = BlockCode(Number(name), block)
+    wanted = on_host(shard, code)
+    (wire,) = on_device([shard], name, block)
+    assert torch.equal(wire.cpu(), wanted)
+    plain = torch.empty(1, shard.numel())
+    code.decode(wanted, plain)
+    (out,) = read([wire], [shard], name, block, "fp32")
+    torch.testing.assert_close(out, plain, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.parametrize("block", [16, 128])
+@NUMBERS
+@pytest.mark.parametrize("case", CASES)
+def test_what_arrives_follows_the_formula(case: str, name: str, block: int) -> None:
+    shard = CASES[case]()
+    (out,) = read(on_device([shard], name, block), [shard], name, block, "fp64")
+    torch.testing.assert_close(out[0], decoded(shard, name, block), rtol=3e-7, atol=0.0, equal_nan=True)
+
+
+@NUMBERS
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(width=32), min_size=1, max_size=40))
+def test_any_values_give_the_bits_of_the_plain_codec(name: str, values: list[float]) -> None:
+    shard = torch.tensor(values, dtype=torch.float32)
+    (wire,) = on_device([shard], name, 16)
+    assert torch.equal(wire.cpu(), on_host(shard, BlockCode(Number(name), 16)))
+
+
+@NUMBERS
+def test_twenty_units_of_unlike_sizes_and_dtypes_go_in_few_launches(name: str) -> None:
+    dtypes = (torch.float32, torch.bfloat16)
+    shards = [normal(17 * index + 1, dtypes[index % 2]) for index in range(40)]
+    code = BlockCode(Number(name), 64)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        wires = on_device(shards, name, 64)
+        torch.cuda.synchronize()
+    for wire, shard in zip(wires, shards, strict=True):
+        assert torch.equal(wire.cpu(), on_host(shard, code))
+    for out, shard in zip(read(wires, shards, name, 64, "bf16"), shards, strict=True):
+        plain = torch.empty(1, shard.numel(), dtype=torch.bfloat16)
+        code.decode(on_host(shard, code), plain)
+        assert torch.equal(out, plain)
+    # Twenty of a dtype: one launch of sixteen and one of four.
+    assert sum("_encode" in event.name for event in profiled.events()) == 4
+
+
+@NUMBERS
+def test_every_rank_has_a_row_of_its_own(name: str) -> None:
+    shards = [normal(1000) * factor for factor in (1.0, -3.0, 0.1)]
+    wire = torch.cat(on_device(shards, name, 128))
+    out = torch.empty(3, 1000, device=CUDA)
+    caster(name, compute="fp32").decode(unit(shards[0]), wire, out)
+    for row, shard in zip(out.cpu(), shards, strict=True):
+        torch.testing.assert_close(row.double(), decoded(shard, name, 128), rtol=3e-7, atol=0.0)
+
+
+class TestInt8(PrecisionSuite):
+    device = CUDA
+    wire_tolerance = 0.0065
+
+    def make(self) -> PrecisionCaster:
+        return caster("int8")
+
+
+class TestFp8(PrecisionSuite):
+    device = CUDA
+    wire_tolerance = 0.067
+
+    def make(self) -> PrecisionCaster:
+        return caster("fp8")
+
+
+class Noted(torch.autograd.Function):
+    """``x @ weight.T``, which notes the weight that forward and backward compute with."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.seen = seen
+        seen.append(weight.clone())
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight = ctx.saved_tensors
+        ctx.seen.append(weight.clone())
+        return grad @ weight, grad.T @ x, None
+
+
+class Watched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(normal(960).view(24, 40))
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = Noted.apply(x, self.weight, self.seen)
+        return out
+
+
+def watched(rank: int, name: str, offload: str, infinite: bool) -> list[torch.Tensor]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(0)
+    model = nn.Sequential(Watched(), nn.Linear(24, 4)).to(device)
+    polyshard.shard(
+        model,
+        polyshard.ShardConfig(
+            precision=caster(name, block=32, compute="fp32"),
+            policy={"name": "module_class", "classes": [Watched]},
+            offload=offload,
+        ),
+    )
+    if infinite and rank == 0:
+        with torch.no_grad():
+            model[0].weight[0] = math.inf
+    model(torch.ones(4, 40, device=device, requires_grad=True)).sum().backward()
+    return [weight.cpu() for weight in model[0].seen]
+
+
+@pytest.mark.skipif(WORLD_SIZE < 2, reason="nothing travels where there is one rank")
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@NUMBERS
+def test_all_ranks_compute_with_what_travelled_forward_and_backward(name: str, offload: str) -> None:
+    shards = normal(960).split(960 // WORLD_SIZE)
+    wanted = torch.cat([decoded(shard, name, 32) for shard in shards]).view(24, 40)
+    for seen in run(watched, name, offload, False):
+        assert len(seen) == 2
+        for weight in seen:
+            torch.testing.assert_close(weight.double(), wanted, rtol=3e-7, atol=0.0)
+            assert torch.equal(weight, seen[0])
+
+
+@pytest.mark.skipif(WORLD_SIZE < 2, reason="nothing travels where there is one rank")
+@NUMBERS
+def test_a_master_that_is_not_finite_makes_its_block_nan_on_every_rank(name: str) -> None:
+    for seen in run(watched, name, "none", True):
+        for weight in seen:
+            assert weight.flatten().isnan().nonzero().flatten().tolist() == list(range(32))
+
+
+def trained(rank: int, precision: str, offload: str) -> list[float]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)]
+    model = nn.Sequential(nn.Linear(16, 64), *blocks, nn.Linear(64, 16)).to(device)
+    chosen: object = precision if precision == "bf16" else caster(precision)
+    policy = {"name": "module_class", "classes": [nn.Sequential]}
+    polyshard.shard(model, polyshard.ShardConfig(precision=chosen, policy=policy, offload=offload))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for turn in range(40):
+        generator = torch.Generator().manual_seed(2 * turn + rank)
+        x = torch.randn(64, 16, generator=generator).to(device)
+        loss = (model(x).float() - x.flip(1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.skipif(WORLD_SIZE < 2, reason="nothing travels where there is one rank")
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@NUMBERS
+def test_a_model_trains_as_with_bf16(name: str, offload: str) -> None:
+    plain = torch.tensor(run(trained, "bf16", "none")).mean(0)
+    encoded = torch.tensor(run(trained, name, offload)).mean(0)
+    assert plain[-5:].mean() < 0.7 * plain[0]
+    assert encoded.tolist() != plain.tolist()
+    assert float((encoded - plain).abs().max()) < 0.1 * float(plain[0])

@@ -1,0 +1,80 @@
+"""Shards that a codec of eight bits must take, and what it should make of them, by formulas in fp64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+LARGEST = {"int8": 127.0, "fp8": 448.0}
+FP32_MAX = torch.finfo(torch.float32).max
+
+
+def normal(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Values as weights have them."""
+    generator = torch.Generator().manual_seed(numel)
+    return (torch.randn(numel, generator=generator, dtype=torch.float64) * 0.02).to(dtype)
+
+
+def many_magnitudes() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(1000, generator=generator) * torch.exp(10 * torch.randn(1000, generator=generator))
+
+
+def random_bits() -> torch.Tensor:
+    """Every kind of fp32: of 5000, some 20 are infinite or no number, and 20 subnormal."""
+    generator = torch.Generator().manual_seed(2)
+    bits = torch.randint(-(1 << 31), (1 << 31) - 1, (5000,), generator=generator)
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def not_finite() -> torch.Tensor:
+    """Beside blocks of 16 that hold numbers alone: one with a NaN, one with each infinity."""
+    values = normal(160)
+    values[20], values[70], values[120] = math.nan, math.inf, -math.inf
+    return values
+
+
+def ties() -> torch.Tensor:
+    """Halves beside 127 in each block of 16: the scale of int8 is 1, so that every second value lies in the middle."""
+    halves = torch.arange(-60, 60) / 2.0
+    return torch.cat([torch.cat([part, torch.tensor([127.0])]) for part in halves.split(15)])
+
+
+#: By name. Lengths are such that blocks divide them, and such that they do not.
+CASES: dict[str, Callable[[], torch.Tensor]] = {
+    **{f"{numel} elements": (lambda numel=numel: normal(numel)) for numel in (1, 5, 16, 31, 128, 129, 1000, 70001)},
+    **{
+        str(dtype): (lambda dtype=dtype: normal(333, dtype)) for dtype in (torch.float64, torch.bfloat16, torch.float16)
+    },
+    "many magnitudes": many_magnitudes,
+    "random bits": random_bits,
+    "not finite": not_finite,
+    "ties": ties,
+    "zeros": lambda: torch.zeros(300),
+    "largest": lambda: torch.tensor([FP32_MAX, -FP32_MAX] * 20),
+    "subnormal": lambda: torch.tensor([1e-40, -1e-45] * 20),
+    "smallest scale": lambda: torch.linspace(-1.0, 1.0, 300) * 2.0**-120,
+}
+
+
+def decoded(shard: torch.Tensor, name: str, block: int) -> torch.Tensor:
+    """What should arrive of ``shard`` (``[numel]``), in fp64, by the formula: fp32 comes within an ulp or so of it."""
+    out = torch.empty(shard.numel(), dtype=torch.float64)
+    for start in range(0, shard.numel(), block):
+        values = shard[start : start + block].float().double()
+        largest = values.abs().max()
+        scale = max(float(largest) / LARGEST[name], 2.0**-126)
+        if not math.isfinite(scale):
+            out[start : start + block] = math.nan
+            continue
+        quotients = values / scale
+        if name == "fp8":
+            # 3 bits of mantissa above 2**-6, multiples of 2**-9 below.
+            exponents = torch.floor(torch.log2(quotients.abs().clamp(min=2.0**-6)))
+            steps = torch.exp2(exponents - 3)
+        else:
+            steps = torch.ones(())
+        out[start : start + block] = torch.round(quotients / steps) * steps * scale
+    return out
