@@ -79,9 +79,9 @@ def _try_codec(caster: PrecisionCaster, unit: DraftedUnit, collectives: Collecti
     with torch.no_grad():
         caster.prepare([spec], collectives)
         # As in a step: together with those that travel along, here by itself.
-        caster.encode_many([(spec, wire[0], shard)])
+        caster.encode_many([spec], [wire[0]], [shard])
         wire.copy_(wire[:1].clone().expand_as(wire))
-        caster.decode_many([(spec, wire, out)])
+        caster.decode_many([spec], [wire], [out])
     for row, values in enumerate(out.double().cpu().unbind()):
         if not _alike(values, ramp):
             raise PluginContractError(
