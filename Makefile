@@ -50,6 +50,7 @@ static: $(READY)  ## run ruff, mypy and import-linter
 	MYPYPATH=benchmarks $(PY) -m mypy benchmarks/*.py
 	MYPYPATH=examples/byte_lm $(PY) -m mypy examples/byte_lm/*.py
 	MYPYPATH=examples/pretrain $(PY) -m mypy examples/pretrain/*.py
+	MYPYPATH=examples/acme/src $(PY) -m mypy examples/acme/src/acme/*.py examples/acme/tests/*.py
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-logo
 
 # None of them waits: more processes than cores would only collect once more.

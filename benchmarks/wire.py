@@ -22,34 +22,29 @@ import time
 import warnings
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import polyshard
 import torch
 from contenders import contender
+from curves import CURVE, Configure, curves, model_of
 from measure import output_of
 from options import Settings
 from peers import Benchmark
 from polyshard.interfaces import PluginContext, UnitSpec, WireSpec
 from polyshard_backends.fake import FakeCollectives
-from polyshard_backends.threaded import ThreadedWorld
 from polyshard_plugins.block_codec import BlockCode, Number
 from polyshard_plugins.block_scaled import Fp8, Int8
 from ranks import Ranks
 from runs import environment
 from summary import table, train_table
-from workloads import WORKLOADS, Batches, Block, LanguageModel, Workload, initial_value
+from workloads import WORKLOADS, Batches, Block, LanguageModel, Workload
 
 _HANG_S = 150.0
 _NUMEL = 1 << 20
 _SIZES = (16, 32, 64, 128, 256, 512, 1024)
 _PRECISIONS = ("bf16", "int8", "fp8")
-#: Trained on the CPU: 0.9M parameters.
-_CURVE = Workload("curve", 128, 4, 4, 4, 352, 512, 4, 64, False, 0, 0.0)
-#: Steps that the end of a curve is the mean of.
-_TAIL = 50
 
 
 def values_of(kind: str) -> torch.Tensor:
@@ -137,7 +132,7 @@ def counted(workload: Workload) -> dict[str, Any]:
     found: dict[str, Any] = {"workload": workload.name, "world_size": 4}
     for precision in _PRECISIONS:
         collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
-        model = _model(workload)
+        model = model_of(workload)
         polyshard.shard(model, _config(precision, collectives=collectives))
         tokens, targets = Batches(workload, 0, torch.device("cpu")).batch(0)
         for _ in range(2):
@@ -153,14 +148,6 @@ def counted(workload: Workload) -> dict[str, Any]:
     return found
 
 
-def _model(workload: Workload) -> LanguageModel:
-    model = LanguageModel(workload)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(name, parameter.shape, torch.device("cpu")))
-    return model
-
-
 def _config(precision: object, **settings: Any) -> polyshard.ShardConfig:
     policy = {"name": "module_class", "classes": [Block]}
     return polyshard.ShardConfig(precision=_casters()[str(precision)], policy=policy, **settings)
@@ -171,56 +158,8 @@ def _casters() -> dict[str, Any]:
     return {"bf16": "bf16", "int8": Int8(context), "fp8": Fp8(context)}
 
 
-def curves(steps: int, draws: int) -> dict[str, Any]:
-    """Mean loss of two threads by step, for each draw of batches and precision, and how far the curves are apart."""
-    losses: dict[str, list[list[float]]] = {name: [] for name in _PRECISIONS}
-    for draw in range(draws):
-        for name, kept in losses.items():
-            runs = ThreadedWorld(2, timeout=120.0).run(partial(_train, name, steps, draw * steps), timeout=3600.0)
-            kept.append([sum(pair) / 2 for pair in zip(*runs, strict=True)])
-            print(f"{name}, draw {draw}: {sum(kept[-1][-_TAIL:]) / _TAIL:.4f}", file=sys.stderr, flush=True)
-    curves = {name: torch.tensor(kept, dtype=torch.float64) for name, kept in losses.items()}
-    return {
-        "model": _CURVE.describe(),
-        "steps": steps,
-        "ends": {name: _rounded(curve[:, -_TAIL:].mean(1)) for name, curve in curves.items()},
-        "difference_to_bf16_at_the_end": {
-            name: _rounded((curve - curves["bf16"])[:, -_TAIL:].mean(1)) for name, curve in curves.items()
-        },
-        "difference_to_bf16_over_all": {
-            name: _rounded((curve - curves["bf16"]).mean(1)) for name, curve in curves.items()
-        },
-        "distance_to_bf16_over_all": {
-            name: _rounded((curve - curves["bf16"]).abs().mean(1)) for name, curve in curves.items()
-        },
-        "distance_of_bf16_to_bf16_on_other_batches": _rounded(
-            (curves["bf16"] - curves["bf16"].roll(1, 0)).abs().mean(1)
-        ),
-        "losses_over_10_steps": {
-            name: [_rounded(torch.stack([part.mean() for part in curve.split(10)])) for curve in whole]
-            for name, whole in curves.items()
-        },
-    }
-
-
-def _rounded(values: torch.Tensor) -> list[float]:
-    return [round(value, 5) for value in values.tolist()]
-
-
-def _train(precision: str, steps: int, first: int, rank: int, world: ThreadedWorld) -> list[float]:
-    with world.lock:
-        model = _model(_CURVE)
-    polyshard.shard(model, _config(precision, collectives={"name": "threaded", "world": world, "rank": rank}))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    batches = Batches(_CURVE, rank, torch.device("cpu"))
-    losses = []
-    for step in range(steps):
-        loss = model(*batches.batch(first + step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+def _by_precision(name: str) -> Configure:
+    return lambda collectives: _config(name, collectives=dict(collectives))
 
 
 def alone(given: argparse.Namespace) -> dict[str, Any]:
@@ -237,8 +176,8 @@ def alone(given: argparse.Namespace) -> dict[str, Any]:
         },
         "errors": errors(),
         "bytes": [bytes_of(WORKLOADS[name], size) for name in ("300m", "1b", "8b") for size in (2, 8)],
-        "counted": counted(replace(_CURVE, batch=1, seq=16)),
-        "curves": curves(given.steps, given.draws),
+        "counted": counted(replace(CURVE, batch=1, seq=16)),
+        "curves": curves({name: _by_precision(name) for name in _PRECISIONS}, "bf16", given.steps, given.draws),
     }
 
 

@@ -4,7 +4,8 @@
 Blocks run in the order of the page, in an empty folder that is the working directory and on the path:
 
 - A line that holds nothing but a file's name in backticks names the block below it: the block is written to that file.
-  A ``pyproject.toml`` written so is installed, as far as its name, version and entry points go.
+  A ``pyproject.toml`` written so is installed, as far as its name, version and entry points go; so is that of a folder
+  that ``pip install`` names, with its modules. A file of a folder in ``examples/`` is shown as it is there.
 - Other ``python`` blocks run, all those of a page in one namespace.
 - In ``console`` blocks the lines after ``$`` run where they start with ``polyshard``, ``python`` or ``torchrun``, whose
   options torchrun's own parser reads. Lines below a command must be in what it prints, in this order, blanks aside;
@@ -19,6 +20,7 @@ import html
 import importlib.metadata
 import inspect
 import json
+import logging
 import os
 import re
 import shlex
@@ -83,13 +85,18 @@ def _identify(page: Path) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The working directory of a page. Nothing that was imported from it stays."""
+    """The working directory of a page. Nothing that was imported from it, or is logged into it, stays."""
     for variable in [name for name in os.environ if name.startswith("POLYSHARD_")]:
         monkeypatch.delenv(variable)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(sys.modules)
     yield tmp_path
+    for logger in [each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)]:
+        for handler in logger.handlers[:]:
+            if isinstance(handler, logging.FileHandler) and Path(handler.baseFilename).is_relative_to(tmp_path):
+                logger.removeHandler(handler)
+                handler.close()
     for name in set(sys.modules) - before:
         origin = getattr(sys.modules[name], "__file__", None) or ""
         places = [origin, *getattr(sys.modules[name], "__path__", [])]
@@ -119,6 +126,9 @@ def test_page_runs(
             source = "\n" * (snippet.line - 1) + snippet.text
             exec(compile(source, str(page), "exec"), module.__dict__)
         elif snippet.language == "console":
+            for installed in re.findall(r"^\$ pip install .*?(?:\./)(\w+)", snippet.text, re.MULTILINE):
+                _install(folder / installed, folder)
+                monkeypatch.syspath_prepend(folder / installed / "src")
             _run_console(snippet, page, folder, capsys)
 
 
@@ -127,14 +137,29 @@ def _write(snippet: Snippet, folder: Path) -> None:
     path = folder / snippet.file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(snippet.text, encoding="utf-8")
-    if path.name == "pyproject.toml":
-        project = tomllib.loads(snippet.text)["project"]
-        entry_points = [
-            (group, name, value)
-            for group, names in project.get("entry-points", {}).items()
-            for name, value in names.items()
-        ]
-        install(folder, project["name"], project["version"], entry_points)
+    if path.name == "pyproject.toml" and not _of_example(snippet):
+        _install(path.parent, folder)
+
+
+def _install(package: Path, site: Path) -> None:
+    project = tomllib.loads((package / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    entry_points = [
+        (group, name, value)
+        for group, names in project.get("entry-points", {}).items()
+        for name, value in names.items()
+    ]
+    install(site, project["name"], project["version"], entry_points)
+
+
+def _of_example(snippet: Snippet) -> bool:
+    return (ROOT / "examples" / (snippet.file or "").partition("/")[0]).is_dir() and snippet.file is not None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_identify)
+def test_files_of_examples_are_shown_as_they_are(page: Path) -> None:
+    for snippet in filter(_of_example, snippets(page)):
+        assert snippet.file is not None
+        assert snippet.text == (ROOT / "examples" / snippet.file).read_text(encoding="utf-8"), snippet.file
 
 
 def _run_console(snippet: Snippet, page: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from .._version import __version__
 from ..errors import PolyshardError
-from . import config, doctor, explain, plugins
+from . import config, doctor, explain, new, plugins
 
 #: Each has ``add``, whose parser's ``run`` takes the parsed arguments and returns the exit code.
-_COMMANDS = (plugins, config, explain, doctor)
+_COMMANDS = (plugins, config, explain, doctor, new)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,7 +20,8 @@ class Observer(Protocol):
     compute several times between two gathers; under activation checkpointing, a backward holds another computation.
     A unit with other units inside computes while those do, and while it waits for them.
 
-    Methods must not issue collectives, must not synchronize with the device, and must not raise.
+    Methods must not issue collectives, must not synchronize with the device, and must not raise. A class that inherits
+    from this one does nothing at the moments that it leaves out.
     """
 
     def unshard(self, unit: UnitSpec) -> None:
@@ -28,30 +29,39 @@ class Observer(Protocol):
 
         One that an earlier forward left gathered is gathered again, with no reshard.
         """
+        return None
 
     def unsharded(self, unit: UnitSpec) -> None:
         """The gather was issued and ends at this point of the current stream; on the host, it has arrived."""
+        return None
 
     def compute(self, unit: UnitSpec, backward: bool) -> None:
         """The unit's forward, or backward, starts at this point of the current stream."""
+        return None
 
     def computed(self, unit: UnitSpec, backward: bool) -> None:
         """The unit's forward, or backward, ended at this point of the current stream."""
+        return None
 
     def wait(self, unit: UnitSpec) -> None:
         """The stream that computes waits from this point on: for the unit's gather, or for room for its reduction."""
+        return None
 
     def waited(self, unit: UnitSpec) -> None:
         """It waits until this point at most; where everything was there already, for no time."""
+        return None
 
     def reduce(self, unit: UnitSpec) -> None:
         """The unit's gradient reduction is about to be issued, on the current stream."""
+        return None
 
     def reduced(self, unit: UnitSpec) -> None:
         """The reduction's result is delivered at this point of the current stream."""
+        return None
 
     def reshard(self, unit: UnitSpec) -> None:
         """The unit's gather buffer was released, on the stream that computes."""
+        return None
 
 
 class Listener:

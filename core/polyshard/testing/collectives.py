@@ -60,7 +60,7 @@ class CollectivesSuite(PluginSuite):
 
     _processes: ClassVar[KeptProcesses | None] = None
 
-    def make(self, rank: Rank) -> Collectives:  # type: ignore[override]
+    def make(self, rank: Rank) -> Collectives:
         """A newly constructed backend, on the rank that it is to serve.
 
         ``rank.collectives`` are collectives that work between the ranks, for a backend made of others.

@@ -78,9 +78,10 @@ def _try_codec(caster: PrecisionCaster, unit: DraftedUnit, collectives: Collecti
     out = torch.full((shards, spec.shard_numel), float("nan"), dtype=unit.dtypes.compute, device=spec.device)
     with torch.no_grad():
         caster.prepare([spec], collectives)
-        caster.encode(spec, wire[0], shard)
+        # As in a step: together with those that travel along, here by itself.
+        caster.encode_many([spec], [wire[0]], [shard])
         wire.copy_(wire[:1].clone().expand_as(wire))
-        caster.decode(spec, wire, out)
+        caster.decode_many([spec], [wire], [out])
     for row, values in enumerate(out.double().cpu().unbind()):
         if not _alike(values, ramp):
             raise PluginContractError(
