@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -69,6 +72,59 @@ class FromTheFuture(Sound):
 class CountsForTrue(Sound):
     api_version = 1
     capabilities = OffloadCapabilities(parks=1)  # type: ignore[arg-type]
+
+
+class EverySecond(Sound):
+    """Parks, or not, by how many were made before."""
+
+    api_version = 1
+    made = itertools.count()
+
+    def __init__(self, context: PluginContext) -> None:
+        super().__init__(context)
+        self.capabilities = OffloadCapabilities(parks=next(self.made) % 2 == 0)
+
+
+class Wavers(Sound):
+    """Parks another unit each time it is asked."""
+
+    api_version = 1
+
+    def units_to_park(self, units: Sequence[UnitSpec]) -> Sequence[UnitSpec]:
+        self.asked = getattr(self, "asked", 0) + 1
+        return units[self.asked % len(units) :][:1]
+
+
+class ParksByRank(Sound):
+    """Parks as many units as the launcher says."""
+
+    api_version = 1
+
+    def units_to_park(self, units: Sequence[UnitSpec]) -> Sequence[UnitSpec]:
+        return units[: int(os.environ.get("RANK", "1"))]
+
+
+class ParksOthers(Sound):
+    """Parks units as it would name them itself."""
+
+    api_version = 1
+
+    def units_to_park(self, units: Sequence[UnitSpec]) -> Sequence[UnitSpec]:
+        return [replace(unit, name=f"module.{unit.name}") if unit.shard_numel == 6 else unit for unit in units]
+
+
+class FetchedAlready(Sound):
+    """Leaves out a small unit that it fetched in this forward, whose memory may be another's since."""
+
+    api_version = 1
+
+    def begin_forward(self) -> None:
+        self.kept.clear()
+
+    def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
+        if unit.name not in self.kept or master.numel() > 8:
+            own_slice.copy_(master)
+        self.kept[unit.name] = master
 
 
 class WidensMasters(Sound):
@@ -202,6 +258,19 @@ class ByModule(Sound):
         return kept.copy_(grad) if kept.dtype == grad.dtype else grad.clone()
 
 
+class OnePool(Sound):
+    """Has one memory for small gradients, for all managers of the process."""
+
+    api_version = 1
+    pool: ClassVar[dict[tuple[str, torch.dtype], torch.Tensor]] = {}
+
+    def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+        if into is not None or grad.numel() > 8:
+            return super().store_grad(unit, grad, into)
+        kept = self.pool.setdefault((unit.name, grad.dtype), torch.empty(8, dtype=grad.dtype))
+        return kept[: grad.numel()].copy_(grad)
+
+
 class OneShelf(Sound):
     """Parks all masters in one place."""
 
@@ -272,6 +341,8 @@ def fault(plugin: Callable[[PluginContext], OffloadManager], *fails: str, why: s
 
 
 VERSION = "api_version_stands_in_the_class_itself_and_is_served"
+CAPABILITIES = "capabilities_are_real_bools_that_do_not_change"
+PARKED = "parked_units_are_some_of_those_given"
 PLACED = "placed_master_keeps_values_shape_and_dtype"
 CASTS = "fetch_casts_what_the_optimizer_wrote"
 STORED = "stored_gradient_lies_beside_the_master_in_its_own_dtype"
@@ -283,7 +354,12 @@ TRAINING = "training_is_that_of_the_unsharded_model"
 FAULTS = [
     *local_faults(Sound, lambda plugin: plugin(plugin_context()), within=None),
     fault(FromTheFuture, VERSION, TRAINING, why="polyshard refuses such a version of an object, too"),
-    fault(CountsForTrue, "capabilities_are_real_bools_that_do_not_change"),
+    fault(EverySecond, CAPABILITIES, TRAINING, why="ranks compare what they park"),
+    fault(CountsForTrue, CAPABILITIES, TRAINING, why="polyshard refuses a number, too"),
+    fault(Wavers, PARKED),
+    fault(ParksByRank, PARKED),
+    fault(ParksOthers, PARKED),
+    fault(FetchedAlready, "a_unit_is_fetched_again_in_the_backward"),
     fault(WidensMasters, PLACED),
     fault(SpreadMasters, PLACED, TRAINING, why="the engine refuses strides as well"),
     fault(ScalesLate, CASTS),
@@ -297,6 +373,7 @@ FAULTS = [
     fault(Forgetful, ADD_UP),
     fault(NeverCleared, AFRESH, TRAINING, why="what a step leaves to the next, every training of two steps shows"),
     fault(ByModule, APART),
+    fault(OnePool, "managers_of_two_models_do_not_share_memory"),
     fault(OneShelf, APART, TRAINING, why="the engine refuses masters in one place as well"),
     fault(FirstPlace, "a_unit_is_placed_again_after_an_attempt_that_failed"),
     fault(WaitsForTheLast, "nothing_stored_is_nothing_to_wait_for"),
@@ -318,4 +395,14 @@ def test_only_these_fail(planted: Fault) -> None:
 
 def test_every_test_is_the_one_that_catches_something() -> None:
     alone = {planted.values[0].fails[0] for planted in FAULTS if not planted.values[0].why_several}
-    assert names_of(OffloadSuite) - alone == {AFRESH}
+    # Polyshard itself refuses what says nothing true of itself, and a second step is a part of every training.
+    assert names_of(OffloadSuite) - alone == {CAPABILITIES, AFRESH}
+
+
+def test_a_failure_shows_the_values_that_were_compared() -> None:
+    class Suite(OffloadSuite):
+        def make(self) -> OffloadManager:
+            return WidensMasters(plugin_context())
+
+    with pytest.raises(AssertionError, match=r"assert torch\.float32 is torch\.bfloat16"):
+        Suite().test_placed_master_keeps_values_shape_and_dtype(1, torch.bfloat16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -109,6 +110,17 @@ class TestSoundCasts(PrecisionSuite):
 class CountsForTrue(Sound):
     api_version = 1
     capabilities = PrecisionCapabilities(encodes=1)  # type: ignore[arg-type]
+
+
+class EverySecond(Low):
+    """Says that it encodes, or not, by how many were made before."""
+
+    api_version = 1
+    made = itertools.count()
+
+    def __init__(self, context: PluginContext) -> None:
+        super().__init__(context)
+        self.capabilities = PrecisionCapabilities(encodes=next(self.made) % 2 == 0)
 
 
 class NarrowReduction(Sound):
@@ -356,6 +368,7 @@ def fault(plugin: type[PrecisionCaster], *fails: str, why: str = "") -> Any:
     return pytest.param(Fault(lambda: make(plugin), fails, why), id=plugin.__name__)
 
 
+CAPABILITIES = "capabilities_are_real_bools_that_do_not_change"
 DTYPES = "dtypes_are_floats_that_fit_each_other"
 INPUTS = "input_casts_keep_structure_values_and_integers"
 COME_BACK = "encoded_shards_come_back"
@@ -367,7 +380,8 @@ EVALUATION = "evaluation_is_near_that_of_the_unsharded_model"
 
 FAULTS = [
     *local_faults(Sound, make),
-    fault(CountsForTrue, "capabilities_are_real_bools_that_do_not_change"),
+    fault(EverySecond, CAPABILITIES),
+    fault(CountsForTrue, CAPABILITIES, TRAINING, EVALUATION, why="polyshard refuses a number, too"),
     fault(NarrowReduction, DTYPES),
     fault(SilentHalf, "loss_scaling_is_said_of_fp16"),
     fault(AsksTheLauncher, "answers_are_the_same_each_time_and_on_every_rank"),

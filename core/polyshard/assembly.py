@@ -27,6 +27,7 @@ from .engine.cutting.materialize import Initializer, refuse_uninitializable
 from .engine.planning.answers import leaves_alone, refuse_unable
 from .engine.planning.arrangement import NamedLayout
 from .engine.planning.draft import Draft, draft_stage
+from .engine.planning.parking import decide_parking
 from .engine.planning.plan import (
     STAGE_ATTRIBUTE,
     PlannedStage,
@@ -333,7 +334,8 @@ def _draft(
             rank=rank,
         )
         drafted.append(Drafted(draft, own))
-    return tuple(drafted)
+    parked = decide_parking([each.draft for each in drafted], rank)
+    return tuple(Drafted(draft, each.overrides) for draft, each in zip(parked, drafted, strict=True))
 
 
 def draft_module(request: Request, plugins: ChosenPlugins, strategy: Strategy, shards: int) -> tuple[Drafted, ...]:

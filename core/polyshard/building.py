@@ -71,7 +71,7 @@ def prepare(blueprint: Blueprint, grid: RankGrid) -> tuple[Masters, Callable[[],
             from_first=blueprint.config.sync_module_states,
         )
         for draft in drafts:
-            if draft.offload.capabilities.parks:
+            if draft.parks:
                 masters[draft.stage.name] = park(draft, masters.pop(draft.stage.name, None), grid, device)
         try_codecs(drafts, grid.world, grid.shard_size)
         refuse_shared_memory(_parked(blueprint, masters), grid.world.rank)
@@ -86,9 +86,10 @@ def _parked(
 ) -> Iterator[tuple[OffloadManager, UnitSpec, torch.Tensor]]:
     """All masters of the model that managers park, those of modules that are sharded already too."""
     for draft in blueprint.drafts:
-        if draft.offload.capabilities.parks:
+        if draft.parks:
             for unit, master in zip(draft.units, masters[draft.stage.name], strict=True):
-                yield draft.offload, unit.spec, master
+                if unit.parked:
+                    yield draft.offload, unit.spec, master
     for inner in blueprint.module.modules():
         if STAGE_ATTRIBUTE in inner.__dict__:
             for unit in inner.__dict__[STAGE_ATTRIBUTE].units:

@@ -23,7 +23,8 @@ def rows_of(draft: Draft, overrides: list[Any]) -> list[list[Any]]:
     for unit, group in zip(draft.units, draft.stage.groups, strict=True):
         title = f"unit '{unit.spec.label}'"
         dtypes = [str(getattr(unit.dtypes, field.name)) for field in dataclasses.fields(unit.dtypes)]
-        rows.append([title, ["dtypes", *dtypes], ["bytes on the wire", unit.wire and unit.wire.nbytes_per_rank]])
+        travels = ["bytes on the wire", unit.wire and unit.wire.nbytes_per_rank]
+        rows.append([title, ["dtypes", *dtypes], travels, ["parked", unit.parked]])
         # In no order of the layout's, which is told apart by itself.
         title = f"{title}, by {draft.layout.described}"
         rows.append([title, *sorted(_parameter(parameter) for parameter in group)])

@@ -43,8 +43,11 @@ class FlatParameterUnit(Protocol):
     dtypes: UnitDtypes
     master: torch.Tensor
     originals: MasterViews
-    offload: OffloadManager
     comm_hook: CommHook | None
+
+    @property
+    def keeper(self) -> OffloadManager | None:
+        """The manager that the unit is parked with; None where it is not."""
 
     @property
     def name(self) -> str:
@@ -91,7 +94,7 @@ class FlatGradients(Gradients):
     input: FlatInput
 
     def __init__(self, unit: FlatParameterUnit) -> None:
-        super().__init__(unit.spec, unit.layout, unit.grid, unit.dtypes, unit.originals.recipients, unit.offload)
+        super().__init__(unit.spec, unit.layout, unit.grid, unit.dtypes, unit.originals.recipients, unit.keeper)
         self.input = FlatInput(unit.layout, unit.dtypes, unit.spec.device)
         self._unit = unit
         self._training_dtypes = unit.dtypes

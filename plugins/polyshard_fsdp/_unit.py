@@ -76,6 +76,7 @@ class FlatUnit(Unit):
             caster,
             offload,
             reshard=reshard,
+            parks=offload.capabilities.parks,
         )
         if not handle.use_orig_params:
             # Takes the whole views, which flattening left in the modules, out of them.

@@ -78,7 +78,7 @@ class FSDPModule:
                 )
             rests = root.phase is Phase.IDLE
             if rests:
-                root.lanes.begin_forward()
+                root.begin_gathers()
             for unit in units:
                 if rests and not unit.ahead:
                     unit.take_up_changes()

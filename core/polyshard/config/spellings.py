@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 
 import torch
 
 from ..errors import ConfigError
+from ..interfaces import bytes_of
 from .plugin_spec import PluginChoice
-
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?(b?)", re.IGNORECASE)
 
 
 def device_of(value: torch.device | str | None) -> torch.device | None:
@@ -33,19 +31,11 @@ def listeners_of(value: Iterable[PluginChoice]) -> tuple[PluginChoice, ...]:
     return tuple(value)
 
 
-def _bytes_of(value: object) -> int | None:
-    """``value``, or the bytes that it spells out; None where it does not."""
-    if isinstance(value, str) and (match := _BYTES.fullmatch(value.strip())) and (match[4] or not match[2]):
-        base = 1024 if match[3] else 1000
-        return int(float(match[1]) * base ** " kmgt".index((match[2] or " ").lower()))
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
 def memory_budget_of(value: int | str | None) -> int | None:
     """``value`` in bytes; raises ``ConfigError`` where it is not above 0."""
     if value is None:
         return None
-    nbytes = _bytes_of(value)
+    nbytes = bytes_of(value)
     if nbytes is None or nbytes <= 0:
         raise ConfigError(f"memory_budget must be bytes above 0, a number or text such as '70 GiB', not {value!r}.")
     return nbytes
@@ -53,7 +43,7 @@ def memory_budget_of(value: int | str | None) -> int | None:
 
 def batch_nbytes_of(value: int | str) -> int:
     """``value`` in bytes; raises ``ConfigError`` where it is negative or no number of bytes."""
-    nbytes = _bytes_of(value)
+    nbytes = bytes_of(value)
     if nbytes is None or nbytes < 0:
         raise ConfigError(f"batch_nbytes must be bytes, 0 or more, a number or text such as '16 MiB', not {value!r}.")
     return nbytes

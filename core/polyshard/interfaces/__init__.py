@@ -43,6 +43,7 @@ from .precision import (
     UnitDtypes,
     WireSpec,
 )
+from .quantities import bytes_of
 from .unit import UnitSpec
 from .versions import CURRENT_API, OLDEST_API, Group
 
@@ -81,4 +82,5 @@ __all__ = [
     "WireSpec",
     "Work",
     "WrapPolicy",
+    "bytes_of",
 ]

@@ -31,6 +31,8 @@ class UnitSpec:
     suffix: str = ""
     """What ``name`` ends in where other parameters of the same module form a unit before this one: what tells this one
     from them, ``"[float64]"`` or ``"[float32, frozen]"``. Otherwise empty."""
+    trained: bool = True
+    """Whether its parameters had ``requires_grad`` when the model was sharded: all of them, or none."""
 
     @property
     def module_name(self) -> str:

@@ -11,6 +11,7 @@ A subclass overrides what constructs the plugin and inherits the tests::
 pytest must be installed; nothing else in polyshard imports this package.
 """
 
+from . import shown_values as shown_values
 from .collectives import CollectivesSuite
 from .context import plugin_context
 from .layout import LayoutSuite

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from ..errors import ConfigError
 from ..interfaces import Group, OffloadCapabilities, OffloadManager, UnitSpec
-from .plugin import LocalPluginSuite
+from .plugin import LocalPluginSuite, as_rank
 from .training import Training
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -43,7 +44,7 @@ class OffloadSuite(LocalPluginSuite):
         self,
         shard_numel: int,
         master_dtype: torch.dtype = torch.float32,
-        name: str = "layers.0",
+        name: str = "blocks.0",
         suffix: str = "",
     ) -> UnitSpec:
         """A unit of its own ``name``, which ends in ``suffix``, with shards of ``shard_numel`` elements."""
@@ -66,6 +67,27 @@ class OffloadSuite(LocalPluginSuite):
         assert isinstance(capabilities.parks, bool), f"parks is {capabilities.parks!r}"
         assert manager.capabilities == capabilities
         assert self.make().capabilities == capabilities
+
+    def test_parked_units_are_some_of_those_given(self) -> None:
+        units = tuple(self.unit(6, name=name) for name in ("blocks.0", "blocks.1", "blocks.2"))
+        with as_rank(0):
+            manager = self.make()
+            first = self._parked(manager, units)
+            again = self._parked(manager, units)
+        with as_rank(1):
+            other = self._parked(self.make(), units)
+        assert first == again
+        assert first == other
+
+    def _parked(self, manager: OffloadManager, units: Sequence[UnitSpec]) -> list[str]:
+        try:
+            parked = list(manager.units_to_park(units))
+        except ConfigError as error:
+            # Options need not fit this model.
+            return [str(error)]
+        assert set(parked) <= set(units)
+        assert len(set(parked)) == len(parked)
+        return [unit.name for unit in parked]
 
     @pytest.mark.parametrize("numel", [0, 1, 1000])
     @pytest.mark.parametrize("dtype", _FLOATS, ids=str)
@@ -95,10 +117,22 @@ class OffloadSuite(LocalPluginSuite):
             expected = master.to(compute).tolist()
             assert self._fetched(manager, unit, master, compute) == expected
 
+    def test_a_unit_is_fetched_again_in_the_backward(self) -> None:
+        # Its memory was another unit's in the meantime.
+        manager, unit = self.make(), self.unit(6)
+        master = manager.place(unit, self._numbers(6))
+        manager.begin_forward()
+        for _ in range(2):
+            own_slice = torch.zeros(6, device=self.device)
+            with self._stream():
+                manager.fetch(unit, master, own_slice)
+            assert own_slice.tolist() == self._numbers(6).tolist()
+
     def test_fetch_writes_nothing_but_the_own_slice(self) -> None:
         manager, unit = self.make(), self.unit(6)
         master = manager.place(unit, self._numbers(6))
         buffer = torch.full((22,), 7.0, device=self.device)
+        manager.begin_forward()
         with self._stream():
             manager.fetch(unit, master, buffer[8:14])
         assert buffer.tolist() == [7.0] * 8 + self._numbers(6).tolist() + [7.0] * 8
@@ -155,7 +189,7 @@ class OffloadSuite(LocalPluginSuite):
     def test_units_do_not_share_memory(self) -> None:
         manager = self.make()
         # Two are of one module, whose parameters differ in what the suffix tells.
-        units = self.unit(6), self.unit(6, suffix="[float32, frozen]"), self.unit(4, name="layers.1")
+        units = self.unit(6), self.unit(6, suffix="[float32, frozen]"), self.unit(4, name="blocks.1")
         masters = [manager.place(unit, self._numbers(unit.shard_numel)) for unit in units]
         masters[0].fill_(7.0)
         masters[2].fill_(9.0)
@@ -170,6 +204,22 @@ class OffloadSuite(LocalPluginSuite):
             ]
         manager.sync_for_step()
         assert [each.tolist() for each in stored] == [[1.0] * 6, [2.0] * 6, [3.0] * 4]
+
+    def test_managers_of_two_models_do_not_share_memory(self) -> None:
+        # Units of two models may have the same names.
+        managers, unit = [self.make(), self.make()], self.unit(6)
+        shards = [self._numbers(6), self._numbers(6) * 2.0]
+        masters = [manager.place(unit, shard.clone()) for manager, shard in zip(managers, shards, strict=True)]
+        fetched = [
+            self._fetched(manager, unit, master, torch.float32)
+            for manager, master in zip(managers, masters, strict=True)
+        ]
+        assert fetched == [shard.tolist() for shard in shards]
+        stored = [
+            self._stored(manager, unit, torch.full((6,), value, device=self.device))
+            for manager, value in zip(managers, (1.0, 2.0), strict=True)
+        ]
+        assert [each.tolist() for each in stored] == [[1.0] * 6, [2.0] * 6]
 
     def test_a_unit_is_placed_again_after_an_attempt_that_failed(self) -> None:
         manager, unit = self.make(), self.unit(6)
@@ -193,6 +243,8 @@ class OffloadSuite(LocalPluginSuite):
     ) -> Sequence[float]:
         own_slice = torch.zeros(unit.shard_numel, dtype=compute, device=self.device)
         with self._stream():
+            # As in the engine: whoever wrote to the master did so before a forward.
+            manager.begin_forward()
             manager.fetch(unit, master, own_slice)
         values: list[float] = own_slice.tolist()
         return values
@@ -220,7 +272,7 @@ class OffloadSuite(LocalPluginSuite):
         if self.device.type != "cuda":
             yield
             return
-        here, stream = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
+        here, stream = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(here)
         with torch.cuda.stream(stream):
             yield

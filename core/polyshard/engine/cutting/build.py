@@ -18,7 +18,7 @@ from .trials import park as park_one
 
 
 def park(draft: Draft, masters: list[torch.Tensor] | None, grid: RankGrid, device: torch.device) -> list[torch.Tensor]:
-    """The parked masters of one stage whose manager parks; the model stays as it is.
+    """The masters of one stage of which units are parked: those where their manager has them; the model stays as it is.
 
     ``masters``: emptied; None where the parameters hold the values.
 
@@ -28,11 +28,11 @@ def park(draft: Draft, masters: list[torch.Tensor] | None, grid: RankGrid, devic
     if masters is not None:
         # Let go of one by one: the manager makes its own copy of each.
         masters.reverse()
-    parked = []
+    placed = []
     for unit, group in zip(draft.units, draft.stage.groups, strict=True):
         shard = masters.pop() if masters is not None else _cut(group, unit.layout, grid, device)
-        parked.append(park_one(draft.offload, unit, shard, grid.world.rank))
-    return parked
+        placed.append(park_one(draft.offload, unit, shard, grid.world.rank) if unit.parked else shard)
+    return placed
 
 
 def cut(draft: Draft, grid: RankGrid, device: torch.device) -> list[torch.Tensor]:
@@ -65,6 +65,7 @@ def build_units(
             draft.offload,
             reshard=reshard if grid.shard is not None else Reshard.NEVER,
             wire=drafted.wire,
+            parks=drafted.parked,
         )
         unit.watch(drafted.observers)
         units.append(unit)

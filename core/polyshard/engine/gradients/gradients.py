@@ -37,14 +37,14 @@ class Gradients:
         grid: RankGrid,
         dtypes: UnitDtypes,
         recipients: Sequence[Recipient],
-        offload: OffloadManager,
+        keeper: OffloadManager | None,
     ) -> None:
+        """``keeper``: what parks the reduced gradient; None where it stays on the device that computes."""
         self.spec = spec
         self.grid = grid
         self._layout = layout
         self._dtypes = dtypes
-        self._offload = offload
-        self._parks = offload.capabilities.parks
+        self._keeper = keeper
         wire = dtypes.wire
         if grid.shard is None or not (grid.shard.capabilities.widening and wire in grid.shard.capabilities.dtypes):
             # Nothing widens on the way, so what travels is as wide as what accumulates.
@@ -205,20 +205,20 @@ class Gradients:
         if self.scale is not None:
             result.mul_(self.scale)
         whole = self.delivered
-        if whole is not None and not self._parks:
+        if whole is not None and self._keeper is None:
             whole.add_(result)
             return
         present = list(map(_gradient_of, self._owners))
         fresh = whole is not None or all(map(is_, present, repeat(None)))
-        if self._parks:
-            stored = self._offload.store_grad(self.spec, result, whole)
+        if self._keeper is not None:
+            stored = self._keeper.store_grad(self.spec, result, whole)
             # A rank that holds no element has no owner, and nothing views the gradient.
             device = self._owners[0].device if self._owners else None
-            refuse_gradient(self._offload, self.spec, stored, result, device, self.grid.world.rank)
+            refuse_gradient(self._keeper, self.spec, stored, result, device, self.grid.world.rank)
             if stored is whole:
                 return
             if not fresh:
-                self._offload.sync_for_step()
+                self._keeper.sync_for_step()
             result = stored
         if fresh:
             self._assign(result)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -141,6 +141,30 @@ def full_precision_in_eval_of(caster: PrecisionCaster, unit: UnitSpec, rank: int
     """
     answer = caster.full_precision_in_eval(unit)
     return _yes_or_no(caster, "full_precision_in_eval", answer, f"unit '{unit.label}'", rank)
+
+
+def parked_of(offload: OffloadManager, units: Sequence[UnitSpec], rank: int) -> frozenset[UnitSpec]:
+    """Which of ``units``, all that ``offload`` serves, it parks.
+
+    Raises:
+        PluginContractError: something else than a collection of some of them.
+    """
+    if not offload.capabilities.parks:
+        return frozenset()
+    answer: object = offload.units_to_park(units)
+    if not isinstance(answer, Collection) or isinstance(answer, str):
+        raise PluginContractError(
+            f"units_to_park of {plugin_name(offload)} returned {answer!r} (rank {rank}), which is no collection of "
+            "units. Return those of the given units that are parked."
+        )
+    known = frozenset(units)
+    for each in answer:
+        if not isinstance(each, UnitSpec) or each not in known:
+            raise PluginContractError(
+                f"units_to_park of {plugin_name(offload)} returned {each!r} (rank {rank}), which is none of the units "
+                "that it was given. Return the given objects."
+            )
+    return known & frozenset(answer)
 
 
 def place(offload: OffloadManager, unit: UnitSpec, shard: torch.Tensor, rank: int) -> torch.Tensor:

@@ -38,11 +38,13 @@ class DraftedUnit:
     dtypes: UnitDtypes
     wire: WireSpec | None
     observers: tuple[Observer, ...]
+    parked: bool
+    """Whether the manager keeps its master and gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a stage will be, before any memory is taken for it.
+    """What a stage will be, before any memory is taken for it. Which units are parked, ``decide_parking`` adds.
 
     Everything that plugins say about it was asked and checked: from here on only memory can fail, and ``place``.
     """
@@ -59,6 +61,11 @@ class Draft:
     input_cast: InputCast | None
     output_cast: OutputCast | None
     full_precision_in_eval: bool
+
+    @property
+    def parks(self) -> bool:
+        """Whether any of its units is parked."""
+        return any(unit.parked for unit in self.units)
 
     @property
     def has_meta_parameters(self) -> bool:
@@ -104,7 +111,7 @@ def draft_stage(
             full_precision_in_eval_of(caster, spec, rank)
             observers = events.observers(spec) if events.active else ()
             own = dtypes if len(buffers) == 1 else dtypes_of(caster, spec, rank)
-            units.append(DraftedUnit(spec, flat, own, wire, observers))
+            units.append(DraftedUnit(spec, flat, own, wire, observers, parked=False))
             groups.append(members)
     if units:
         first, buffer_dtype = units[0].spec, units[0].dtypes.buffer
@@ -145,6 +152,7 @@ def _spec(
         device=device,
         is_root=is_root,
         suffix=suffix,
+        trained=group[0].original.requires_grad,
     )
 
 

@@ -111,12 +111,18 @@ class Root(Step):
         self.itinerary = Itinerary(outermost)
         for unit in self.units:
             unit.hide()
-        self.lanes.begin_forward()
+        self.begin_gathers()
         self.schedule.begin_forward()
         for caster in self._encoding:
             caster.prepare([unit.spec for unit in self.units if unit.caster is caster], self.collectives)
         if self.events.active:
             self.events.step_begin(module)
+
+    def begin_gathers(self) -> None:
+        """What is gathered from now on is gathered from the masters as they are now, whoever changed them."""
+        self.lanes.begin_forward()
+        for offload in self._parking:
+            offload.begin_forward()
 
     def end_forward(self, output: object) -> None:
         """The outermost forward ended and returns ``output``, which may hold no memory of a unit."""

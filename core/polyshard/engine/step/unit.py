@@ -102,9 +102,10 @@ class Unit:
         offload: OffloadManager,
         *,
         reshard: Reshard,
+        parks: bool,
         wire: WireSpec | None = None,
     ) -> None:
-        """``master``: where it lives from now on, parked already. ``wire``: None for as it computes."""
+        """``master``: where it lives from now on, parked already where ``parks``. ``wire``: None for as it computes."""
         self.spec = spec
         self.layout = layout
         self.parameters = tuple(parameters)
@@ -116,7 +117,8 @@ class Unit:
         self.observers: tuple[Observer, ...] = ()
         self.step: Step | None = None
         self.trainable = any(parameter.original.requires_grad for parameter in parameters)
-        self.parks = offload.capabilities.parks
+        #: Whether ``offload`` keeps the master and the gradient.
+        self.parks = parks
         self.flat: FlatMaster | None = None
         self.pieces = layout.pieces(grid.shard_rank)
         self._expired = False
@@ -178,12 +180,17 @@ class Unit:
         return Bindings(self.parameters, self.leaves, guarded=not self.permanent, lends=lends)
 
     def _make_gradients(self) -> Gradients:
-        return Gradients(self.spec, self.layout, self.grid, self.dtypes, self.originals.recipients, self.offload)
+        return Gradients(self.spec, self.layout, self.grid, self.dtypes, self.originals.recipients, self.keeper)
 
     @property
     def name(self) -> str:
         """Its name in messages: that of its module, ``(root)`` for the outermost, and what sets it apart there."""
         return self.spec.label
+
+    @property
+    def keeper(self) -> OffloadManager | None:
+        """The manager that the unit is parked with; None where it is not."""
+        return self.offload if self.parks else None
 
     @property
     def resident(self) -> bool:

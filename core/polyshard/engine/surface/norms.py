@@ -105,5 +105,10 @@ def _power(
     present = [gradient for gradient in gradients if gradient.numel()]
     if not present:
         return torch.zeros((), dtype=wide, device=device)
-    norms = torch.stack([norm.to(device) for norm in _torch_private.foreach_norm(present, norm_type, wide)])
+    places: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in present:
+        places.setdefault(gradient.device, []).append(gradient)
+    # By device: one launch each, which a mixed list would not have, and one copy of what is parked elsewhere.
+    parts = [torch.stack(_torch_private.foreach_norm(each, norm_type, wide)).to(device) for each in places.values()]
+    norms = parts[0] if len(parts) == 1 else torch.cat(parts)
     return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()

@@ -34,6 +34,10 @@ class MemoryReport:
     kept: tuple[str, ...]
     """Names of the units that stay gathered between forward and backward, ``(root)`` for the outermost. After the first
     forward the one that ran last may join them, and under ``reshard_after_forward="auto"`` more."""
+    parked: tuple[str, ...] = ()
+    """Names of the units whose masters and gradients an offload manager keeps; so does an optimizer its state there."""
+    parked_nbytes: int = 0
+    """Of ``master_nbytes``, what belongs to these."""
 
     def optimizer_nbytes(self, states: int) -> int:
         """Bytes of an optimizer with ``states`` tensors of a master's size (AdamW: 2)."""
@@ -74,6 +78,8 @@ def memory_report(root: Root) -> MemoryReport:
         gathered_nbytes=sum(u.gathered_nbytes for u in kept) + _prefetched_nbytes(released, root),
         reduction_nbytes=_reduced_nbytes(root),
         kept=tuple(u.name for u in kept),
+        parked=tuple(u.name for u in units if u.parks),
+        parked_nbytes=sum(u.master.nbytes for u in units if u.parks),
     )
 
 

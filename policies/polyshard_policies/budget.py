@@ -1,0 +1,170 @@
+"""``budget``: units as large as a link wants them and as small as memory does."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from polyshard.errors import ConfigError
+from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy
+from torch import nn
+
+from .division import Division, Sizes
+from .gather_time import link_of
+from .homes import STACK, Homes
+from .references import resolve_classes
+from .room import room_of
+from .traversal import UNCALLED
+
+#: Half of the time in latency, half in bytes.
+_SHARE = 0.5
+#: Units that a message lists.
+_LISTED = 8
+
+
+class Budget(WrapPolicy):
+    """``budget``: units from the memory that they may take while gathered, and from a model of the link.
+
+    Above, memory is the limit: a unit takes at most ``unit_bytes``. From ``gather_bytes``, what all gathered units may
+    take at once, that is the largest size with which they do: the unit that computes, ``prefetch`` others ahead of it,
+    and whatever these lie in (``room.Room``). Below, the link is: in a gather of latency * bandwidth * W / (W - 1)
+    bytes over W ranks, half of the time goes by before a byte moves (``gather_time.Link``). Where the two are at odds,
+    memory wins.
+    Between them, the layers of a stack become units; ``division.Division`` has the rules. Bytes are those of
+    parameters, without padding.
+
+    Modules without a forward of their own, and plain ``nn.Sequential``, become no units: nothing may call them. A
+    module that is too large and cannot be divided is a unit all the same, and named in a ``UserWarning``.
+    """
+
+    api_version = 1
+
+    def __init__(
+        self,
+        context: PluginContext,
+        unit_bytes: int | str | None = None,
+        gather_bytes: int | str | None = None,
+        prefetch: int | None = None,
+        link: Mapping[str, float] | None = None,
+        share: float | None = None,
+        itemsize: int | None = None,
+        force_leaf: type | str | Iterable[type | str] = (nn.MultiheadAttention,),
+        exclude: type | str | Iterable[type | str] = UNCALLED,
+    ) -> None:
+        """Options. One of ``unit_bytes`` and ``gather_bytes``, an int or text such as ``"256 MiB"``, must be there.
+
+        ``prefetch``: units that are gathered ahead, for ``gather_bytes``: 1 where it is left out, as in
+        ``ShardConfig``.
+        ``link``: a table of ``latency_s`` and ``bandwidth_bytes_per_s``; without one, no unit is too small.
+        ``share``: the part of a gather's time in which bytes move, at the least, above 0 and below 1; 0.5 where it is
+        left out.
+        ``itemsize``: bytes of an element while it is gathered: 2 with ``precision="bf16"``. Where it is left out, as
+        parameters are stored.
+        ``force_leaf``: classes of modules that stay in one piece. ``exclude``: classes of modules that do not become
+        units themselves; what is inside them may. Given as such or as ``"package.module:Name"``.
+
+        Raises ``ConfigError`` for values that these cannot take.
+        """
+        where = f"policy {context.name!r}"
+        self._where = where
+        self._room = room_of(unit_bytes, gather_bytes, prefetch, where)
+        self._link = None if link is None else link_of(link, f"link of {where}")
+        if share is not None and self._link is None:
+            raise ConfigError(f"share of {where} is {share!r}, which changes nothing without a link. Give one.")
+        self._share = _SHARE if share is None else _fraction(share, where)
+        if itemsize is not None and (isinstance(itemsize, bool) or not isinstance(itemsize, int) or itemsize < 1):
+            raise ConfigError(f"itemsize of {where} is {itemsize!r}. Give bytes of an element: 2 for bf16.")
+        self._itemsize = itemsize
+        self._whole = resolve_classes(force_leaf, f"force_leaf of {where}")
+        self._exclude = resolve_classes(exclude, f"exclude of {where}")
+        self._reasons: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        """Warns of units that are larger than they may be, and cannot be divided."""
+        homes = Homes(root, context, self._itemsize)
+        least = 0.0 if self._link is None else self._link.least_nbytes(self._share, context.shards)
+        most, division = self._divide(homes, least)
+        units = homes.owned(division.chosen)
+        self._warn_of_large(homes, units, most)
+        self._reasons.clear()
+        for module in division.chosen:
+            self._reasons[module] = self._reason(module, homes, units[module], most, division, context.shards)
+        return {module: {} for module in root.modules() if module in division.chosen}
+
+    def reason(self, module: nn.Module, name: str) -> str:
+        return self._reasons.get(module, "")
+
+    def _divide(self, homes: Homes, least: float) -> tuple[int, Division]:
+        """What a unit may take, the most with which all fit at once, and the model divided so."""
+        tried = []
+        for most in self._room.sizes():
+            division = Division(homes, Sizes(least, most), self._whole, self._exclude)
+            units = homes.owned(division.chosen)
+            if self._room.fits(homes, units):
+                return most, division
+            tried.append((self._room.at_once(homes, units), most, division))
+        _, most, division = min(tried, key=lambda each: each[0])
+        return most, division
+
+    def _reason(
+        self,
+        module: nn.Module,
+        homes: Homes,
+        own: Collection[nn.Parameter],
+        most: int,
+        division: Division,
+        shards: int,
+    ) -> str:
+        numel, nbytes = sum(each.numel() for each in own), homes.total(own)
+        alike = division.alike[module]
+        layer = f"one of {alike} {type(module).__name__} side by side, " if alike >= STACK else ""
+        text = f"{layer}{_figure(numel, 'parameters')}: "
+        if self._link is None or shards == 1:
+            return f"{text}{_figure(nbytes, 'B')} gathered, of the {_figure(most, 'B')} that a unit may take"
+        spent = self._link.share(nbytes, shards)
+        return f"{text}its gather of {_figure(nbytes, 'B')} takes {spent:.2f} of its time in bandwidth at {self._link}"
+
+    def _warn_of_large(self, homes: Homes, units: Mapping[nn.Module, Collection[nn.Parameter]], most: int) -> None:
+        if self._room.gather_nbytes is not None and self._room.fits(homes, units):
+            return
+        names = {module: name for name, module in homes.root.named_modules()}
+        large = [
+            f"'{names[module] or '(root)'}' ({type(module).__name__}, {_figure(homes.total(own), 'B')})"
+            for module, own in units.items()
+            if homes.total(own) > most
+        ]
+        if self._room.gather_nbytes is not None:
+            text = (
+                f"may gather {_figure(self._room.gather_nbytes, 'B')} at once, but what it can divide the model into "
+                f"takes {_figure(self._room.at_once(homes, units), 'B')}: units that lie in each other"
+            )
+            text += f", and such as cannot be divided, {_listed(large)}" if large else ""
+        elif large:
+            text = f"may give a unit {_figure(most, 'B')}, but cannot divide {_listed(large)}"
+        else:
+            return
+        warnings.warn(
+            f"{self._where} {text}. Gathers will take more memory: allow more, or divide these modules in the model.",
+            stacklevel=3,
+        )
+
+
+def _listed(units: Sequence[str]) -> str:
+    more = f" and {len(units) - _LISTED} more" if len(units) > _LISTED else ""
+    return f"{', '.join(units[:_LISTED])}{more}"
+
+
+def _fraction(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
+        raise ConfigError(f"share of {where} is {value!r}. Give a part of the time, above 0 and below 1.")
+    return float(value)
+
+
+def _figure(value: int, unit: str) -> str:
+    """``value`` in thousands, millions or billions, with one decimal."""
+    for size, parameters, factor in ((10**9, "B", "G"), (10**6, "M", "M"), (10**3, "k", "k")):
+        if value >= size:
+            return f"{value / size:.1f} {factor}B" if unit == "B" else f"{value / size:.1f} {parameters} {unit}"
+    return f"{value} {unit}"

@@ -1,0 +1,151 @@
+"""A model divided into units between two sizes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from .homes import STACK, Homes, is_called
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of a gathered unit."""
+
+    least: float
+    """Smaller modules stay with what is around them, as long as there is room."""
+    most: int
+    """Larger ones are divided, as long as there is something to divide."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """Parameters that stay with what is around them."""
+
+    parameters: list[nn.Parameter]
+    nbytes: int
+    module: nn.Module | None = None
+    """What could be their unit; None for nothing."""
+    kind: tuple[nn.Module, type, int] | None = None
+    """Siblings of one class and size have the same."""
+
+
+class Division:
+    """One walk over one model, from the outermost module to the leaves.
+
+    - A module that is too large is divided. What is left of it once the modules inside have become units is a unit of
+      its own, or stays with what is around it where it is small.
+    - One that fits becomes a unit, unless a stack of three or more layers of one class lies in it that are large
+      enough: then the layers do, so that one can be gathered while another computes.
+    - A layer of a stack that fits stays whole. One that does not is divided no more than it has to be: the modules that
+      take most become units until the rest fits.
+    - One that is too small stays with what is around it. Where too much would stay, modules become units all the same,
+      siblings of one class and size together, those first that take most.
+    """
+
+    def __init__(self, homes: Homes, sizes: Sizes, whole: tuple[type, ...], exclude: tuple[type, ...]) -> None:
+        """``whole``: classes that are not divided; ``exclude``: classes that become no units."""
+        #: The modules that become units.
+        self.chosen: set[nn.Module] = set()
+        #: How many of one class stand beside each unit, itself among them.
+        self.alike: dict[nn.Module, int] = {}
+        self._homes = homes
+        self._sizes = sizes
+        self._whole = whole
+        self._exclude = exclude
+        self._seen: set[nn.Module] = {homes.root}
+        left = self._divide(homes.root, layer=False)
+        self._make_room(left + self._passed_by(left))
+
+    def _divide(self, module: nn.Module, *, layer: bool) -> list[_Left]:
+        """Find units in ``module``, and return what is left; ``layer``: it is a layer of a stack, or lies in one."""
+        direct = self._homes.direct(module)
+        left = [_Left(direct, self._homes.total(direct))] if direct else []
+        children = self._homes.children(module)
+        alike = Counter(type(child) for child in children)
+        for child in children:
+            if child not in self._seen:
+                self._seen.add(child)
+                left += self._visit(child, module, alike[type(child)], layer=layer)
+        return left
+
+    def _passed_by(self, left: Sequence[_Left]) -> list[_Left]:
+        """What is left of modules that several others hold, all of which were taken whole."""
+        covered = {parameter for each in left for parameter in each.parameters}
+        found: list[_Left] = []
+        for module in self._homes.root.modules():
+            inside = self._homes.inside(module)
+            if module in self._seen or not inside or covered.issuperset(inside):
+                continue
+            self._seen.add(module)
+            if self.chosen.isdisjoint(self._homes.chains[inside[0]]):
+                passed = self._visit(module, self._homes.root, 1, layer=False)
+                covered.update(parameter for each in passed for parameter in each.parameters)
+                found += passed
+        return found
+
+    def _visit(self, module: nn.Module, parent: nn.Module, alike: int, *, layer: bool) -> list[_Left]:
+        nbytes = self._homes.nbytes_inside(module)
+        eligible = self._eligible(module)
+        divisible = not isinstance(module, self._whole) and any(True for _ in self._homes.children(module))
+        if not nbytes or not eligible:
+            if not divisible:
+                return [_Left(self._homes.inside(module), nbytes)] if nbytes else []
+            return self._divide(module, layer=layer)
+        self.alike[module] = alike
+        stacked = divisible and alike < STACK and self._has_stack(module)
+        if divisible and (nbytes > self._sizes.most or stacked):
+            return self._settle(module, parent, self._divide(module, layer=layer or alike >= STACK))
+        if nbytes >= self._sizes.least and not layer:
+            self.chosen.add(module)
+            return []
+        return [_Left(self._homes.inside(module), nbytes, module, (parent, type(module), nbytes))]
+
+    def _settle(self, module: nn.Module, parent: nn.Module, left: list[_Left]) -> list[_Left]:
+        """What stays of ``module``, which was divided, with what is around it."""
+        own = set(self._homes.inside(module))
+        # What it shares with modules elsewhere cannot be gathered with it.
+        elsewhere = [each for each in left if not own.issuperset(each.parameters)]
+        kept = self._make_room([each for each in left if own.issuperset(each.parameters)])
+        nbytes = sum(each.nbytes for each in kept)
+        if kept and nbytes >= self._sizes.least:
+            self.chosen.add(module)
+        elif kept:
+            parameters = [parameter for each in kept for parameter in each.parameters]
+            elsewhere.append(_Left(parameters, nbytes, module, (parent, type(module), nbytes)))
+        return elsewhere
+
+    def _make_room(self, left: list[_Left]) -> list[_Left]:
+        """Make units of what is ``left`` until the rest, which is returned, is no larger than a unit may be."""
+        nbytes = sum(each.nbytes for each in left)
+        groups: dict[tuple[nn.Module, type, int], list[_Left]] = {}
+        for each in left:
+            if each.kind is not None:
+                groups.setdefault(each.kind, []).append(each)
+        # The sort is stable: of equal groups the first in the model goes first.
+        for group in sorted(groups.values(), key=lambda group: -sum(each.nbytes for each in group)):
+            if nbytes <= self._sizes.most:
+                break
+            for each in group:
+                assert each.module is not None
+                self.chosen.add(each.module)
+                nbytes -= each.nbytes
+        return [each for each in left if each.module not in self.chosen]
+
+    def _eligible(self, module: nn.Module) -> bool:
+        return is_called(module) and not isinstance(module, self._exclude)
+
+    def _has_stack(self, module: nn.Module) -> bool:
+        return any(self._is_stack(inner) for inner in module.modules() if not isinstance(inner, self._whole))
+
+    def _is_stack(self, parent: nn.Module) -> bool:
+        layers: Counter[type] = Counter()
+        for child in self._homes.children(parent):
+            # Equal leaves side by side are a block's projections, say, and layers only where a container holds them.
+            layered = not is_called(parent) or any(True for _ in child.children())
+            if layered and self._eligible(child) and self._homes.nbytes_inside(child) >= max(1, self._sizes.least):
+                layers[type(child)] += 1
+        return max(layers.values(), default=0) >= STACK

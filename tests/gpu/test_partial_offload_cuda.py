@@ -1,0 +1,230 @@
+"""``partial`` where host and device are two; its CPU twin is ``test_partial_offload``."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import polyshard
+import pytest
+import torch
+from polyshard.interfaces import OffloadManager, UnitSpec
+from polyshard.testing import OffloadSuite, plugin_context
+from polyshard_plugins.partial_offload import PartialOffload
+from processes import KeptRanks
+from torch import nn
+
+pytestmark = pytest.mark.gpu
+
+T = TypeVar("T")
+
+WORLD_SIZE = max(1, min(torch.cuda.device_count(), 2))
+RANKS = KeptRanks("nccl")
+# Large enough that a copy (32 MiB and more) takes far longer than the host needs to get to its next call.
+NUMEL = 8 * 2**20
+CYCLES_OF_DELAY = 200_000_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_ranks() -> Iterator[None]:
+    yield
+    RANKS.close()
+
+
+def run(fn: Callable[..., T], *args: Any) -> list[T]:
+    return RANKS.run(WORLD_SIZE, fn, *args)
+
+
+def partial(device: torch.device, **options: Any) -> PartialOffload:
+    return PartialOffload(plugin_context("partial", device), **options)
+
+
+def cuda() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+class TestFromCuda(OffloadSuite):
+    device = torch.device("cuda", 0)
+
+    def make(self) -> OffloadManager:
+        return partial(self.device, units="layers.*", keep="compute")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 3 * width + 1)
+        self.down = nn.Linear(3 * width + 1, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 24)
+        self.blocks = nn.ModuleList(Block(24) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def sharded(model: nn.Module, device: torch.device, options: dict[str, Any], **settings: Any) -> nn.Module:
+    with warnings.catch_warnings():
+        # One GPU is a world of one.
+        warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
+        policy = {"name": "module_class", "classes": [Block]}
+        return polyshard.shard(
+            model, polyshard.ShardConfig(policy=policy, offload=partial(device, **options), **settings)
+        )
+
+
+def train(
+    rank: int, options: dict[str, Any], fused: bool, settings: dict[str, Any]
+) -> tuple[list[float], set[str], tuple[str, ...]]:
+    """Largest differences in loss and norm (relative) and in parameters; devices of state; what was parked."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    torch.manual_seed(0)
+    reference = Net().to(device, torch.float64)
+    model = sharded(copy.deepcopy(reference), device, options, **settings)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    expected = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    off = [0.0, 0.0]
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(5):
+        batches = [
+            torch.randn(4 * WORLD_SIZE, 7, generator=generator, dtype=torch.float64).to(device) for _ in range(2)
+        ]
+        for x in batches:
+            # Both are reduced: what is parked adds up on the host, the rest here.
+            loss = model(x.chunk(WORLD_SIZE)[rank])
+            loss.backward()
+            whole = reference(x)
+            whole.backward()
+        norm = polyshard.clip_grad_norm_(model, 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        expected.step()
+        expected.zero_grad()
+        mean = loss.detach().clone()
+        torch.distributed.all_reduce(mean)
+        off[0] = max(off[0], abs((mean / WORLD_SIZE - whole).item()) / whole.item())
+        off[1] = max(off[1], abs((norm - wanted).item()) / wanted.item())
+    devices = {str(state["exp_avg"].device.type) for state in optimizer.state.values()}
+    with polyshard.unsharded(model):
+        pairs = zip(model.parameters(), reference.parameters(), strict=True)
+        off.append(max((one - other).abs().max().item() for one, other in pairs))
+    return off, devices, polyshard.report(model).parked
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"units": "blocks.[02]"},
+        {"units": ["(root)", "blocks.1"], "keep": "compute"},
+        {"device_bytes": "150 kB", "inner": {"name": "cpu", "pin_memory": False}},
+    ],
+    ids=str,
+)
+def test_training_equals_the_unsharded_model(options: dict[str, Any], strategy: str, fused: bool) -> None:
+    for (loss, norm, parameters), devices, parked in run(train, options, fused, {"strategy": strategy}):
+        assert loss < 1e-12
+        assert norm < 1e-12
+        assert parameters < 1e-10
+        assert devices == {"cpu", "cuda"}
+        assert 0 < len(parked) < 5
+
+
+def placed(rank: int) -> list[tuple[str, str, bool]]:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    model = sharded(Net().to(device), device, {"units": "blocks.1"}, precision="bf16")
+    model(torch.randn(4, 7, device=device)).backward()
+    found = []
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.device == parameter.device
+        found.append((name, parameter.device.type, parameter.grad.is_pinned()))
+    return found
+
+
+def test_only_parked_units_leave_the_device() -> None:
+    for found in run(placed):
+        for name, kind, pinned in found:
+            assert (kind, pinned) == (("cpu", True) if name.startswith("blocks.1.") else ("cuda", False)), name
+
+
+def scaled(rank: int) -> tuple[bool, float]:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    torch.manual_seed(0)
+    model = sharded(Net().to(device), device, {"units": "blocks.1"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    scaler.scale(model(torch.randn(4, 7, device=device))).backward()
+    parked = model.blocks[1].up.weight
+    if rank == 0:
+        assert parked.grad is not None
+        parked.grad.view(-1)[0] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+    same = all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+    return same, scaler.get_scale()
+
+
+def test_a_gradient_that_is_not_finite_on_the_host_skips_the_step_of_all() -> None:
+    assert run(scaled) == [(True, 2.0)] * WORLD_SIZE
+
+
+def unit(name: str) -> UnitSpec:
+    return UnitSpec(name, nn.Linear, (), 2 * NUMEL, NUMEL, torch.float32, cuda(), False)
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_a_kept_slice_is_served_on_the_device_and_does_not_hold_up_the_host(compute: torch.dtype) -> None:
+    offload, spec = partial(cuda(), units="*", keep="compute"), unit("layers.0")
+    master = offload.place(spec, torch.ones(NUMEL, device=cuda()))
+    assert master.is_pinned()
+    own_slice = torch.zeros(NUMEL, dtype=compute, device=cuda())
+    offload.begin_forward()
+    offload.fetch(spec, master, own_slice)
+    torch.cuda.synchronize()
+    own_slice.zero_()
+    # What the host writes in the middle of a step is not what the backward computes with.
+    master.fill_(2.0)
+    torch.cuda._sleep(CYCLES_OF_DELAY)
+    offload.fetch(spec, master, own_slice)
+    assert not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
+    assert own_slice.eq(1).all()
+    offload.begin_forward()
+    offload.fetch(spec, master, own_slice)
+    torch.cuda.synchronize()
+    assert own_slice.eq(2).all()
+
+
+def test_sync_for_step_waits_for_copies_from_masters_whose_slices_are_kept() -> None:
+    offload, spec = partial(cuda(), units="*", keep="compute"), unit("layers.0")
+    master = offload.place(spec, torch.ones(NUMEL, device=cuda()))
+    own_slice = torch.zeros(NUMEL, device=cuda())
+    gather = torch.cuda.Stream()
+    gather.wait_stream(torch.cuda.current_stream())
+    offload.begin_forward()
+    with torch.cuda.stream(gather):
+        torch.cuda._sleep(CYCLES_OF_DELAY)
+        offload.fetch(spec, master, own_slice)
+    offload.sync_for_step()
+    master.fill_(2.0)
+    torch.cuda.synchronize()
+    assert own_slice.eq(1).all()
