@@ -21,6 +21,8 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MODULES = (torch.nn.Module, torch.nn.Linear, torch.nn.LayerNorm)
 #: Elements of one rank's shard: slices of units are multiples of 16 bytes, but for what a layout cuts exactly.
 _SHARDS = (32, 17, 1)
+#: That of a unit of 128 KiB in a 16-bit dtype.
+_LARGE_SHARD = 1 << 15
 _WIRE_ALIGNMENT = 16
 
 
@@ -45,11 +47,13 @@ class PrecisionSuite(LocalPluginSuite):
 
     def units(self) -> Sequence[UnitSpec]:
         """The units that the caster is asked about."""
-        return [
+        small = [
             self._unit(name, module_class, master_dtype, _SHARDS[(index + place) % len(_SHARDS)])
             for index, (name, module_class) in enumerate(zip(("", "layers.0", "norm"), _MODULES, strict=True))
             for place, master_dtype in enumerate(_FLOATS)
         ]
+        # A caster may leave small units alone.
+        return [*small, self._unit("layers.2", torch.nn.Linear, torch.float32, _LARGE_SHARD)]
 
     def _unit(
         self, name: str, module_class: type[torch.nn.Module], master_dtype: torch.dtype, shard_numel: int
