@@ -100,7 +100,7 @@ class Metrics(Listener):
 @pytest.fixture
 def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     points = [
-        ("polyshard.precision", "int8", "acme_compared:Int8"),
+        ("polyshard.precision", "eight", "acme_compared:Int8"),
         ("polyshard.offload", "folder", "acme_compared:Folder"),
         ("polyshard.offload", "misspelt", "acme_compared:Misspelt"),
         ("polyshard.plugins", "metrics", "acme_compared:Metrics"),
@@ -147,18 +147,18 @@ class Answers(PrecisionCaster):
 #: What rank 0 has, what rank 1 has, and words of the message.
 DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "an option": (
-        {"precision": {"name": "int8", "block": 1000}},
-        {"precision": {"name": "int8", "block": 1040}},
-        ("'int8'", "['block', '1000']", "['block', '1040']"),
+        {"precision": {"name": "eight", "block": 1000}},
+        {"precision": {"name": "eight", "block": 1040}},
+        ("'eight'", "['block', '1000']", "['block', '1040']"),
     ),
     "an option left out": (
-        {"precision": "int8"},
-        {"precision": {"name": "int8", "block": 64}},
-        ("'int8'", "['block', '64']"),
+        {"precision": "eight"},
+        {"precision": {"name": "eight", "block": 64}},
+        ("'eight'", "['block', '64']"),
     ),
     "a value of another type": (
-        {"precision": {"name": "int8", "extra": 1}},
-        {"precision": {"name": "int8", "extra": True}},
+        {"precision": {"name": "eight", "extra": 1}},
+        {"precision": {"name": "eight", "extra": True}},
         ("['extra', '1']", "['extra', 'True']"),
     ),
     "an option inside another": (
@@ -172,8 +172,8 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] =
         ("LayerNorm", "RMSNorm"),
     ),
     "a function among options": (
-        {"precision": {"name": "int8", "extra": torch.tanh}},
-        {"precision": {"name": "int8", "extra": torch.sin}},
+        {"precision": {"name": "eight", "extra": torch.tanh}},
+        {"precision": {"name": "eight", "extra": torch.sin}},
         ("tanh", "sin"),
     ),
     "a field of an object": (
@@ -197,8 +197,8 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] =
         ("'blocks.0'", "'none'", "'fp32'"),
     ),
     "an option of a plugin there": (
-        {"policy": Overrides({"precision": {"name": "int8", "block": 32}})},
-        {"policy": Overrides({"precision": {"name": "int8", "block": 64}})},
+        {"policy": Overrides({"precision": {"name": "eight", "block": 32}})},
+        {"policy": Overrides({"precision": {"name": "eight", "block": 64}})},
         ("'blocks.0'", "['block', '32']", "['block', '64']"),
     ),
     "an override on one rank": (
