@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +11,7 @@ import torch
 from .. import catalog
 from ..config import PluginSpec, ShardConfig
 from ..interfaces import Group, PluginContext
+from .models import importing_beside
 from .tables import print_table
 
 _PLUGIN_FIELDS: dict[str, Group] = {
@@ -54,17 +51,6 @@ def _show(arguments: argparse.Namespace) -> int:
                 rows.append((field.name, _shown(value), ""))
     print_table(rows)
     return 0
-
-
-@contextmanager
-def importing_beside(file: str) -> Iterator[None]:
-    """Find modules in the working directory and beside ``file``, as the script that is trained with it would."""
-    before = list(sys.path)
-    sys.path[:0] = [os.getcwd(), os.path.dirname(os.path.abspath(file))]
-    try:
-        yield
-    finally:
-        sys.path[:] = before
 
 
 def _found_in(group: Group, choice: object) -> str:

@@ -1,0 +1,148 @@
+"""``--model``: the model that a command is about, made by the user's own code without memory for its parameters."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import did_you_mean
+from ..errors import ConfigError
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--model`` and ``--model-args``, which ``model_of`` reads."""
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="PKG:FACTORY",
+        help="the class of the model, or a function that returns it; found from the working directory",
+    )
+    parser.add_argument(
+        "--model-args",
+        metavar="JSON",
+        help="its arguments: an object of keywords, or a list (default: none)",
+    )
+
+
+def model_of(arguments: argparse.Namespace) -> nn.Module:
+    """The model that ``--model`` and ``--model-args`` name, on the meta device; raises as ``model_from`` does.
+
+    To be called inside of ``importing_beside``, like whatever else imports modules of the user's. What these print goes
+    to stderr: a command's own output may be JSON.
+    """
+    with redirect_stdout(sys.stderr):
+        return model_from(arguments.model, _parsed(arguments.model_args))
+
+
+def model_from(reference: str, arguments: Mapping[str, Any] | Sequence[Any] = ()) -> nn.Module:
+    """The module that the factory ``"package.module:Name"`` makes of ``arguments``: keywords, or positional ones.
+
+    It is called under ``torch.device("meta")``: parameters have shapes and dtypes, and no memory. What the factory
+    puts on another device by name stays there.
+
+    Raises:
+        ConfigError: there is no such name, it cannot be called with ``arguments``, it failed, on the meta device or
+            anywhere, or it returned no module.
+    """
+    factory = _factory(reference)
+    positional, keywords = ((), arguments) if isinstance(arguments, Mapping) else (arguments, {})
+    try:
+        inspect.signature(factory).bind(*positional, **keywords)
+    except TypeError as error:
+        raise ConfigError(
+            f"the model's factory {reference!r} cannot be called with {_shown(arguments)}: {error}. Give its arguments "
+            "by --model-args as JSON, or name a function that takes none."
+        ) from error
+    except ValueError:
+        pass  # Some callables written in C have no signature; the call itself will tell.
+    try:
+        with torch.device("meta"):
+            made = factory(*positional, **keywords)
+    except KeyboardInterrupt:
+        raise
+    # A factory that ends the process must not end the command without a word.
+    except BaseException as error:
+        raise ConfigError(
+            f"the model's factory {reference!r} raised {type(error).__name__}: {error}. It was called on the meta "
+            "device, where tensors have shapes and no values: let it not read any, nor load weights, or name a "
+            "function that leaves these steps out."
+        ) from error
+    if not isinstance(made, nn.Module):
+        raise ConfigError(
+            f"the model's factory {reference!r} returned {_kind(made)}. Name the model's class, or a function that "
+            "returns the model."
+        )
+    return made
+
+
+@contextmanager
+def importing_beside(file: str) -> Iterator[None]:
+    """Find modules in the working directory and beside ``file``, as the script that is trained with it would."""
+    before = list(sys.path)
+    sys.path[:0] = [os.getcwd(), os.path.dirname(os.path.abspath(file))]
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def _factory(reference: str) -> Callable[..., Any]:
+    module_name, _, path = reference.partition(":")
+    if not (module_name and path):
+        raise ConfigError(f"{reference!r} names no model. Write it as 'package.module:Factory'.")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise ConfigError(
+            f"cannot import {module_name!r} for the model {reference!r}: {type(error).__name__}: {error}. It is looked "
+            f"for in {os.getcwd()}, beside the configuration file, and among what is installed."
+        ) from error
+    for name in path.split("."):
+        if not hasattr(found, name):
+            raise ConfigError(f"{module_name!r} has no {path!r}.{did_you_mean(name, _callables(found))}")
+        found = getattr(found, name)
+    if isinstance(found, nn.Module) or not callable(found):
+        raise ConfigError(f"{reference!r} is {_kind(found)}. Name the model's class, or a function that returns it.")
+    factory: Callable[..., Any] = found
+    return factory
+
+
+def _callables(place: object) -> list[str]:
+    return [name for name in dir(place) if callable(getattr(place, name, None))]
+
+
+def _parsed(text: str | None) -> Mapping[str, Any] | Sequence[Any]:
+    if text is None:
+        return ()
+    example = """Write for example '{"depth": 4}'."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--model-args {text!r} is not JSON: {error}. {example}") from error
+    if not isinstance(value, dict | list):
+        raise ConfigError(f"--model-args {text!r} is neither an object nor a list. {example}")
+    return value
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, nn.Module):
+        return f"a {type(value).__name__} that was built already"
+    return f"an object of class {type(value).__name__}"
+
+
+def _shown(arguments: Mapping[str, Any] | Sequence[Any]) -> str:
+    return json.dumps(arguments) if arguments else "no arguments"
