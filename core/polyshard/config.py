@@ -172,7 +172,7 @@ def _listeners(value: Iterable[PluginChoice]) -> tuple[PluginChoice, ...]:
     return tuple(value)
 
 
-def _bytes_of(value: object) -> int | None:
+def nbytes_of(value: object) -> int | None:
     """``value``, or the bytes that it spells out; None where it does not."""
     if isinstance(value, str) and (match := _BYTES.fullmatch(value.strip())) and (match[4] or not match[2]):
         base = 1024 if match[3] else 1000
@@ -183,14 +183,14 @@ def _bytes_of(value: object) -> int | None:
 def _memory_budget(value: int | str | None) -> int | None:
     if value is None:
         return None
-    nbytes = _bytes_of(value)
+    nbytes = nbytes_of(value)
     if nbytes is None or nbytes <= 0:
         raise ConfigError(f"memory_budget must be bytes above 0, a number or text such as '70 GiB', not {value!r}.")
     return nbytes
 
 
 def _batch_nbytes(value: int | str) -> int:
-    nbytes = _bytes_of(value)
+    nbytes = nbytes_of(value)
     if nbytes is None or nbytes < 0:
         raise ConfigError(f"batch_nbytes must be bytes, 0 or more, a number or text such as '16 MiB', not {value!r}.")
     return nbytes

@@ -1,0 +1,94 @@
+"""What a device can do: its memory, and how fast it multiplies, reads and launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..config import did_you_mean
+from ..errors import ConfigError
+from .recording import Kernel, Unit
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A kind of accelerator. Rates are of one device."""
+
+    name: str
+    memory_nbytes: int
+    """What tensors may take at most: what the driver reports, less what CUDA and NCCL take beside the allocator."""
+    peak_flops: float
+    """Multiplications and additions a second in 16-bit dtypes, dense; wider ones take ``itemsize / 2`` times as long."""
+    matmul_share: float
+    """Of ``peak_flops``, what large matrix products reach."""
+    attention_share: float
+    """Of ``peak_flops``, what fused attention reaches."""
+    bandwidth: float
+    """Bytes a second of its memory, as its maker states."""
+    bandwidth_share: float
+    """Of ``bandwidth``, what element-wise kernels reach."""
+    kernel_s: float
+    """What a kernel takes at least, from one launch to the next."""
+    launch_s: float
+    """What a launch takes the host."""
+    workspace_nbytes: int
+    """What the matrix library takes of the allocator, for good."""
+    links: str
+    """Name of the links of a host of them."""
+    links_between: str
+    """Name of those of several hosts."""
+    sources: str
+    """Where all of it comes from."""
+
+    def seconds(self, kernel: Kernel) -> float:
+        """Time of ``kernel`` with the device to itself: what its arithmetic takes, or its memory, whichever is more."""
+        moving = kernel.nbytes / (self.bandwidth * self.bandwidth_share)
+        if kernel.unit is Unit.NONE:
+            return self.kernel_s + moving
+        share = self.matmul_share if kernel.unit is Unit.MATMUL else self.attention_share
+        wide = max(1.0, kernel.itemsize / 2)
+        return self.kernel_s + max(moving, kernel.flops * wide / (self.peak_flops * share))
+
+
+_H200 = Device(
+    name="h200",
+    memory_nbytes=139 * _GIB,
+    peak_flops=989.4e12,
+    matmul_share=0.70,
+    attention_share=0.40,
+    bandwidth=4.8e12,
+    bandwidth_share=0.80,
+    kernel_s=2.8e-6,
+    launch_s=36e-6,
+    workspace_nbytes=2 * 32 * 2**20,
+    links="h200-nvlink",
+    links_between="h200-ndr",
+    sources=(
+        "memory: torch reports 139.8 GiB; peaks: NVIDIA's data sheet (989.4 TFLOP/s dense in bf16, 4.8 TB/s); shares: round "
+        "figures set beforehand, with which compute without communication (peer `local`, benchmarks/results/"
+        "peers2-small.json and peers2-8b.json, b82dfe7) comes out within 3 % in 300m, 1b and 8b; kernel_s: what "
+        "`local-captured` of host leaves to each of its 2,640 kernels (the same run); launch_s: `local` of host there; "
+        "workspace: cuBLAS takes 32 MiB for each of the two threads that compute, as torch documents for this kind"
+    ),
+)
+
+_ALL = (_H200,)
+
+#: By name.
+DEVICES = {device.name: device for device in _ALL}
+
+
+def find_device(name: str) -> Device:
+    """The one called ``name``.
+
+    Raises:
+        ConfigError: none is.
+    """
+    found = DEVICES.get(name.lower())
+    if found is None:
+        raise ConfigError(
+            f"No device is called {name!r}.{did_you_mean(name, list(DEVICES))} Known: {', '.join(sorted(DEVICES))}. For "
+            "another one give --device-memory."
+        )
+    return found
