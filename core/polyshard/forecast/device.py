@@ -31,7 +31,9 @@ class Device:
     kernel_s: float
     """What a kernel takes at least, from one launch to the next."""
     launch_s: float
-    """What a launch takes the host."""
+    """What a launch takes the host: Python, dispatch and driver, of an operation launched by itself."""
+    unit_s: float
+    """What gathering or reducing one unit takes the host beside that: hooks, views, streams and events."""
     workspace_nbytes: int
     """What the matrix library takes of the allocator, for good."""
     links: str
@@ -60,16 +62,19 @@ _H200 = Device(
     bandwidth=4.8e12,
     bandwidth_share=0.80,
     kernel_s=2.8e-6,
-    launch_s=36e-6,
+    launch_s=45e-6,
+    unit_s=280e-6,
     workspace_nbytes=2 * 32 * 2**20,
     links="h200-nvlink",
     links_between="h200-ndr",
     sources=(
-        "memory: torch reports 139.8 GiB; peaks: NVIDIA's data sheet (989.4 TFLOP/s dense in bf16, 4.8 TB/s); shares: round "
-        "figures set beforehand, with which compute without communication (peer `local`, benchmarks/results/"
-        "peers2-small.json and peers2-8b.json, b82dfe7) comes out within 3 % in 300m, 1b and 8b; kernel_s: what "
-        "`local-captured` of host leaves to each of its 2,640 kernels (the same run); launch_s: `local` of host there; "
-        "workspace: cuBLAS takes 32 MiB for each of the two threads that compute, as torch documents for this kind"
+        "memory: as the device shows it, in whole GiB; peaks: NVIDIA's data sheet (989.4 TFLOP/s dense in bf16, 4.8 TB/s); "
+        "shares: round figures set beforehand, with which compute without communication (peer `local`, "
+        "benchmarks/results/peers2-small.json and peers2-8b.json, b82dfe7) comes out within 3 % in 300m, 1b and 8b; "
+        "kernel_s: what `local-captured` of host leaves to each of its 2,640 kernels; launch_s: host time of `local` in "
+        "host, 300m and 1b, a launch (44.8 to 46.5 us); unit_s: what polyshard's eager step of host takes beyond its "
+        "launches, a unit (all in peers2-small.json; other hosts take other times); workspace: 32 MiB of cuBLAS for each "
+        "of the two threads that compute"
     ),
 )
 

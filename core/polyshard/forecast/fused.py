@@ -1,4 +1,4 @@
-"""Operations that one kernel computes on CUDA, and several on the meta device.
+"""Operations that one kernel computes on CUDA, and several, or none, on the meta device.
 
 While a step is traced, tensors on the meta device take the way of those on CUDA: what is computed, what autograd saves,
 and how often memory is read depend on it. Other devices' tensors are left alone.
@@ -6,7 +6,7 @@ and how often memory is read depend on it. Other devices' tensors are left alone
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,11 +21,21 @@ _WIDEST_HEAD = 256
 
 
 @contextmanager
-def fused_as_on_cuda(recorder: Recorder) -> Iterator[None]:
-    """Attention and RMS norms on the meta device are one kernel forward and one backward inside."""
+def fused_as_on_cuda(recorder: Recorder, branched: Callable[[], None]) -> Iterator[None]:
+    """Attention and RMS norms on the meta device are one kernel forward and one backward inside.
+
+    A branch on a tensor, which has no value there, takes the way of True, and ``branched`` is called: models ask whether
+    all of a mask is set, and where they ask for numbers they are refused.
+    """
+
+    def is_nonzero(tensor: torch.Tensor) -> bool:
+        branched()
+        return True
+
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
     library.impl("rms_norm", _RmsNorms(recorder), "AutogradMeta")
+    library.impl("is_nonzero", is_nonzero, "AutogradMeta")
     try:
         yield
     finally:

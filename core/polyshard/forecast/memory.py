@@ -118,14 +118,19 @@ class Ledger:
         self.see((tensor for tensor in tensors if id(tensor.untyped_storage()) in self._held), kind)
 
     def look_again(self) -> None:
-        """Note which of the buffers that are resized changed their sizes."""
-        for key in self._resized:
-            self._measure(self._held[key])
+        """Note which of the buffers that are resized changed their sizes.
+
+        Those that shrank first: what is given memory is written at once, and so whatever was let go of since the last
+        operation came before it.
+        """
+        grown = [held for held in map(self._held.__getitem__, self._resized) if not self._measure(held, grows=False)]
+        for held in grown:
+            self._measure(held, grows=True)
 
     def find_resized(self) -> None:
         """Learn which storages are resized: those that changed since they were seen."""
         for key, held in self._held.items():
-            if self._measure(held):
+            if self._measure(held, grows=False) or self._measure(held, grows=True):
                 self._resized.add(key)
 
     def restart(self) -> None:
@@ -168,9 +173,10 @@ class Ledger:
         if held is not None:
             self._change(held.holding, comes=False)
 
-    def _measure(self, held: _Held) -> bool:
+    def _measure(self, held: _Held, *, grows: bool) -> bool:
+        """Whether its size changed, upwards or downwards, and was noted."""
         storage = held.storage()
-        if storage is None or storage.nbytes() == held.nbytes:
+        if storage is None or storage.nbytes() == held.nbytes or (storage.nbytes() > held.nbytes) is not grows:
             return False
         kind = self._holdings[held.holding].kind
         self._change(held.holding, comes=False)

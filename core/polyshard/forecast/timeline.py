@@ -40,8 +40,10 @@ class StepTime:
     """How long compute waits for other streams."""
     launches: int
     """Kernels and collectives that the host launches."""
+    units: int
+    """Gathers and reductions of one unit, however many go in a launch."""
     host_s: float
-    """What launching them takes a host that no other work hides."""
+    """What issuing all of it takes the host; a step that is one CUDA graph does not have it."""
     flops: int
     """Of matrix products and attention."""
     intervals: tuple[Interval, ...]
@@ -75,7 +77,7 @@ class _Clock:
         # What runs beside compute: from, to, and by which part of it compute is delayed.
         self._beside: deque[tuple[float, float, float]] = deque()
         self._delayed = self._waited = 0.0
-        self._launches = self._flops = 0
+        self._launches = self._flops = self._units = 0
         self._intervals: list[Interval] = []
 
     def run(self, each: Issued) -> None:
@@ -85,6 +87,7 @@ class _Clock:
             self._take(each.stream, self._device.seconds(each), _KERNEL_INTERFERENCE, each.name)
         elif isinstance(each, Transfer):
             self._launches += 1
+            self._units += each.members
             link = self._links.link(each.operation, each.span)
             seconds = self._links.seconds(each.operation, each.nbytes, each.span, each.members)
             self._take(each.stream, seconds, link.interference, each.operation.value)
@@ -109,7 +112,8 @@ class _Clock:
             delayed_s=self._delayed,
             waited_s=self._waited,
             launches=self._launches,
-            host_s=self._launches * self._device.launch_s,
+            units=self._units,
+            host_s=self._launches * self._device.launch_s + self._units * self._device.unit_s,
             flops=self._flops,
             intervals=tuple(self._intervals),
         )

@@ -109,7 +109,7 @@ class TracedModel:
         """
         self._ledger.see(_tensors((batch.args, batch.kwargs)), Kind.BUFFERS)
         with ExitStack() as watching:
-            watching.enter_context(fused_as_on_cuda(self.recorder))
+            watching.enter_context(fused_as_on_cuda(self.recorder, self._branched))
             watching.enter_context(_Watch(self.recorder, self._ledger))
             if not self._warm:
                 # The first forward records the order that later ones prefetch by; the first step makes states.
@@ -120,6 +120,14 @@ class TracedModel:
             self._ledger.restart()
             self._once(batch)
         return TracedStep(tuple(self.recorder.issued), self._ledger.timeline(self.standing_nbytes))
+
+    def _branched(self) -> None:
+        note = (
+            "The model branches on values of tensors, which are not known: each branch was planned as if its condition "
+            "held."
+        )
+        if note not in self.notes:
+            self.notes.append(note)
 
     def _once(self, batch: Batch) -> None:
         recorder, ledger = self.recorder, self._ledger
