@@ -3,11 +3,11 @@
     python benchmarks/plan_truth.py --out benchmarks/results/plan.json
 
 Needs no device: models are built on the meta device with the configurations that ``contenders.py`` gives polyshard, and
-compared with the files of ``benchmarks/results``. Nothing is fitted to a row that is judged: ``forecast/device.py`` says
-where each constant comes from. A row says whether it is within the bound of 5 % of memory and 15 % of time.
+compared with the files of ``benchmarks/results``. Nothing is fitted to a row that is judged: ``forecast/device.py``
+says where each constant comes from. A row says whether it is within the bound of 5 % of memory and 15 % of time.
 
-Where issuing takes the host longer than the device computes, the step is the host's, and hosts differ. Where the file has
-the rows, what a launch takes it comes from compute without communication (peer ``local``) of the same workload, and
+Where issuing takes the host longer than the device computes, the step is the host's, and hosts differ. Where the file
+has the rows, what a launch takes it comes from compute without communication (peer ``local``) of the same workload, and
 what a unit takes it from polyshard's eager step of ``host``, which then is not judged; the row says so.
 """
 
@@ -187,9 +187,7 @@ def predicted(workload_name: str, peer: str, world_size: int, device: Device) ->
         settings["shard_size"] = world_size // 2
     policy = {"name": "module_class", "classes": [Block]}
     config = polyshard.ShardConfig(precision="bf16", policy=policy, **settings)
-    return plan(
-        config, _meta(workload), world_size, batch=_batches(workload), samples=workload.batch, device=device
-    )
+    return plan(config, _meta(workload), world_size, batch=_batches(workload), samples=workload.batch, device=device)
 
 
 def _predicted_llama(case: str, world_size: int, device: Device) -> Plan:
@@ -259,9 +257,7 @@ def judged(truth: Truth, device: Device, everything: list[Truth]) -> dict[str, A
         row["calibrates"] = by_host and truth.workload == "host" and host_from != "device.py"
         if row["calibrates"]:
             row["step_ms"]["within"] = None
-        row["device_ms"], row["host_ms"] = (
-            round(each * 1e3, 3) for each in (found.time.device_s, found.time.host_s)
-        )
+        row["device_ms"], row["host_ms"] = (round(each * 1e3, 3) for each in (found.time.device_s, found.time.host_s))
     return row
 
 
@@ -278,13 +274,12 @@ def _compared(value: float, measured: float, bound: float) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
     """As Markdown."""
     lines = [
-        "| ranks | workload | peer | file | peak GiB: predicted, measured, error | ms: predicted, measured, error | bound by |",
+        "| ranks | workload | peer | file | peak GiB: predicted, measured, error | ms: predicted, measured, error | "
+        "bound by |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        cells = [
-            "—" if key not in row else _cell(row[key]) for key in ("peak_gib", "step_ms")
-        ]
+        cells = ["—" if key not in row else _cell(row[key]) for key in ("peak_gib", "step_ms")]
         lines.append(
             f"| {row['ranks']} | {row['workload']} | {row['peer']} | {row['file']} | {cells[0]} | {cells[1]} | "
             f"{row.get('bound_by', '—')} |"

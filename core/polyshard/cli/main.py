@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from .._version import __version__
 from ..errors import PolyshardError
-from . import config, plugins
+from . import bench_links, config, plan, plugins
 
 #: Each has ``add``, whose parser's ``run`` takes the parsed arguments and returns the exit code.
-_COMMANDS = (plugins, config)
+_COMMANDS = (plugins, config, plan, bench_links)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from ..errors import ConfigError
+from ._torch_private import tree_map
 
 _SHAPE = re.compile(r"^(?:(?P<name>[A-Za-z_]\w*)=)?(?P<dtype>[a-z]\w*)\[(?P<sizes>[\d, ]*)\]$")
 
@@ -83,8 +83,8 @@ def batches_of(factory: Callable[[int], Any], label: str) -> BatchMaker:
                 made = factory(samples)
             except Exception as error:
                 raise ConfigError(
-                    f"the batch {label!r} raised {type(error).__name__}: {error}. It is called with the number of samples, "
-                    "on the meta device, where tensors have no values."
+                    f"the batch {label!r} raised {type(error).__name__}: {error}. It is called with the number of "
+                    "samples, on the meta device, where tensors have no values."
                 ) from error
         made = tree_map(_on_meta, made)
         if isinstance(made, Mapping):
@@ -109,7 +109,7 @@ def _shape_of(word: str) -> _Shape:
     sizes = tuple(int(size) for size in match["sizes"].replace(" ", "").split(",") if size) if match else ()
     if match is None or not isinstance(dtype, torch.dtype) or not sizes or 0 in sizes:
         raise ConfigError(
-            f"{word!r} is no tensor of a batch. Write a dtype of torch and sizes, such as int64[8,1024] or, by keyword, "
-            "input_ids=int64[8,1024]; or name a function as package.module:batch."
+            f"{word!r} is no tensor of a batch. Write a dtype of torch and sizes, such as int64[8,1024] or, by "
+            "keyword, input_ids=int64[8,1024]; or name a function as package.module:batch."
         )
     return _Shape(match["name"], dtype, sizes)

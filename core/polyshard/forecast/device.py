@@ -19,7 +19,7 @@ class Device:
     memory_nbytes: int
     """What tensors may take at most: what the driver reports, less what CUDA and NCCL take beside the allocator."""
     peak_flops: float
-    """Multiplications and additions a second in 16-bit dtypes, dense; wider ones take ``itemsize / 2`` times as long."""
+    """Multiplications, additions a second in 16-bit dtypes, dense. Wider ones take ``itemsize / 2`` times as long."""
     matmul_share: float
     """Of ``peak_flops``, what large matrix products reach."""
     attention_share: float
@@ -68,13 +68,13 @@ _H200 = Device(
     links="h200-nvlink",
     links_between="h200-ndr",
     sources=(
-        "memory: as the device shows it, in whole GiB; peaks: NVIDIA's data sheet (989.4 TFLOP/s dense in bf16, 4.8 TB/s); "
-        "shares: round figures set beforehand, with which compute without communication (peer `local`, "
+        "memory: as the device shows it, in whole GiB; peaks: NVIDIA's data sheet (989.4 TFLOP/s dense in bf16, 4.8 "
+        "TB/s); shares: round figures set beforehand, with which compute without communication (peer `local`, "
         "benchmarks/results/peers2-small.json and peers2-8b.json, b82dfe7) comes out within 3 % in 300m, 1b and 8b; "
-        "kernel_s: what `local-captured` of host leaves to each of its 2,640 kernels; launch_s: host time of `local` in "
-        "host, 300m and 1b, a launch (44.8 to 46.5 us); unit_s: what polyshard's eager step of host takes beyond its "
-        "launches, a unit (all in peers2-small.json; other hosts take other times); workspace: 32 MiB of cuBLAS for each "
-        "of the two threads that compute"
+        "kernel_s: what `local-captured` of host leaves to each of its 2,640 kernels; launch_s: host time of `local` "
+        "in host, 300m and 1b, a launch (44.8 to 46.5 us); unit_s: what polyshard's eager step of host takes beyond "
+        "its launches, a unit (all in peers2-small.json; other hosts take other times); workspace: 32 MiB of cuBLAS "
+        "for each of the two threads that compute"
     ),
 )
 
@@ -93,7 +93,7 @@ def find_device(name: str) -> Device:
     found = DEVICES.get(name.lower())
     if found is None:
         raise ConfigError(
-            f"No device is called {name!r}.{did_you_mean(name, list(DEVICES))} Known: {', '.join(sorted(DEVICES))}. For "
-            "another one give --device-memory."
+            f"No device is called {name!r}.{did_you_mean(name, list(DEVICES))} Known: {', '.join(sorted(DEVICES))}. "
+            "For another one give --device-memory."
         )
     return found

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from ._torch_private import efficient_attention, flash_attention, plain_attention
 from .recording import Recorder, Unit
 
-_aten = torch.ops.aten
 _HALVES = (torch.bfloat16, torch.float16)
 #: The widest head that flash attention takes.
 _WIDEST_HEAD = 256
@@ -24,18 +24,22 @@ _WIDEST_HEAD = 256
 def fused_as_on_cuda(recorder: Recorder, branched: Callable[[], None]) -> Iterator[None]:
     """Attention and RMS norms on the meta device are one kernel forward and one backward inside.
 
-    A branch on a tensor, which has no value there, takes the way of True, and ``branched`` is called: models ask whether
-    all of a mask is set, and where they ask for numbers they are refused.
+    A branch on a tensor, which has no value there, takes the way of True, and ``branched`` is called: models ask
+    whether all of a mask is set, and where they ask for numbers they are refused.
     """
 
     def is_nonzero(tensor: torch.Tensor) -> bool:
         branched()
         return True
 
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
-    library.impl("rms_norm", _RmsNorms(recorder), "AutogradMeta")
-    library.impl("is_nonzero", is_nonzero, "AutogradMeta")
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    stand_ins = {
+        "scaled_dot_product_attention": _attention,
+        "rms_norm": _RmsNorms(recorder),
+        "is_nonzero": is_nonzero,
+    }
+    for name, stand_in in stand_ins.items():
+        library.impl(name, stand_in, "AutogradMeta")  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
@@ -55,9 +59,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     if attn_mask is None and query.dtype in _HALVES and query.shape[-1] <= _WIDEST_HEAD and query.ndim == 4:
-        found = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
-        flashed: torch.Tensor = found[0]
-        return flashed
+        return flash_attention(query, key, value, dropout_p, is_causal, scale)
     # What other kernels take: every head of keys and values by itself, and a mask of floats.
     heads = query.shape[-3]
     if enable_gqa and key.shape[-3] != heads:
@@ -65,16 +67,9 @@ def _attention(
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), float("-inf"))
     if query.ndim != 4:
-        mixed, _ = _aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale
-        )
-        whole: torch.Tensor = mixed
-        return whole
+        return plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
     bias = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
-    efficient: torch.Tensor = _aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias, True, dropout_p, is_causal, scale=scale
-    )[0]
-    return efficient
+    return efficient_attention(query, key, value, bias, dropout_p, is_causal, scale)
 
 
 class _RmsNorms:

@@ -65,7 +65,9 @@ class Link:
         for name in ("latency_s", "member_s", "interference"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{name} of {self.operation.value} among {self.ranks} ranks is {value!r}; give 0 or more.")
+                raise ConfigError(
+                    f"{name} of {self.operation.value} among {self.ranks} ranks is {value!r}; give 0 or more."
+                )
         if not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
             raise ConfigError(
                 f"bandwidth of {self.operation.value} among {self.ranks} ranks is {self.bandwidth!r}; give bytes a "
@@ -142,8 +144,7 @@ class LinkModel:
         """
         try:
             kinds = {key: _links_of(mapping.get(key, ())) for key in ("inside", "between")}
-            rest = {key: value for key, value in mapping.items() if key not in kinds}
-            return cls(**rest, **kinds)
+            return cls(**{**mapping, **kinds})
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ConfigError(
                 f"{source} holds no links: {error}. 'polyshard bench-links --out FILE' writes such a file."
@@ -163,7 +164,9 @@ def read_links(path: str | Path) -> LinkModel:
     try:
         mapping = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read the links in {str(path)!r}: {error.strerror}. 'polyshard bench-links --out FILE' writes them.") from error
+        raise ConfigError(
+            f"cannot read the links in {str(path)!r}: {error.strerror}. 'polyshard bench-links --out FILE' writes them."
+        ) from error
     except ValueError as error:
         raise ConfigError(f"{str(path)!r} is not JSON: {error}") from error
     if not isinstance(mapping, Mapping):
@@ -182,16 +185,19 @@ def fitted(operation: Operation, ranks: int, timings: Sequence[tuple[int, float]
     """
     received = [operation.received_nbytes(nbytes, ranks) for nbytes, _ in timings]
     if len(set(received)) < 2:
-        raise ConfigError(f"{operation.value} among {ranks} ranks was timed at {len(set(received))} sizes; it takes two.")
+        raise ConfigError(
+            f"{operation.value} among {ranks} ranks was timed at {len(set(received))} sizes; it takes two."
+        )
     # Minimise sum(((a + b x - t) / t)^2).
     weights = [1 / seconds**2 for _, seconds in timings]
     total = math.fsum(weights)
     mean_x = math.fsum(w * x for w, x in zip(weights, received, strict=True)) / total
     mean_t = math.fsum(w * t for w, (_, t) in zip(weights, timings, strict=True)) / total
     spread = math.fsum(w * (x - mean_x) ** 2 for w, x in zip(weights, received, strict=True))
-    slope = math.fsum(
-        w * (x - mean_x) * (t - mean_t) for w, x, (_, t) in zip(weights, received, timings, strict=True)
-    ) / spread
+    slope = (
+        math.fsum(w * (x - mean_x) * (t - mean_t) for w, x, (_, t) in zip(weights, received, timings, strict=True))
+        / spread
+    )
     latency = mean_t - slope * mean_x
     if latency < 0:
         latency = 0.0
@@ -200,7 +206,7 @@ def fitted(operation: Operation, ranks: int, timings: Sequence[tuple[int, float]
         )
     if slope <= 0:
         raise ConfigError(
-            f"{operation.value} among {ranks} ranks did not take longer for more bytes: latency hides them. Time larger "
-            "buffers."
+            f"{operation.value} among {ranks} ranks did not take longer for more bytes: latency hides them. Time "
+            "larger buffers."
         )
     return Link(operation, ranks, latency, 1 / slope)

@@ -32,9 +32,11 @@ _INSIDE = (
     *_h200(4, (34.7, 348.8, 0.40), (93.4, 293.8, 0.30)),
 )
 
-# 400 Gb/s of each GPU's own adapter, the line rate; latencies and interference as inside a host. Nothing of it measured.
+# 400 Gb/s of each GPU's own adapter, the line rate; latencies and interference as inside a host. Not measured.
 _NDR = tuple(
-    Link(each.operation, 16, each.latency_s, 50e9, each.member_s, each.interference) for each in _INSIDE if each.ranks == 4
+    Link(each.operation, 16, each.latency_s, 50e9, each.member_s, each.interference)
+    for each in _INSIDE
+    if each.ranks == 4
 )
 
 _ALL = (

@@ -81,9 +81,9 @@ class RunOptimizer:
             self._optimizer.step()
         except Exception as error:
             raise ConfigError(
-                f"the optimizer {self._label!r} raised {type(error).__name__}: {error}. It is made of a list of parameters "
-                "and steps on the meta device, where tensors have no values: leave out fused=True, which 'adamw' stands "
-                "for."
+                f"the optimizer {self._label!r} raised {type(error).__name__}: {error}. It is made of a list of "
+                "parameters and steps on the meta device, where tensors have no values: leave out fused=True, which "
+                "'adamw' stands for."
             ) from error
         states = self._optimizer.state.values()
         ledger.see([value for state in states for value in state.values() if _is_tensor(value)], Kind.OPTIMIZER)

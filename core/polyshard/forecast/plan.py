@@ -16,12 +16,13 @@ from .links import LinkModel
 from .memory import Kind, MemoryTimeline
 from .named_links import find_links
 from .optimizers import FusedAdamW, OptimizerModel
+from .recording import Part
 from .timeline import StepTime, timed
 from .trace import TracedModel
 from .wire import Wire, wire_of_layout, wire_of_step
 
 #: Steps that a search for the largest batch may trace. Peaks grow by straight pieces, so few are needed.
-_MOST_TRACES = 12
+_MOST_TRACES = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,8 @@ class Plan:
     samples: int | None
     """In one rank's batch; None where no batch was given, and the forward not run."""
     peak: Mapping[Kind, int]
-    """Bytes at the moment with most. Without a batch, the most of each kind but activations, which never are alive all
-    together: a bound for the rest."""
+    """Bytes at the moment with most. Without a batch that of the optimizer's step, at which no activation is alive: the
+    least that any batch takes."""
     most: Mapping[Kind, int]
     """The most bytes of each kind, at whatever moment."""
     peak_part: str | None
@@ -64,8 +65,11 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak fits the device; None where its memory is not known."""
-        return None if self.memory_nbytes is None else self.peak_nbytes <= self.memory_nbytes
+        """Whether the peak fits the device; None where its memory is not known, or what a forward would take."""
+        if self.memory_nbytes is None:
+            return None
+        fits = self.peak_nbytes <= self.memory_nbytes
+        return None if fits and self.samples is None else fits
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON: bytes and seconds."""
@@ -204,22 +208,24 @@ def plan(
 def _of_layout(traced: TracedModel, common: Mapping[str, Any]) -> Plan:
     report = traced.report
     standing = traced.standing_nbytes
-    most = {
+    peak = {
         **dict.fromkeys(Kind, 0),
         Kind.PARAMETERS: report.master_nbytes,
         Kind.GRADIENTS: report.gradient_nbytes,
         Kind.OPTIMIZER: standing[Kind.OPTIMIZER],
-        Kind.GATHERED: report.gathered_nbytes,
-        Kind.REDUCTION: report.reduction_nbytes,
         Kind.BUFFERS: standing[Kind.BUFFERS],
     }
-    note = "No batch: activations are not counted, the rest is a bound, and nothing is timed. Give --batch."
+    most = {**peak, Kind.GATHERED: report.gathered_nbytes, Kind.REDUCTION: report.reduction_nbytes}
+    note = (
+        "No batch, so no forward was run: the peak is that of the optimizer's step, activations are not counted, and "
+        "nothing is timed."
+    )
     return Plan(
         **common,
         samples=None,
-        peak=most,
+        peak=peak,
         most=most,
-        peak_part=None,
+        peak_part=Part.OPTIMIZER.value,
         saved_nbytes=None,
         wire=wire_of_layout(traced.root),
         largest_samples=None,
@@ -234,8 +240,8 @@ def largest_fitting(peak_of: Callable[[int], int], samples: int, peak: int, limi
     """The largest number of samples whose peak is at most ``limit``; 0 where one does not fit.
 
     Peaks grow with samples, by pieces that are straight: what is alive at one moment is a sum of constants and of
-    tensors of so many samples. A line through two of them leads to the next to try, and the answer was tried, and so
-    was one more.
+    tensors of so many samples. A line through two of them leads to the next to try. The answer was tried, and so was
+    one more, but where the search took too many steps.
 
     Args:
         peak_of: bytes for a number of samples.
@@ -253,12 +259,14 @@ def largest_fitting(peak_of: Callable[[int], int], samples: int, peak: int, limi
         return 0
     if samples == 1:
         tried(2)
-    for _ in range(_MOST_TRACES):
+    for attempt in range(_MOST_TRACES):
         fitting = max(number for number in known if known[number] <= limit)
         above = [number for number in known if known[number] > limit]
         if above and min(above) == fitting + 1:
             return fitting
-        tried(_next_to_try(known, fitting, min(above, default=None), limit))
+        # Where pieces bend, a line falls short each time; halving what is left does not.
+        halves = bool(above) and attempt % 2 == 1
+        tried((fitting + min(above)) // 2 if halves else _next_to_try(known, fitting, min(above, default=None), limit))
     return max(number for number in known if known[number] <= limit)
 
 

@@ -46,7 +46,8 @@ class StepTime:
     """What issuing all of it takes the host; a step that is one CUDA graph does not have it."""
     flops: int
     """Of matrix products and attention."""
-    intervals: tuple[Interval, ...]
+    issued_at: tuple[tuple[int, Interval], ...]
+    """When what was issued runs: its index among what was issued, and its interval."""
 
     @property
     def total_s(self) -> float:
@@ -61,8 +62,8 @@ def timed(issued: Sequence[Issued], device: Device, links: LinkModel) -> StepTim
         ConfigError: ``links`` do not know a group of ranks.
     """
     clock = _Clock(device, links)
-    for each in issued:
-        clock.run(each)
+    for index, each in enumerate(issued):
+        clock.run(index, each)
     return clock.result()
 
 
@@ -78,19 +79,20 @@ class _Clock:
         self._beside: deque[tuple[float, float, float]] = deque()
         self._delayed = self._waited = 0.0
         self._launches = self._flops = self._units = 0
-        self._intervals: list[Interval] = []
+        self._intervals: list[tuple[int, Interval]] = []
 
-    def run(self, each: Issued) -> None:
+    def run(self, index: int, each: Issued) -> None:
+        """``each``, the ``index``-th of all, is issued."""
         if isinstance(each, Kernel):
             self._launches += 1
             self._flops += each.flops if each.unit is not Unit.NONE else 0
-            self._take(each.stream, self._device.seconds(each), _KERNEL_INTERFERENCE, each.name)
+            self._take(index, each.stream, self._device.seconds(each), _KERNEL_INTERFERENCE, each.name)
         elif isinstance(each, Transfer):
             self._launches += 1
             self._units += each.members
             link = self._links.link(each.operation, each.span)
             seconds = self._links.seconds(each.operation, each.nbytes, each.span, each.members)
-            self._take(each.stream, seconds, link.interference, each.operation.value)
+            self._take(index, each.stream, seconds, link.interference, each.operation.value)
         elif isinstance(each, Signal):
             self._events[each.event] = self._now[each.stream]
         elif isinstance(each, Wait):
@@ -103,6 +105,7 @@ class _Clock:
             self._begins.append((each.part, self._now[Stream.COMPUTE]))
 
     def result(self) -> StepTime:
+        """What all of it took."""
         end = max(self._now.values())
         ends = [begin for _, begin in self._begins[1:]] + [end]
         return StepTime(
@@ -115,10 +118,10 @@ class _Clock:
             units=self._units,
             host_s=self._launches * self._device.launch_s + self._units * self._device.unit_s,
             flops=self._flops,
-            intervals=tuple(self._intervals),
+            issued_at=tuple(self._intervals),
         )
 
-    def _take(self, stream: Stream, seconds: float, interference: float, name: str) -> None:
+    def _take(self, index: int, stream: Stream, seconds: float, interference: float, name: str) -> None:
         begin = self._now[stream]
         if stream is Stream.COMPUTE:
             delay = self._delay(begin, begin + seconds)
@@ -128,7 +131,7 @@ class _Clock:
             self._beside.append((begin, begin + seconds, interference))
         self._now[stream] = begin + seconds
         self._busy[stream] += seconds
-        self._intervals.append(Interval(stream, begin, begin + seconds, name))
+        self._intervals.append((index, Interval(stream, begin, begin + seconds, name)))
 
     def _delay(self, begin: float, end: float) -> float:
         while self._beside and self._beside[0][1] <= begin:

@@ -1,9 +1,9 @@
 """One step of a sharded model on the meta device, as the engine itself runs it.
 
 [Note: why the engine]
-What is alive when, and what travels when, follows from the engine's hooks, its schedule, its buckets and its reductions.
-A model of them would have to be kept equal to them. On the meta device they run as they are, and only what a device
-would do is missing: kernels, bytes, time. Those are noted.
+What is alive when, and what travels when, follows from the engine's hooks, its schedule, its buckets and its
+reductions. A model of them would have to be kept equal to them. On the meta device they run as they are, and only what
+a device would do is missing: kernels, bytes, time. Those are noted.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..composable import outermost_root, report, shard
 from ..config import PluginSpec, ShardConfig
 from ..engine.step.root import Root
 from ..engine.surface.report import MemoryReport
 from ..errors import ConfigError, PolyshardError, UnsupportedError
+from ._torch_private import TorchDispatchMode, tree_leaves
 from .batch import Batch
 from .collectives import NotedCollectives
 from .fused import fused_as_on_cuda
@@ -158,8 +157,8 @@ class TracedModel:
             raise _untraceable("forward", self.model, error) from error
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError) as error:
             raise ConfigError(
-                f"the forward of {type(self.model).__name__} raised {type(error).__name__}: {error}. Give a batch that it "
-                "takes."
+                f"the forward of {type(self.model).__name__} raised {type(error).__name__}: {error}. Give a batch that "
+                "it takes."
             ) from error
         return _loss_of(output, type(self.model).__name__)
 
@@ -192,17 +191,17 @@ class TracedModel:
         if config.reshard_after_forward == "auto":
             changed |= {"reshard_after_forward": None, "memory_budget": None}
             self.notes.append(
-                "reshard_after_forward = 'auto' is planned as if every unit were released: the units that a device keeps "
-                "beyond that fill memory which is free."
+                "reshard_after_forward = 'auto' is planned as if every unit were released: the units that a device "
+                "keeps beyond that fill memory which is free."
             )
         return dataclasses.replace(config, **changed)
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes each operation and the storages of what it returns."""
 
     def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
         self._ledger = ledger
 
@@ -243,8 +242,8 @@ def _loss_of(output: Any, model: str) -> torch.Tensor:
             found = output[0]
     if not isinstance(found, torch.Tensor) or not found.requires_grad:
         raise ConfigError(
-            f"the forward of {model} returned no loss to go back from, but {type(output).__name__}. Let it return a tensor "
-            "with a gradient, or an object, dict or tuple that holds one as its loss or first value; Hugging Face models "
-            "return one where the batch has labels."
+            f"the forward of {model} returned no loss to go back from, but {type(output).__name__}. Let it return a "
+            "tensor with a gradient, or an object, dict or tuple that holds one as its loss or first value; Hugging "
+            "Face models return one where the batch has labels."
         )
     return found if found.ndim == 0 else found.sum()

@@ -48,8 +48,9 @@ def wire_of_layout(root: Root) -> tuple[Wire, ...]:
     Launches are counted as if nothing travelled together.
     """
     rows: list[Wire] = []
+    outermost = root.stages[0].units
     for operation in Operation:
-        carried = [found for unit in root.units for found in _carried(unit, operation)]
+        carried = [found for unit in root.units for found in _carried(unit, operation, unit in outermost)]
         for ranks in sorted({size for _, size in carried}):
             those = [nbytes for nbytes, size in carried if size == ranks]
             received = sum(operation.received_nbytes(nbytes, ranks) for nbytes in those)
@@ -57,13 +58,16 @@ def wire_of_layout(root: Root) -> tuple[Wire, ...]:
     return tuple(rows)
 
 
-def _carried(unit: Unit, operation: Operation) -> list[tuple[int, int]]:
-    """Whole bytes and ranks of each collective of ``operation`` that ``unit`` takes part in."""
+def _carried(unit: Unit, operation: Operation, turns: bool) -> list[tuple[int, int]]:
+    """Whole bytes and ranks of each collective of ``operation`` that ``unit`` takes part in.
+
+    ``turns``: its backward follows its forward at once.
+    """
     grid = unit.grid
     if operation is Operation.ALL_GATHER:
         if grid.shard is None or unit.permanent:
             return []
-        return [(unit.gathered_nbytes, grid.shard_size)] * (2 if unit.releases(False) else 1)
+        return [(unit.gathered_nbytes, grid.shard_size)] * (2 if unit.releases(turns) else 1)
     if not unit.trainable or unit.resident:
         return []
     reduction = unit.gradients.input

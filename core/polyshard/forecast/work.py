@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from ._torch_private import argument, tree_leaves
 from .recording import Recorder, Unit
-
-_aten = torch.ops.aten
 
 #: Operations that give memory and launch nothing.
 _SILENT = frozenset(
@@ -52,11 +50,11 @@ def note_operation(recorder: Recorder, func: Any, args: Any, kwargs: dict[str, A
     if not read and not written:
         return
     nbytes = _nbytes(read) + _nbytes(written)
-    itemsize = max(tensor.itemsize for tensor in (*read, *written) if tensor.is_floating_point() or True)
+    itemsize = max(tensor.itemsize for tensor in (*read, *written))
     if name.startswith("_scaled_dot_product"):
         backward = name.endswith("backward")
         query, key, value = read[1:4] if backward else read[:3]
-        flops = attention_flops(query, key, value, _causal(func, args, kwargs))
+        flops = attention_flops(query, key, value, bool(argument(func, "is_causal", args, kwargs, False)))
         # Backward makes five products of the forward's two.
         flops = flops * 5 // 2 if backward else flops
         recorder.kernel(name, Unit.ATTENTION, flops, nbytes, query.itemsize)
@@ -67,13 +65,6 @@ def note_operation(recorder: Recorder, func: Any, args: Any, kwargs: dict[str, A
         return
     flops = int(formula(*args, **kwargs, out_val=out))
     recorder.kernel(name, Unit.MATMUL, flops, nbytes, read[0].itemsize if read else itemsize)
-
-
-def _causal(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.name == "is_causal":
-            return bool(args[index] if index < len(args) else kwargs.get("is_causal", False))
-    return False
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
