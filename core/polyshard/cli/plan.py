@@ -137,7 +137,7 @@ def _print(found: Plan) -> None:
         f"{found.model} on {ranks}: {found.parameters:,} parameters in {found.units} units, {found.padding:,} elements "
         "of padding\n"
     )
-    size, unit = next((each for each in _UNITS if found.peak_nbytes >= each[0]), _UNITS[-1])
+    size, unit = _unit_of(found.peak_nbytes)
     _print_memory(found, size, unit)
     if found.wire:
         print()
@@ -149,7 +149,7 @@ def _print(found: Plan) -> None:
     _print_time(found)
     for note in found.notes:
         print(f"\nNote: {note}")
-    _print_verdict(found, size, unit)
+    _print_verdict(found)
 
 
 def _print_memory(found: Plan, size: int, unit: str) -> None:
@@ -183,14 +183,22 @@ def _print_time(found: Plan) -> None:
         )
 
 
-def _print_verdict(found: Plan, size: int, unit: str) -> None:
+def _print_verdict(found: Plan) -> None:
     if found.memory_nbytes is None:
         return
     verdict = {True: "It fits", False: "It does not fit", None: "Without activations it takes"}[found.fits]
-    print(f"\n{verdict}: {found.peak_nbytes / size:.2f} of {found.memory_nbytes / size:.2f} {unit}.", end="")
+    colon = "" if found.fits is None else ":"
+    print(f"\n{verdict}{colon} {_shown(found.peak_nbytes)} of {_shown(found.memory_nbytes)}.", end="")
     if found.largest_samples is not None:
-        print(
-            f" The largest batch that does is {found.largest_samples}." if found.largest_samples else " No batch does."
-        )
+        print(f" The largest batch that does is {found.largest_samples}." if found.largest_samples else " No batch does.")
     else:
         print()
+
+
+def _unit_of(nbytes: int) -> tuple[int, str]:
+    return next((each for each in _UNITS if nbytes >= each[0]), _UNITS[-1])
+
+
+def _shown(nbytes: int) -> str:
+    size, unit = _unit_of(nbytes)
+    return f"{nbytes / size:.2f} {unit}"
