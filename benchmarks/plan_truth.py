@@ -54,6 +54,7 @@ class Truth:
     local_host_ms: tuple[float, ...] = ()
     """Host time of compute without communication in the same file."""
     remark: str = ""
+    microbatches: int = 1
 
     @property
     def captured(self) -> bool:
@@ -114,7 +115,7 @@ def _peers(file: str, peers: list[str], *, peaks: bool = True, remark: str = "")
 
 def _muon(file: str) -> list[Truth]:
     data, environment = _read(file)
-    rows = [row for row in data["rows"] if row["peer"] == "polyshard adamw" and row["microbatches"] == 1]
+    rows = [row for row in data["rows"] if row["peer"] == "polyshard adamw"]
     return [
         Truth(
             file,
@@ -122,11 +123,19 @@ def _muon(file: str) -> list[Truth]:
             environment["world_size"],
             workload,
             "polyshard",
-            tuple(row["peak_gib"] for row in rows if row["workload"] == workload),
-            tuple(row["ms"]["median"] for row in rows if row["workload"] == workload),
+            tuple(
+                row["peak_gib"] for row in rows if (row["workload"], row["microbatches"]) == (workload, microbatches)
+            ),
+            tuple(
+                row["ms"]["median"]
+                for row in rows
+                if (row["workload"], row["microbatches"]) == (workload, microbatches)
+            ),
             remark="AdamW for all",
+            microbatches=microbatches,
         )
         for workload in ("300m", "1b")
+        for microbatches in dict.fromkeys(row["microbatches"] for row in rows)
     ]
 
 
@@ -177,7 +186,7 @@ def _batches(workload: Workload) -> ShapedBatches:
 
 
 @cache
-def predicted(workload_name: str, peer: str, world_size: int, device: Device) -> Plan:
+def predicted(workload_name: str, peer: str, world_size: int, device: Device, microbatches: int = 1) -> Plan:
     """One step of ``peer``, as ``contenders.py`` wraps it, or of a case of ``trainer.py``."""
     if workload_name == LLAMA:
         return _predicted_llama(peer, world_size, device)
@@ -187,7 +196,15 @@ def predicted(workload_name: str, peer: str, world_size: int, device: Device) ->
         settings["shard_size"] = world_size // 2
     policy = {"name": "module_class", "classes": [Block]}
     config = polyshard.ShardConfig(precision="bf16", policy=policy, **settings)
-    return plan(config, _meta(workload), world_size, batch=_batches(workload), samples=workload.batch, device=device)
+    return plan(
+        config,
+        _meta(workload),
+        world_size,
+        batch=_batches(workload),
+        samples=workload.batch,
+        device=device,
+        microbatches=microbatches,
+    )
 
 
 def _predicted_llama(case: str, world_size: int, device: Device) -> Plan:
@@ -234,7 +251,7 @@ def _launch_s(truth: Truth) -> float:
 def judged(truth: Truth, device: Device, everything: list[Truth]) -> dict[str, Any]:
     """One row: predicted, measured, and the errors."""
     device, host_from = _on_its_host(truth, device, everything)
-    found = predicted(truth.workload, truth.peer, truth.world_size, device)
+    found = predicted(truth.workload, truth.peer, truth.world_size, device, truth.microbatches)
     assert found.time is not None
     row: dict[str, Any] = {
         "file": truth.file,
@@ -242,6 +259,7 @@ def judged(truth: Truth, device: Device, everything: list[Truth]) -> dict[str, A
         "ranks": truth.world_size,
         "workload": truth.workload,
         "peer": truth.peer,
+        "microbatches": truth.microbatches,
         "remark": truth.remark,
     }
     if truth.peaks_gib:
@@ -281,10 +299,14 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         cells = ["—" if key not in row else _cell(row[key]) for key in ("peak_gib", "step_ms")]
         lines.append(
-            f"| {row['ranks']} | {row['workload']} | {row['peer']} | {row['file']} | {cells[0]} | {cells[1]} | "
-            f"{row.get('bound_by', '—')} |"
+            f"| {row['ranks']} | {row['workload']} | {row['peer']}{_times(row)} | {row['file']} | {cells[0]} | "
+            f"{cells[1]} | {row.get('bound_by', '—')} |"
         )
     return "\n".join(lines)
+
+
+def _times(row: dict[str, Any]) -> str:
+    return f", {row['microbatches']} microbatches" if row["microbatches"] > 1 else ""
 
 
 def _cell(pair: dict[str, Any]) -> str:

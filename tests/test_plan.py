@@ -87,7 +87,7 @@ def on_meta(**arguments: Any) -> nn.Module:
 def planned(world_size: int = 2, *, batch: Any = SHAPES, model: nn.Module | None = None, **settings: Any) -> Plan:
     further = {
         key: settings.pop(key)
-        for key in ("optimizer", "device", "memory_nbytes", "largest", "samples")
+        for key in ("optimizer", "device", "memory_nbytes", "largest", "samples", "microbatches")
         if key in settings
     }
     config = ShardConfig(**{"policy": LAYERS, **settings})
@@ -128,8 +128,8 @@ def test_all_shards_together_are_the_parameters_and_the_padding(width: int, dept
     numel = (2 + 4 * depth) * width * width
     assert found.parameters == numel
     assert found.peak[Kind.PARAMETERS] * world_size == 4 * (numel + found.padding)
-    # A unit's last slice may be short by less than a slice, and slices are cut for alignment.
-    assert found.padding >= 0
+    # Slices are equal, and begin and end at multiples of 16 bytes or so, as parameters do.
+    assert 0 <= found.padding < 32 * (world_size + 1) * found.units
 
 
 def test_a_unit_kept_after_forward_is_gathered_once() -> None:
@@ -151,6 +151,18 @@ def test_without_a_batch_as_much_travels_as_with_one() -> None:
     }
     assert without.time is None
     assert "No batch" in without.notes[-1]
+
+
+def test_microbatches_gather_each_time_and_reduce_once() -> None:
+    once, thrice = (planned(2, precision="bf16", microbatches=number) for number in (1, 3))
+    gathers, reductions = (
+        [next(row.received_nbytes for row in each.wire if row.operation is operation) for each in (once, thrice)]
+        for operation in (Operation.ALL_GATHER, Operation.REDUCE_SCATTER)
+    )
+    assert gathers[1] == 3 * gathers[0]
+    # Gradients of earlier microbatches wait whole, in fp32, beside the bf16 inputs of reductions.
+    assert thrice.most[Kind.REDUCTION] >= 4 * NUMEL
+    assert reductions[1] == reductions[0] == 2 * NUMEL // 2
 
 
 def test_replicas_reduce_what_the_shards_hold() -> None:

@@ -142,6 +142,8 @@ def test_a_picture_is_drawn(folder: Path) -> None:
         (("--world-size", "2", "--optimizer", "adam"), "No optimizer is called 'adam'"),
         (("--world-size", "2", "--links", "h200-nvlink"), "--links is of no use without --device"),
         (("--world-size", "2", "--batch-size", "4"), "--batch-size is of no use without --batch"),
+        (("--world-size", "2", "--microbatches", "4"), "--microbatches is of no use without --batch"),
+        (("--world-size", "2", "--batch", "float32[8,64]", "--microbatches", "0"), "microbatches is 0"),
         (("--world-size", "2", "--batch", "8x64"), "'8x64' is no tensor of a batch"),
         (("--world-size", "2", "--batch", "float[8] int64[4]"), "first sizes, which count samples, are [4, 8]"),
         (("--world-size", "2", "--batch", "plan_cli_net:batches"), "plan_cli_net has no batches"),
@@ -149,7 +151,10 @@ def test_a_picture_is_drawn(folder: Path) -> None:
         (("--world-size", "2", "--batch", "plan_cli_net:fails"), "raised RuntimeError: no data here"),
         (("--world-size", "2", "--batch", "float32[8,7]"), "the forward of Net cannot run on the meta device"),
         (("--world-size", "2", "--batch", "float32[8,64]", "--batch-size", "0"), "samples is 0"),
-        (("--world-size", "2", "--batch", "float32[8,64]", "--optimizer", "plan_cli_net:fused"), "leave out fused=True"),
+        (
+            ("--world-size", "2", "--batch", "float32[8,64]", "--optimizer", "plan_cli_net:fused"),
+            "leave out fused=True",
+        ),
         (("--world-size", "2", "--picture", "plan.svg"), "has no step to draw"),
         (("--world-size", "2", "--batch", "float32[8,64]", "--picture", "plan.xyz"), "cannot write the picture"),
         (
@@ -184,7 +189,10 @@ def test_what_real_processes_measure_is_planned_with(folder: Path, capsys: pytes
     # From rank 0 alone.
     assert done.output.count("reduce_scatter") == 1
     links = json.loads((folder / "links.json").read_text())
-    assert {(each["operation"], each["ranks"]) for each in links["inside"]} == {("all_gather", 2), ("reduce_scatter", 2)}
+    assert {(each["operation"], each["ranks"]) for each in links["inside"]} == {
+        ("all_gather", 2),
+        ("reduce_scatter", 2),
+    }
     words = ("--world-size", "2", "--batch", "float32[8,64]", "--device", "h200", "--json")
     assert planned(*words, "--links", "links.json") == 0
     slow = told(capsys)

@@ -57,6 +57,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--batch-size", type=int, metavar="N", help="samples of one rank (default: as in the shapes, or 1)"
     )
     parser.add_argument(
+        "--microbatches",
+        type=int,
+        default=1,
+        metavar="N",
+        help="forwards and backwards of a step (default: %(default)s)",
+    )
+    parser.add_argument(
         "--optimizer",
         default="adamw",
         metavar="NAME|PKG:FUNCTION",
@@ -83,6 +90,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise ConfigError("--links is of no use without --device: nothing is timed. Name a device, or leave it out.")
     if arguments.batch_size is not None and not arguments.batch:
         raise ConfigError("--batch-size is of no use without --batch, which says what a sample is.")
+    if arguments.microbatches != 1 and not arguments.batch:
+        raise ConfigError("--microbatches is of no use without --batch: no forward is run.")
     with importing_beside(arguments.file):
         batch, samples = _batch_of(arguments)
         device = find_device(arguments.device) if arguments.device else None
@@ -93,6 +102,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             arguments.world_size,
             batch=batch,
             samples=samples,
+            microbatches=arguments.microbatches,
             optimizer=_optimizer_of(arguments.optimizer),
             device=device,
             memory_nbytes=memory,
@@ -190,7 +200,9 @@ def _print_verdict(found: Plan) -> None:
     colon = "" if found.fits is None else ":"
     print(f"\n{verdict}{colon} {_shown(found.peak_nbytes)} of {_shown(found.memory_nbytes)}.", end="")
     if found.largest_samples is not None:
-        print(f" The largest batch that does is {found.largest_samples}." if found.largest_samples else " No batch does.")
+        print(
+            f" The largest batch that does is {found.largest_samples}." if found.largest_samples else " No batch does."
+        )
     else:
         print()
 

@@ -34,7 +34,7 @@ class Kind(enum.Enum):
     GATHERED = "gathered"
     """Whole units in compute dtype."""
     REDUCTION = "reduction"
-    """Inputs of reductions, what receives them, and merged ones."""
+    """Inputs of reductions, what receives them, merged ones, and whole gradients that wait for further microbatches."""
     ACTIVATIONS = "activations"
     """What a forward makes: saved for the backward, or gone by its end."""
     TEMPORARIES = "temporaries"

@@ -36,6 +36,8 @@ class Plan:
     units: int
     padding: int
     """Elements of all units that belong to no parameter."""
+    microbatches: int
+    """Forwards and backwards of a step."""
     samples: int | None
     """In one rank's batch; None where no batch was given, and the forward not run."""
     peak: Mapping[Kind, int]
@@ -80,6 +82,7 @@ class Plan:
             "parameters": self.parameters,
             "units": self.units,
             "padding": self.padding,
+            "microbatches": self.microbatches,
             "samples": self.samples,
             "peak_nbytes": self.peak_nbytes,
             "peak": {kind.value: nbytes for kind, nbytes in self.peak.items()},
@@ -130,6 +133,7 @@ def plan(
     memory_nbytes: int | None = None,
     links: LinkModel | None = None,
     largest: bool = False,
+    microbatches: int = 1,
 ) -> Plan:
     """Plan one training step: forward, backward, ``optimizer.step()``, ``zero_grad()``.
 
@@ -145,6 +149,7 @@ def plan(
         memory_nbytes: what tensors may take, in the place of what ``device`` has.
         links: those of ``device`` where None.
         largest: also find the largest number of samples that fits.
+        microbatches: forwards and backwards of a step, each of ``samples``; only the last one reduces.
 
     Raises:
         ConfigError: a setting that cannot be planned, or a batch that the model does not take.
@@ -155,7 +160,12 @@ def plan(
         raise ConfigError(f"samples is {samples}; give 1 or more.")
     name = type(model).__name__
     traced = TracedModel(
-        model, config, world_size, optimizer or FusedAdamW(), 0 if device is None else device.workspace_nbytes
+        model,
+        config,
+        world_size,
+        optimizer or FusedAdamW(),
+        0 if device is None else device.workspace_nbytes,
+        microbatches,
     )
     if memory_nbytes is None and device is not None:
         memory_nbytes = device.memory_nbytes
@@ -165,6 +175,7 @@ def plan(
     common: dict[str, Any] = {
         "model": name,
         "world_size": world_size,
+        "microbatches": microbatches,
         "parameters": report.parameters,
         "units": report.units,
         "padding": report.padding,

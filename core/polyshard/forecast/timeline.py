@@ -108,9 +108,12 @@ class _Clock:
         """What all of it took."""
         end = max(self._now.values())
         ends = [begin for _, begin in self._begins[1:]] + [end]
+        parts: dict[Part, float] = {}
+        for (part, begin), until in zip(self._begins, ends, strict=True):
+            parts[part] = parts.get(part, 0.0) + until - begin
         return StepTime(
             device_s=end,
-            parts_s={part: end - begin for (part, begin), end in zip(self._begins, ends, strict=True)},
+            parts_s=parts,
             busy_s=dict(self._busy),
             delayed_s=self._delayed,
             waited_s=self._waited,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..composable import outermost_root, report, shard
+from ..composable import no_sync, outermost_root, report, shard
 from ..config import PluginSpec, ShardConfig
 from ..engine.step.root import Root
 from ..engine.surface.report import MemoryReport
@@ -50,6 +50,7 @@ class TracedModel:
         model: on the meta device; it is sharded in place.
         optimizer: steps once a step.
         workspace_nbytes: what libraries hold for good.
+        microbatches: forwards and backwards of a step; all but the last are under ``polyshard.no_sync``.
 
     Raises:
         ConfigError: as ``polyshard.shard``, or the offload manager's memory is not known.
@@ -63,13 +64,14 @@ class TracedModel:
         world_size: int,
         optimizer: OptimizerModel,
         workspace_nbytes: int = 0,
+        microbatches: int = 1,
     ) -> None:
+        if microbatches < 1:
+            raise ConfigError(f"microbatches is {microbatches}; give 1 or more.")
         if world_size < 1:
             raise ConfigError(f"world_size is {world_size}; give the number of ranks, 1 or more.")
         self.recorder = Recorder()
         self.notes: list[str] = []
-        self.host_nbytes = 0
-        """Bytes of masters, gradients and states that an offload manager keeps on the host."""
         collectives = NotedCollectives(self.recorder, Span(world_size))
         with warnings.catch_warnings():
             # That of a single rank, which is as planned.
@@ -78,6 +80,7 @@ class TracedModel:
         self.root: Root = outermost_root(self.model, "plan")
         self.root.use_lanes(NotedLanes(self.recorder))
         self._optimizer = optimizer
+        self._microbatches = microbatches
         self._ledger = Ledger(self.recorder)
         self._workspace_nbytes = workspace_nbytes
         self._parameters = [each for each in self.model.parameters() if each.requires_grad]
@@ -129,6 +132,18 @@ class TracedModel:
             self.notes.append(note)
 
     def _once(self, batch: Batch) -> None:
+        for _ in range(self._microbatches - 1):
+            with no_sync(self.model):
+                self._microbatch(batch)
+        self._microbatch(batch)
+        self._name_buffers()
+        self.recorder.begin(Part.OPTIMIZER)
+        self._optimizer.step(self._parameters, self.recorder, self._ledger)
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _microbatch(self, batch: Batch) -> None:
+        """One forward and its backward."""
         recorder, ledger = self.recorder, self._ledger
         recorder.begin(Part.FORWARD)
         loss = self._forward(batch)
@@ -142,11 +157,6 @@ class TracedModel:
             raise _untraceable("backward", self.model, error) from error
         del loss
         ledger.look_again()
-        self._name_buffers()
-        recorder.begin(Part.OPTIMIZER)
-        self._optimizer.step(self._parameters, recorder, ledger)
-        for parameter in self._parameters:
-            parameter.grad = None
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         try:
@@ -172,7 +182,8 @@ class TracedModel:
                 continue
             ledger.name([unit.buffer.flat], Kind.GATHERED)
             if unit.trainable and unit.grid.shard is not None:
-                ledger.name([unit.gradients.input.buffer.flat], Kind.REDUCTION)
+                wholes = [unit.gradients.input.buffer, unit.gradients.input.sum]
+                ledger.name([whole.flat for whole in wholes if whole is not None], Kind.REDUCTION)
 
     def _on_meta(self, config: ShardConfig, collectives: NotedCollectives) -> ShardConfig:
         offload = PluginSpec.parse(config.offload).name if isinstance(config.offload, str | Mapping) else "?"
