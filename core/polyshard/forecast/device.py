@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..config import did_you_mean
 from ..errors import ConfigError
@@ -78,7 +78,19 @@ _H200 = Device(
     ),
 )
 
-_ALL = (_H200,)
+# The same processor with less and slower memory.
+_H100 = replace(
+    _H200,
+    name="h100",
+    memory_nbytes=79 * _GIB,
+    bandwidth=3.35e12,
+    sources=(
+        "memory and peaks: NVIDIA's data sheet of the SXM module (989.4 TFLOP/s dense in bf16, 3.35 TB/s); shares, "
+        "constants and links are those of h200, whose processor and links it has; nothing was measured on it"
+    ),
+)
+
+_ALL = (_H200, _H100)
 
 #: By name.
 DEVICES = {device.name: device for device in _ALL}
