@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +11,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
+from live_bytes import peak_of_live_bytes
 from parity import Block, Net, root_of, units_of, whole_of
 from polyshard import ShardConfig
 from polyshard.errors import ParameterError
@@ -36,23 +35,6 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 # What it allocates.
-
-
-def peak_of_live_bytes(function: Callable[[], Any], folder: Path) -> int:
-    """Most bytes of tensor memory alive at once during ``function``, beyond those that were alive before."""
-    # What earlier tests left in reference cycles must not be freed, and subtracted, in the middle.
-    gc.collect()
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
-        function()
-    trace = folder / "trace.json"
-    profile.export_chrome_trace(str(trace))
-    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("name") == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event["ts"]):
-        live += event["args"]["Bytes"]
-        peak = max(peak, live)
-    return peak
 
 
 def tower(units: int = 12, width: int = 1024) -> nn.Module:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from .._version import __version__
 from ..errors import PolyshardError
-from . import config, doctor, explain, new, plugins
+from . import bench_links, config, doctor, explain, new, plan, plugins
 
 #: Each has ``add``, whose parser's ``run`` takes the parsed arguments and returns the exit code.
-_COMMANDS = (plugins, config, explain, doctor, new)
+_COMMANDS = (plugins, config, explain, plan, bench_links, doctor, new)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

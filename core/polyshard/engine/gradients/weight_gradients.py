@@ -102,7 +102,8 @@ def _forward(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     if (
         not (torch.is_grad_enabled() and weight.requires_grad)
         or type(input) is not torch.Tensor
-        or torch.is_autocast_enabled(input.device.type)
+        # There is no autocast on the meta device, and asking raises.
+        or (not input.is_meta and torch.is_autocast_enabled(input.device.type))
         or _torch_private.in_transform()
     ):
         return functional.linear(input, weight, bias)

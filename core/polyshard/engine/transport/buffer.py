@@ -87,6 +87,9 @@ class FlatBuffer:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in this buffer's memory."""
+        if tensor.is_meta:
+            # No addresses there.
+            return self.attached and tensor.untyped_storage() is self._storage
         return self.attached and 0 <= tensor.data_ptr() - self.address < self.nbytes
 
 

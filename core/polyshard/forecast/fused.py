@@ -1,0 +1,117 @@
+"""Operations that one kernel computes on CUDA, and several, or none, on the meta device.
+
+While a step is traced, tensors on the meta device take the way of those on CUDA: what is computed, what autograd saves,
+and how often memory is read depend on it. Other devices' tensors are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ._torch_private import efficient_attention, flash_attention, plain_attention
+from .recording import Recorder, Unit
+
+_HALVES = (torch.bfloat16, torch.float16)
+#: The widest head that flash attention takes.
+_WIDEST_HEAD = 256
+
+
+@contextmanager
+def fused_as_on_cuda(recorder: Recorder, branched: Callable[[], None]) -> Iterator[None]:
+    """Attention and RMS norms on the meta device are one kernel forward and one backward inside.
+
+    A branch on a tensor, which has no value there, takes the way of True, and ``branched`` is called: models ask
+    whether all of a mask is set, and where they ask for numbers they are refused.
+    """
+
+    def is_nonzero(tensor: torch.Tensor) -> bool:
+        branched()
+        return True
+
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    stand_ins = {
+        "scaled_dot_product_attention": _attention,
+        "rms_norm": _RmsNorms(recorder),
+        "is_nonzero": is_nonzero,
+    }
+    for name, stand_in in stand_ins.items():
+        library.impl(name, stand_in, "AutogradMeta")  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        # Its registrations end with it.
+        del library
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    if attn_mask is None and query.dtype in _HALVES and query.shape[-1] <= _WIDEST_HEAD and query.ndim == 4:
+        return flash_attention(query, key, value, dropout_p, is_causal, scale)
+    # What other kernels take: every head of keys and values by itself, and a mask of floats.
+    heads = query.shape[-3]
+    if enable_gqa and key.shape[-3] != heads:
+        key, value = (each.repeat_interleave(heads // each.shape[-3], -3) for each in (key, value))
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), float("-inf"))
+    if query.ndim != 4:
+        return plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    bias = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
+    return efficient_attention(query, key, value, bias, dropout_p, is_causal, scale)
+
+
+class _RmsNorms:
+    """``rms_norm`` as one kernel."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def __call__(
+        self,
+        input: torch.Tensor,
+        normalized_shape: Sequence[int],
+        weight: torch.Tensor | None = None,
+        eps: float | None = None,
+    ) -> torch.Tensor:
+        normed: torch.Tensor = _RmsNorm.apply(input, weight, len(normalized_shape), self._recorder)  # type: ignore[no-untyped-call]
+        return normed
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Saves its input, the weight, and fp32 reciprocals of the rows' roots, as the CUDA kernel does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, dimensions: int, recorder: Recorder
+    ) -> torch.Tensor:
+        rows = input.shape[: input.ndim - dimensions]
+        reciprocals = input.new_empty((*rows, *([1] * dimensions)), dtype=torch.float32)
+        normed = torch.empty_like(input, memory_format=torch.contiguous_format)
+        ctx.save_for_backward(input, weight, reciprocals)
+        ctx.recorder = recorder
+        recorder.kernel("rms_norm", Unit.NONE, 0, input.nbytes + normed.nbytes, input.itemsize)
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+        input, weight, _ = ctx.saved_tensors
+        of_input = torch.empty_like(input, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
+        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        nbytes = 2 * input.nbytes + gradient.nbytes
+        ctx.recorder.kernel("rms_norm_backward", Unit.NONE, 0, nbytes, input.itemsize)
+        if of_weight is not None:
+            # A second kernel adds the weight's gradient up over rows.
+            ctx.recorder.kernel("rms_norm_backward", Unit.NONE, 0, input.nbytes + gradient.nbytes, input.itemsize)
+        return of_input, of_weight, None, None

@@ -1,0 +1,116 @@
+"""That plans hold on a device: the peak of a real step beside the planned one; CPU twin: ``tests/test_plan.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import polyshard
+import pytest
+import torch
+from polyshard import ShardConfig
+from polyshard.forecast import ShapedBatches, find_device, fitted, plan
+from polyshard.forecast.bench import bench
+from polyshard.interfaces import PluginContext
+from polyshard_backends.nccl import NcclCollectives
+from processes import KeptRanks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.gpu
+
+T = TypeVar("T")
+
+WORLD_SIZE = max(1, min(torch.cuda.device_count(), 2))
+RANKS = KeptRanks("nccl")
+WIDTH, DEPTH, ROWS = 2048, 6, 4096
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_ranks() -> Iterator[None]:
+    yield
+    RANKS.close()
+
+
+def run(fn: Callable[..., T], *args: Any) -> list[T]:
+    return RANKS.run(WORLD_SIZE, fn, *args)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed: torch.Tensor = x + self.down(nn.functional.silu(self.up(self.norm(x))))
+        return mixed
+
+
+class Tower(nn.Module):
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        self.recomputes = recomputes
+        self.layers = nn.ModuleList(Layer() for _ in range(DEPTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.recomputes else layer(x)
+        return x.float().square().mean()
+
+
+SETTINGS: dict[str, Any] = {"precision": "bf16", "policy": {"name": "module_class", "classes": Layer}}
+
+
+def peak_of_a_step(rank: int, recomputes: bool) -> int:
+    """Most bytes of tensors on the device in the third step, and the workspaces that the first two left."""
+    device = torch.device("cuda", rank)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    with torch.device("meta"):
+        model = Tower(recomputes)
+    polyshard.shard(model, ShardConfig(device=device, **SETTINGS))
+    optimizer = torch.optim.AdamW(polyshard.flat_parameters(model), fused=True)
+    x = torch.zeros(ROWS, WIDTH, device=device)
+    for turn in range(3):
+        if turn == 2:
+            torch.cuda.reset_peak_memory_stats(device)
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    polyshard.close(model)
+    return peak
+
+
+@pytest.mark.filterwarnings("ignore:.*switching to use `NO_SHARD`")
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_the_peak_of_a_step_is_the_planned_one(recomputes: bool) -> None:
+    measured = run(peak_of_a_step, recomputes)
+    with torch.device("meta"):
+        model = Tower(recomputes)
+    batch = ShapedBatches.parse(f"float32[{ROWS},{WIDTH}]")
+    found = plan(ShardConfig(**SETTINGS), model, WORLD_SIZE, batch=batch, samples=ROWS, device=find_device("h200"))
+    # What the process held before may contain the workspaces: 64 MiB of some 1.5 GiB.
+    assert all(peak == pytest.approx(found.peak_nbytes, rel=0.05) for peak in measured)
+
+
+def measured_links(rank: int) -> list[float]:
+    collectives = NcclCollectives(PluginContext("nccl", torch.device("cuda", rank)))
+    timings = bench(collectives, (2**22, 2**26, 2**28), rounds=5)
+    return [
+        fitted(
+            operation, collectives.world_size, [(t.nbytes, t.seconds) for t in timings if t.operation is operation]
+        ).bandwidth
+        for operation in dict.fromkeys(t.operation for t in timings)
+    ]
+
+
+@pytest.mark.skipif(WORLD_SIZE < 2, reason="needs two GPUs")
+def test_all_ranks_measure_the_same_links() -> None:
+    first, second = run(measured_links)
+    assert first == second
+    # Between a slow host's memory and what links of today carry.
+    assert all(1e9 < bandwidth < 2e12 for bandwidth in first)
