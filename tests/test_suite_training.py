@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from int8_wire import Int8Wire
 from polyshard.interfaces import UnitSpec
+from polyshard.testing.communication import collectives_noted
 from polyshard.testing.training import Trained, Training
 
 
@@ -58,3 +61,12 @@ def test_other_random_numbers_are_as_they_were() -> None:
     Training().reference()
     Training().scores(dict)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_process_group_of_one_leaves_nothing_behind() -> None:
+    printing = sys.excepthook
+    with collectives_noted() as issued:
+        dist.all_reduce(torch.zeros(1))
+    assert issued == ["c10d::allreduce_"]
+    assert not dist.is_initialized()
+    assert sys.excepthook is printing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,11 +24,14 @@ def group_of_one() -> Iterator[None]:
     if not dist.is_available() or dist.is_initialized():
         yield
         return
+    # torch puts the rank before what an exception prints, once more for each group that is made.
+    printing = sys.excepthook
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = printing
 
 
 @contextmanager

@@ -212,11 +212,10 @@ class ListenerSuite(LocalPluginSuite):
         assert _equal(with_it, _without(use, self.device)), "parameters differ from those without the listener"
 
     def _watched(self) -> Watched:
-        """What it did over two steps."""
+        """What it did while a model was sharded and over a step."""
         watched = Watched(self._listener(), self.device)
         with watched.watching(), _seeds(self.device):
             run = _Run(watched, self.device)
-            run.step()
             run.step()
             run.end()
         return watched
