@@ -313,7 +313,7 @@ class Writing:
 def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A package whose plugins need what is not there."""
     offers = [
-        ("polyshard.collectives", "compressed", "acme_explained:Compressed"),
+        ("polyshard.collectives", "squeezed", "acme_explained:Compressed"),
         ("polyshard.collectives", "two", "acme_explained:Two"),
         ("polyshard.collectives", "broken", "acme_explained_broken:Two"),
         ("polyshard.offload", "needy", "acme_explained:Needy"),
@@ -329,7 +329,7 @@ def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_what_misses_ranks_or_a_device_is_stood_in_for(acme: Path) -> None:
     config = ShardConfig(
-        collectives="compressed", offload="needy", listeners=[{"name": "writing", "file": str(acme / "written")}]
+        collectives="squeezed", offload="needy", listeners=[{"name": "writing", "file": str(acme / "written")}]
     )
     told = explain(config, on_meta(), 16, device="cuda")
     plugins = {each.serves: each for each in told.plugins}
@@ -337,7 +337,7 @@ def test_what_misses_ranks_or_a_device_is_stood_in_for(acme: Path) -> None:
     assert (outer.distribution, outer.version, outer.absent) == ("acme-explained", "2.5", "")
     assert outer.file == str(acme / "acme_explained.py")
     assert [(each.name, each.value) for each in outer.options] == [("inner", "nccl"), ("rate", 2)]
-    assert [each.name for each in outer.walk()] == ["compressed", "nccl"]
+    assert [each.name for each in outer.walk()] == ["squeezed", "nccl"]
     assert "Found no NVIDIA driver" in plugins["offload"].absent
     assert plugins["listeners[0]"].absent == "listeners may write files"
     assert not (acme / "written").exists()
@@ -347,9 +347,9 @@ def test_what_misses_ranks_or_a_device_is_stood_in_for(acme: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "world_size", "error", "words"),
     [
-        ({"collectives": {"name": "compressed", "inner": "broken"}}, 2, PluginLoadError, "a_library_that_is_absent"),
-        ({"collectives": {"name": "compressed", "inner": "ncll"}}, 2, PluginNotFoundError, "named 'ncll'"),
-        ({"collectives": "compressed"}, 2, DeviceError, "'nccl' serves cuda tensors and the model computes on cpu"),
+        ({"collectives": {"name": "squeezed", "inner": "broken"}}, 2, PluginLoadError, "a_library_that_is_absent"),
+        ({"collectives": {"name": "squeezed", "inner": "ncll"}}, 2, PluginNotFoundError, "named 'ncll'"),
+        ({"collectives": "squeezed"}, 2, DeviceError, "'nccl' serves cuda tensors and the model computes on cpu"),
         ({"collectives": "two"}, 3, WorldSizeError, r"'two' serve 1 to 2 ranks, but there are 3"),
         ({"collectives": "two", "device": "cuda"}, 2, DeviceError, "'two' serve cpu tensors"),
         ({"policy": "late"}, 2, StateError, "after its construction"),

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from polyshard.interfaces import Layout, ParameterGeometry, UnitGeometry
+from polyshard.interfaces import Layout, ParameterGeometry, PluginContext, UnitGeometry
 from polyshard.testing import LayoutSuite
 from polyshard_fsdp2._layout import RowsOfEach
+
+
+def rows_of_each(context: PluginContext) -> RowsOfEach:
+    """What an entry point would name: the class is given as an object, and takes no context."""
+    return RowsOfEach()
+
+
+rows_of_each.api_version = 1  # type: ignore[attr-defined]
 
 
 class TestRowsOfEach(LayoutSuite):
     def make(self) -> Layout:
         return RowsOfEach()
+
+    def factory(self) -> Callable[..., Any]:
+        return rows_of_each
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 8])

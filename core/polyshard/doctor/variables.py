@@ -98,7 +98,7 @@ RULES: tuple[Rule, ...] = (
         lambda value, machine: Level.HINT if value.strip() == "1" else Level.FINE,
         "streams share one queue to the device, so that a gather waits for compute that was issued before it",
         "unset it: the default is 8",
-        "Megatron-LM refuses it together with FSDP2",
+        "Megatron-LM refuses it where parameters are sharded",
     ),
     Rule(
         "TORCH_NCCL_BLOCKING_WAIT",
