@@ -32,9 +32,17 @@ nitpicky = True
 # What stands in signatures and is documented elsewhere: without a network, torch's and Python's own are not looked up.
 # Nor are type variables, and the private base classes of public ones.
 nitpick_ignore_regex = [("py:.*", r"(?!polyshard).*"), ("py:.*", r".*\.[A-Z]"), ("py:.*", r".*\._.*")]
-# What functions return and users never name.
-_RETURNED = r"polyshard_plugins\.stand_in\.StandIn|polyshard\.engine\..*|polyshard\.lightning\.fabric\.ShardedModule"
-nitpick_ignore_regex.append(("py:class", _RETURNED))
+# What functions return or take and users never name, and bases that are written down nowhere else.
+_UNNAMED = (
+    r"polyshard_plugins\.stand_in\.StandIn",
+    r"polyshard\.engine\..*",
+    r"polyshard\.lightning\.fabric\.ShardedModule",
+    r"polyshard\.forecast\.(memory|recording|timeline)\..*",
+    r"polyshard\.testing\.(plugin|rank_calls)\..*",
+    r"polyshard_plugins\.(block_scaled\.BlockScaled|parking\.ParkingRule|precision\.Configured)",
+    r"polyshard_policies\.(division|homes)\..*",
+)
+nitpick_ignore_regex.append(("py:class", "|".join(_UNNAMED)))
 
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_member_order = "bysource"
