@@ -300,7 +300,7 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("group", "name"), [(group, name) for group, names in BUILT_IN.items() for name in names])
 def test_built_in_plugins_keep_their_contracts(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str, name: str
