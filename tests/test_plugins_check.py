@@ -68,7 +68,7 @@ def test_a_rule_that_does_not_hold_is_shown_with_its_message(capsys: pytest.Capt
     assert rules["test_api_version_stands_in_the_class_itself_and_is_served"]["holds"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("acme")
 def test_a_verdict_names_the_package_and_counts_rules(capsys: pytest.CaptureFixture[str]) -> None:
     assert check("acme-check:children", "--options", "{depth = 1}", "--group", "policies") == 0
@@ -85,7 +85,7 @@ def test_a_verdict_names_the_package_and_counts_rules(capsys: pytest.CaptureFixt
     assert f" of {held} rules hold" in out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("acme")
 def test_a_plugin_that_ends_the_process_is_caught_at_the_rule(capsys: pytest.CaptureFixture[str]) -> None:
     assert check("children", "--options", "{depth = 0}") == 1
@@ -134,7 +134,7 @@ def test_a_missing_option_is_told_by_name_and_how_to_give_it(capsys: pytest.Capt
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("disk")
 def test_a_plugin_that_cannot_be_made_is_unusable(capsys: pytest.CaptureFixture[str]) -> None:
     assert check("disk", "--options", '{folder = ""}') == 2
@@ -225,7 +225,7 @@ def test_a_missing_pytest_is_named_with_what_to_install(
     assert "pytest, which is not installed here: pip install pytest" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_listing_and_help_do_not_load_pytest() -> None:
     program = (
         "import sys; from polyshard.cli import main; main(['plugins', 'list', 'layouts']); "
@@ -255,7 +255,7 @@ class Slow(GlooCollectives):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("does", "words"),
     [("dies", "rank 0 of 2 died with exit code 9"), ("hangs", "had not returned after")],
@@ -271,7 +271,7 @@ def test_ranks_that_die_or_hang_are_one_rule_that_does_not_hold(
     assert words in rules["test_broadcast_reaches_every_rank"]["failures"][0]["message"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_suite_that_does_not_end_is_ended(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     install(site, "acme-slow", "1.0", [(COLLECTIVES, "slow", "acme_check_slow:Slow")], {"acme_check_slow": RANKS})
     arguments = ("--options", '{does = "hangs"}', "--suite", "{world_sizes = [1]}", "--timeout", "25")
