@@ -21,8 +21,9 @@ from .timeline import StepTime, timed
 from .trace import TracedModel
 from .wire import Wire, wire_of_layout, wire_of_step
 
-#: Steps that a search for the largest batch may trace. Peaks grow by straight pieces, so few are needed.
-_MOST_TRACES = 24
+#: Steps that a search for the largest batch may trace. Peaks grow by straight pieces, so few are needed; where hardly
+#: any memory depends on the batch, as many as doubling and halving take.
+_MOST_TRACES = 48
 
 
 @dataclass(frozen=True, slots=True)
