@@ -25,7 +25,7 @@ PARALLEL = -n $(WORKERS) --maxprocesses 8 --dist worksteal
 RANKS ?= $$($(PY) -c 'import torch; print(torch.cuda.device_count() or 2)')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo pretrain test check static quick test-nightly test-gpu bench clean
+.PHONY: help demo pretrain test check static quick test-nightly test-faults test-gpu bench clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
@@ -39,7 +39,7 @@ pretrain: $(READY)  ## pretrain a toy Llama: 2 CPU ranks, or one rank per GPU; R
 	    examples/pretrain/train.py --config examples/pretrain/llama_toy.toml $(ARGS)
 
 test: $(READY)  ## run all tests that need no GPU; options for pytest in ARGS="..."
-	$(PY) -m pytest -m "not gpu and not nightly" --ignore tests/gpu $(PARALLEL) $(ARGS)
+	$(PY) -m pytest -m "not gpu and not nightly and not faults" --ignore tests/gpu $(PARALLEL) $(ARGS)
 
 check: static quick  ## run the static checks and the quick tests
 
@@ -56,10 +56,13 @@ static: $(READY)  ## run ruff, mypy and import-linter
 # None of them waits: more processes than cores would only collect once more.
 quick: WORKERS = $(shell getconf _NPROCESSORS_ONLN)
 quick: $(READY)  ## run the tests that are quick
-	$(PY) -m pytest -m "not gpu and not slow and not nightly" --ignore tests/gpu -q $(PARALLEL) $(ARGS)
+	$(PY) -m pytest -m "not gpu and not slow and not nightly and not faults" --ignore tests/gpu -q $(PARALLEL) $(ARGS)
 
 test-nightly: $(READY)  ## run the tests that take minutes each
-	$(PY) -m pytest -m "nightly and not gpu" --ignore tests/gpu $(PARALLEL) $(ARGS)
+	$(PY) -m pytest -m "nightly and not gpu and not faults" --ignore tests/gpu $(PARALLEL) $(ARGS)
+
+test-faults: $(READY)  ## make each fault happen many times, and write down how it ended; takes most of an hour
+	$(PY) -m pytest -m "faults and not gpu" --ignore tests/gpu $(ARGS)
 
 test-gpu: $(READY)  ## run the tests that need GPUs
 	$(PY) -m pytest -m gpu $(ARGS)

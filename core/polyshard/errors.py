@@ -21,16 +21,19 @@
     │   └── WorldSizeError (ValueError)         a number of ranks that cannot be served
     ├── StepError
     │   ├── StateError (RuntimeError)           a call that the current phase of the step does not allow
-    │   │   └── StepAssertionError (AssertionError)  such a call that breaks an order of calls
+    │   │   ├── StepAssertionError (AssertionError)  such a call that breaks an order of calls
+    │   │   └── CheckpointDamagedError              a file of a checkpoint that is gone or was changed
     │   ├── TrainingStateError (ValueError)     a call in a training state other than those that allow it
     │   ├── UnshardedUseError (RuntimeError)    parameters used while they are sharded
     │   ├── ParameterChangedError (RuntimeError)  a parameter replaced where that cannot be honoured
     │   │   └── ParameterMovedError (AssertionError)  one replaced between forward and backward
     │   ├── CaptureError (RuntimeError)         a step that cannot be captured, or not replayed for these arguments
+    │   ├── NonFiniteError (FloatingPointError)  infinite or no number where that was to be refused
     │   └── RankMismatchError (RuntimeError)    ranks that do not agree on what to do
     ├── CollectiveError
     │   ├── CollectiveTimeoutError (TimeoutError)  a collective that did not end in time
     │   └── CollectiveAbortedError (RuntimeError)  a collective given up because another rank failed
+    │       └── PeerFailedError                     the other rank's exception is known
     └── RankFailedError (RuntimeError)          a process of a test that died, or could not say what it raised
 
 Each leaf is also the built-in exception in brackets, the one that ``torch.distributed.fsdp`` raises for the same
@@ -45,6 +48,7 @@ from __future__ import annotations
 __all__ = [
     "AlreadyShardedError",
     "CaptureError",
+    "CheckpointDamagedError",
     "CollectiveAbortedError",
     "CollectiveError",
     "CollectiveTimeoutError",
@@ -53,9 +57,11 @@ __all__ = [
     "ConfigTypeError",
     "DeviceError",
     "EmptyUnitError",
+    "NonFiniteError",
     "ParameterChangedError",
     "ParameterError",
     "ParameterMovedError",
+    "PeerFailedError",
     "PluginConflictError",
     "PluginContractError",
     "PluginError",
@@ -154,6 +160,10 @@ class StateError(StepError, RuntimeError):
     """A call that the current phase of the step does not allow."""
 
 
+class CheckpointDamagedError(StateError):
+    """A file of a checkpoint is gone, or holds something else than was written; the message names it."""
+
+
 class StepAssertionError(StateError, AssertionError):
     """A call that comes before or inside another one that it must follow."""
 
@@ -178,6 +188,10 @@ class CaptureError(StepError, RuntimeError):
     """A training step that cannot be captured in a CUDA graph, or not replayed for the arguments given."""
 
 
+class NonFiniteError(StepError, FloatingPointError):
+    """A gradient, a norm or an output is infinite or not a number where that was to be refused."""
+
+
 class RankMismatchError(StepError, RuntimeError):
     """Ranks resolved different plugins, or are about to issue different collectives."""
 
@@ -192,6 +206,10 @@ class CollectiveTimeoutError(CollectiveError, TimeoutError):
 
 class CollectiveAbortedError(CollectiveError, RuntimeError):
     """A collective operation was given up because another rank failed."""
+
+
+class PeerFailedError(CollectiveAbortedError):
+    """A collective operation was given up because another rank raised; the message has its error and traceback."""
 
 
 class RankFailedError(PolyshardError, RuntimeError):
