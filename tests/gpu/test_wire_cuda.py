@@ -138,7 +138,7 @@ def test_twenty_units_of_unlike_sizes_and_dtypes_go_in_few_launches(name: str) -
     dtypes = (torch.float32, torch.bfloat16)
     shards = [normal(17 * index + 1, dtypes[index % 2]) for index in range(40)]
     code = BlockCode(Number(name), 64)
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
         wires = on_device(shards, name, 64)
         torch.cuda.synchronize()
     for wire, shard in zip(wires, shards, strict=True):

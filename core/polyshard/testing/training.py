@@ -87,21 +87,19 @@ class Training:
     """Whether the model is in eval mode while it is trained: then nothing is random."""
 
     def reference(self) -> Trained:
-        """Of the model that is not sharded, on the whole batch.
-
-        On a device that threads do not share, of one that is sharded without any plugin, on one of two pretended ranks.
-        """
-        if self.device.type != "cpu":
-            return self._pretended(dict)
+        """Of the model that is not sharded, on the whole batch."""
         model = seeded(self.build, self.device)
         before = _values(model)
         self._steps(model, self.batch().to(self.device))
         return Trained(before, _values(model))
 
     def sharded(self, settings: Settings) -> Trained:
-        """Of the model that is sharded over two ranks; over pretended ones on a device that threads do not share."""
+        """Of the model that is sharded over two ranks; kept by one, as units, on a device that threads do not share.
+
+        Pretended ranks would gather what no model holds, and train what no reference does.
+        """
         if self.device.type != "cpu":
-            return self._pretended(settings)
+            return self._on_rank(_ALONE, 0, 1, lambda: {"strategy": "no_shard", **settings()}, nullcontext())
 
         def on_rank(rank: Rank) -> Trained:
             return self._on_rank(rank.collectives, rank.rank, rank.world_size, settings, rank.lock)
@@ -115,14 +113,10 @@ class Training:
     def scores(self, settings: Settings) -> torch.Tensor:
         """What the model makes of the batch in eval mode, as one rank that has it whole."""
         model = seeded(self.build, self.device)
-        shard(model, self._config({"name": "polyshard:fake"}, lambda: {"strategy": "no_shard", **settings()}))
+        shard(model, self._config(_ALONE, lambda: {"strategy": "no_shard", **settings()}))
         scores = self._scores(model)
         close(model)
         return scores
-
-    def _pretended(self, settings: Settings) -> Trained:
-        collectives = {"name": "polyshard:fake", "world_size": RANKS}
-        return self._on_rank(collectives, 0, RANKS, settings, nullcontext())
 
     def _on_rank(
         self,
@@ -165,6 +159,7 @@ class Training:
         return scores.clone()
 
 
+_ALONE = {"name": "polyshard:fake"}
 _UNITS = {"name": "polyshard:module_class", "classes": [Block, Head]}
 
 
