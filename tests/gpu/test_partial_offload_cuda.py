@@ -164,27 +164,44 @@ def test_only_parked_units_leave_the_device() -> None:
             assert (kind, pinned) == (("cpu", True) if name.startswith("blocks.1.") else ("cuda", False)), name
 
 
-def scaled(rank: int) -> tuple[bool, float]:
+def scaled(rank: int, fused: bool) -> tuple[list[bool], float, float]:
+    """Which of ten steps were skipped, what the others err by, and the scale behind them; the device is busy."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     torch.manual_seed(0)
     model = sharded(Net().to(device), device, {"units": "blocks.1"})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    scaler.scale(model(torch.randn(4, 7, device=device))).backward()
-    parked = model.blocks[1].up.weight
-    if rank == 0:
-        assert parked.grad is not None
-        parked.grad.view(-1)[0] = torch.inf
-    scaler.step(optimizer)
-    scaler.update()
-    same = all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
-    return same, scaler.get_scale()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    busy = torch.randn(4096, 4096, device=device)
+    skipped, error = [], 0.0
+    for turn in range(10):
+        scaler.scale(model(torch.randn(4, 7, device=device))).backward()
+        scale = scaler.get_scale()
+        parked = model.blocks[1].up.weight
+        if turn % 2 and rank == 0:
+            assert parked.grad is not None
+            parked.grad.view(-1)[0] = torch.inf
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        for _ in range(20):
+            busy @ busy
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        skipped.append(all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True)))
+        if not skipped[-1]:
+            for parameter, old, gradient in zip(model.parameters(), before, gradients, strict=True):
+                difference = parameter.detach() - (old - 0.1 * gradient / scale)
+                error = max(error, difference.abs().amax().item() if difference.numel() else 0.0)
+    return skipped, error, scaler.get_scale()
 
 
-def test_a_gradient_that_is_not_finite_on_the_host_skips_the_step_of_all() -> None:
-    assert run(scaled) == [(True, 2.0)] * WORLD_SIZE
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_on_the_device_unscales_and_judges_gradients_on_the_host(fused: bool) -> None:
+    for skipped, error, scale in run(scaled, fused):
+        assert skipped == [False, True] * 5
+        assert error < 1e-6
+        assert scale == 1024.0 / 2**5
 
 
 def unit(name: str) -> UnitSpec:

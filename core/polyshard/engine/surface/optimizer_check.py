@@ -11,6 +11,7 @@ import torch
 
 from ...errors import ConfigError, StateError, UnsupportedError
 from .. import _torch_private
+from .host_scaling import bring_in_reach
 from .live_roots import Found, LiveRoots
 
 _ELEMENTWISE = "an optimizer that treats elements alike"
@@ -53,6 +54,7 @@ class OptimizerCheck:
             return
         if self._passed.get(optimizer) != len(optimizer.param_groups):
             self._look_at(optimizer)
+        bring_in_reach(optimizer)
         for reference in self._live.references:
             root = reference()
             if root is not None and root.active is not None and root.runs_here:

@@ -25,6 +25,7 @@ from ...interfaces import Collectives, ReduceOp
 from .. import _torch_private
 from ..step.root import Root
 from ..step.unit import Unit
+from .host_scaling import in_reach
 from .inner_backward import follow_inner_backwards
 from .live_roots import Found, live_roots
 from .norms import accumulator, group_norms, refuse_order
@@ -161,6 +162,7 @@ class GradientUtilities:
                     f"torch.amp.GradScaler does not unscale fp16 gradients, which unit '{unit.name}' has (rank "
                     f"{unit.grid.world.rank}). Keep the model in fp32 and shard it with precision='fp16'."
                 )
+        inv_scale, found_inf = in_reach(inv_scale, given), in_reach(found_inf, given)
         findings = self._unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
         device = found[0].root.collectives.device
         worst = torch.zeros((), dtype=torch.float32, device=device)
