@@ -172,8 +172,9 @@ class GradientUtilities:
         for group in groups:
             if group is not None:
                 group.all_reduce(worst, op=ReduceOp.MAX).wait()
-        # A rank that holds no element of anything has found nothing, which torch would take for a mistake.
-        return {**findings, device: worst}
+        # A rank that holds no element of anything has found nothing, which torch would take for a mistake. One finding
+        # alone: fused optimizers are told the sum over devices, and skip a step where that is 1.
+        return {device: worst}
 
     def _norm(
         self,
