@@ -152,9 +152,11 @@ def placed(rank: int) -> list[tuple[str, str, bool]]:
     model(torch.randn(4, 7, device=device)).backward()
     found = []
     for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        assert parameter.grad.device == parameter.device
-        found.append((name, parameter.device.type, parameter.grad.is_pinned()))
+        # A rank that holds nothing of a parameter has no gradient of it.
+        assert (parameter.grad is None) == (parameter.numel() == 0)
+        if parameter.grad is not None:
+            assert parameter.grad.device == parameter.device
+            found.append((name, parameter.device.type, parameter.grad.is_pinned()))
     return found
 
 
@@ -181,18 +183,19 @@ def scaled(rank: int, fused: bool) -> tuple[list[bool], float, float]:
         if turn % 2 and rank == 0:
             assert parked.grad is not None
             parked.grad.view(-1)[0] = torch.inf
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        # A rank may hold nothing of a parameter, and then no gradient.
+        held = [(parameter, parameter.grad.clone()) for parameter in model.parameters() if parameter.grad is not None]
+        before = [parameter.detach().clone() for parameter, _ in held]
         for _ in range(20):
             busy @ busy
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        skipped.append(all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True)))
+        pairs = list(zip(held, before, strict=True))
+        skipped.append(all(torch.equal(parameter, old) for (parameter, _), old in pairs))
         if not skipped[-1]:
-            for parameter, old, gradient in zip(model.parameters(), before, gradients, strict=True):
-                difference = parameter.detach() - (old - 0.1 * gradient / scale)
-                error = max(error, difference.abs().amax().item() if difference.numel() else 0.0)
+            errors = [(parameter.detach() - (old - 0.1 * grad / scale)).abs() for (parameter, grad), old in pairs]
+            error = max([error, *(each.amax().item() for each in errors if each.numel())])
     return skipped, error, scaler.get_scale()
 
 
