@@ -197,7 +197,8 @@ def train_adapters(rank: int, folder: str) -> dict[str, Any]:
     quiet()
     import peft
     import polyshard
-    from polyshard.checkpoint import latest, read
+    from polyshard import checkpoint
+    from polyshard.checkpoint import latest
     from polyshard.errors import ConfigError
     from transformers import AutoModelForCausalLM
 
@@ -227,7 +228,7 @@ def train_adapters(rank: int, folder: str) -> dict[str, Any]:
             "parameters": parameters(trainer.model),
             "read": parameters(read),
             "units": polyshard.report(trainer.model).units,
-            "written": sorted(read(latest(Path(f"{folder}/run/checkpoint-8/polyshard")))["model"]),
+            "written": sorted(checkpoint.read(latest(Path(f"{folder}/run/checkpoint-8/polyshard")))["model"]),
             "files": sorted(path.name for path in Path(f"{folder}/run/checkpoint-8").iterdir()),
         }
     if not rank:

@@ -1,4 +1,4 @@
-"""Checkpoints of formats 1 and 2, as polyshard 0.1 and 0.2 wrote them through ``torch.distributed.checkpoint``."""
+"""Checkpoints of formats 1 and 2, as polyshard wrote them through ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 

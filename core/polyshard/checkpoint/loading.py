@@ -55,9 +55,9 @@ def load(
         optimizer: Those that were saved; None leaves saved ones alone.
         frozen: Whether parameters that need no gradient must be in the checkpoint. Without, those that are not there
             keep their values, which are not compared with those at the save: they have to be the same.
-        pickles: Whether to read formats 1 and 2, too, of which polyshard 0.2 and older wrote checkpoints. They are made
-            of pickles, which can execute anything: only where you trust whoever could write there. Optimizer state that
-            polyshard 0.1 let stand still is repaired, with a warning, where it can be known.
+        pickles: Whether to read formats 1 and 2, too. They are made of pickles, which can execute anything: only where
+            you trust whoever could write there. Optimizer state that format 1 let stand still is repaired, with a
+            warning, where it can be known.
 
     Raises:
         StateError: the directory is not committed; inside a step; ``model`` is not the outermost sharded module.

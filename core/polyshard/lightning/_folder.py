@@ -90,8 +90,7 @@ def load_folder(
         path: What ``save_folder`` wrote.
         module: The outermost sharded module.
         optimizers: Those that were saved, or none.
-        weights_only: False where the directory is trusted, so that it may be one of pickles, as polyshard 0.2 and older
-            wrote.
+        weights_only: False where the directory is trusted, so that it may be of format 1 or 2, which are pickles.
 
     Raises:
         ConfigError: it is of another model or other optimizers, or of pickles; nothing was changed.
