@@ -373,7 +373,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_truncated_one(tmp_path: Path
         return directory
 
     good, bad = trained(first, 1), trained(first, 2)
-    os.truncate(bad / "__0_0.distcp", 10)
+    os.truncate(bad / "rank-00000.bin", 10)
     with pytest.warns(UserWarning, match="step-00000002 is damaged"):
         found = checkpointing.run_folder(tmp_path, launch.Launch("b", 0), resume=True)
     assert found == folder

@@ -15,11 +15,11 @@ from parity import on_ranks, threaded, units_of
 from plain_states import Odd, Part, adamw, differing, odd, train
 from polyshard import checkpoint
 from polyshard import state as states
+from polyshard.checkpoint.writing import Writing
 from polyshard.errors import CollectiveTimeoutError, ConfigError, RankMismatchError
 from polyshard.hookspecs import hookimpl
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
-from torch.distributed.checkpoint import filesystem
 
 Made = tuple[Odd, torch.optim.Optimizer]
 FULL = states.StateOptions(form="full")
@@ -36,14 +36,14 @@ def made(rank: int, world: ThreadedWorld, **settings: Any) -> Made:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Nothing is written by threads in the background until it is set."""
     opened = threading.Event()
-    write = filesystem.FileSystemWriter.write_data
+    write = Writing.write
 
-    def waits(self: Any, *args: Any) -> Any:
+    def waits(self: Writing) -> Any:
         if threading.current_thread().name.startswith("save of"):
             opened.wait(20)
-        return write(self, *args)
+        return write(self)
 
-    monkeypatch.setattr(filesystem.FileSystemWriter, "write_data", waits)
+    monkeypatch.setattr(Writing, "write", waits)
     yield opened
     opened.set()
 
@@ -85,16 +85,15 @@ def world_barrier(model: nn.Module) -> None:
 def failing(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Threads in the background that find the disk full: ``{"0"}`` for that of rank 0."""
     ranks: set[str] = set()
-    write = filesystem.FileSystemWriter.write_data
+    write = Writing.write
 
-    def fails(self: Any, plan: Any, planner: Any) -> Any:
+    def fails(self: Writing) -> Any:
         thread = threading.current_thread().name
-        # Rank 0 alone coordinates.
-        if thread.startswith("save of") and str(int(not planner.is_coordinator)) in ranks:
+        if thread.startswith("save of") and str(int(self.file[5:10])) in ranks:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(self, plan, planner)
+        return write(self)
 
-    monkeypatch.setattr(filesystem.FileSystemWriter, "write_data", fails)
+    monkeypatch.setattr(Writing, "write", fails)
     return ranks
 
 

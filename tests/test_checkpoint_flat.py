@@ -160,13 +160,12 @@ def assert_third_step(results: list[Values], make: Make) -> None:
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_an_unsharded_model_and_optimizer_go_on_by_torch_alone(tmp_path: Path, world_size: int, make: Make) -> None:
+def test_an_unsharded_model_and_optimizer_go_on(tmp_path: Path, world_size: int, make: Make) -> None:
     directory = save(tmp_path, make, world_size)
     plain = Net(seed=1)
     optimizer = make(own(plain))
-    state = {"model": dict(plain.named_parameters()), "optimizer": get_optimizer_state_dict(plain, optimizer)}
-    with pytest.warns(UserWarning, match=ALONE):
-        dcp.load(state, checkpoint_id=directory, no_dist=True)
+    state = checkpoint.read(directory)
+    plain.load_state_dict(state["model"])
     set_optimizer_state_dict(plain, optimizer, optim_state_dict=state["optimizer"])
     train(plain, optimizer, range(2, 3))
     assert_third_step([{name: value.detach() for name, value in plain.named_parameters()}], make)
@@ -347,9 +346,7 @@ def test_numbers_and_empty_parameters_go_both_ways(tmp_path: Path) -> None:
     on_ranks(2, on_rank)
     plain = empty(seed=1)
     optimizer = adam(own(plain))
-    state = {"optimizer": get_optimizer_state_dict(plain, optimizer)}
-    with pytest.warns(UserWarning, match=ALONE):
-        dcp.load(state, checkpoint_id=tmp_path / "step-00000002", no_dist=True)
+    state = checkpoint.read(tmp_path / "step-00000002")
     set_optimizer_state_dict(plain, optimizer, optim_state_dict=state["optimizer"])
     assert optimizer.state[plain.blocks[0].nothing]["step"] == 2.0
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from parity import Block, Net, on_ranks, seeded, threaded, units_of
 from polyshard import checkpoint
-from polyshard.errors import ConfigError, PolyshardError, RankMismatchError, StateError
+from polyshard.errors import ConfigError, ConfigTypeError, PolyshardError, RankMismatchError, StateError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
@@ -159,14 +159,14 @@ def damage(path: Path, how: str) -> None:
         os.truncate(path, path.stat().st_size // 2)
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "extra.pt"])
+@pytest.mark.parametrize("name", ["rank-00000.bin", "manifest.json"])
 @pytest.mark.parametrize("how", ["truncated", "gone", "longer"])
 def test_a_damaged_newest_checkpoint_is_refused_and_passed_over(tmp_path: Path, name: str, how: str) -> None:
     line_of_three(tmp_path)
     newest = tmp_path / "step-00000300"
     damage(newest / name, how)
     model = alone(7.0)
-    with pytest.raises(StateError, match=rf"step-00000300 is damaged: '{name}'.*latest\(root\)"):
+    with pytest.raises(StateError, match=rf"step-00000300 is damaged: '{name}'.*latest\(root"):
         checkpoint.load(newest, model)
     assert float(model.first.bias[0].detach()) == 7.0
     with pytest.warns(UserWarning, match=rf"passed over: .*step-00000300 is damaged: '{name}'"):
@@ -182,9 +182,9 @@ def test_a_damaged_newest_checkpoint_is_refused_and_passed_over(tmp_path: Path, 
 def test_a_damaged_marker_is_named(tmp_path: Path) -> None:
     model = line_of_three(tmp_path)
     os.truncate(tmp_path / "step-00000300" / "COMMITTED", 9)
-    with pytest.warns(UserWarning, match="passed over: .*step-00000300 is damaged: 'COMMITTED' cannot be read"):
+    with pytest.warns(UserWarning, match="passed over: .*step-00000300 is damaged: 'COMMITTED' cannot be"):
         assert checkpoint.latest(tmp_path) == tmp_path / "step-00000200"
-    with pytest.raises(StateError, match="'COMMITTED' cannot be read"):
+    with pytest.raises(StateError, match="'COMMITTED' cannot be what was written"):
         checkpoint.load(tmp_path / "step-00000300", model)
 
 
@@ -192,13 +192,13 @@ def test_the_fallback_stays_with_the_run(tmp_path: Path) -> None:
     line_of_three(tmp_path)
     model = alone()
     checkpoint.load(tmp_path / "step-00000100", model)
-    damage(checkpoint.save(tmp_path, 150, model) / "extra.pt", "gone")
+    damage(checkpoint.save(tmp_path, 150, model) / "rank-00000.bin", "gone")
     with pytest.warns(UserWarning, match="step-00000150 is damaged"):
         # 300 was committed later than 100, but is not what 150 goes back to.
         assert checkpoint.latest(tmp_path) == tmp_path / "step-00000100"
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "extra.pt"])
+@pytest.mark.parametrize("name", ["rank-00000.bin", "manifest.json", "COMMITTED"])
 def test_files_that_hold_something_else_are_an_error_by_name(tmp_path: Path, name: str) -> None:
     directory = checkpoint.save(tmp_path, 1, alone())
     path = directory / name
@@ -206,7 +206,7 @@ def test_files_that_hold_something_else_are_an_error_by_name(tmp_path: Path, nam
 
     def on_rank(rank: int, world: ThreadedWorld) -> None:
         model = polyshard.shard(filled(7.0), threaded(world, rank, policy=units_of(Block)))
-        with pytest.raises(PolyshardError, match="step-00000001"):
+        with pytest.raises(PolyshardError, match=f"step-00000001 is damaged: '{name}'"):
             checkpoint.load(directory, model)
 
     on_ranks(2, on_rank)
@@ -231,9 +231,9 @@ def test_what_an_ended_save_left_is_removed_and_what_a_running_one_writes_is_not
 def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
     model = line_of_three(tmp_path)
     optimizer = torch.optim.SGD(model.parameters())
-    optimizer.state[model.first.bias]["unpicklable"] = lambda: None
+    optimizer.state[model.first.bias]["odd"] = lambda: None
     before = names(tmp_path)
-    with pytest.raises(Exception, match="lambda"):
+    with pytest.raises(ConfigTypeError, match=r"optimizer\.state\['first\.bias'\]\['odd'\] is of builtins\.function"):
         checkpoint.save(tmp_path, 400, model, optimizer)
     assert names(tmp_path) == before
     assert checkpoint.save(tmp_path, 400, model).name == "step-00000400"

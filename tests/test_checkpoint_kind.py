@@ -11,6 +11,7 @@ import polyshard
 import pytest
 import torch
 from parity import Block, Net, seeded, units_of
+from pickled_checkpoints import write_pickled
 from polyshard import checkpoint, flat_parameters
 from polyshard.errors import ConfigError
 from torch import nn
@@ -41,14 +42,12 @@ def saved(root: Path, make: Make, dtype: torch.dtype = torch.float64) -> Path:
     return checkpoint.save(root, 1, model, optimizer)
 
 
-def as_format_1(directory: Path) -> None:
-    """What tells the optimizer's class is not there, as in checkpoints of 0.1."""
-    small = torch.load(directory / "extra.pt", weights_only=False)
-    del small["optimizer"]
-    torch.save(small, directory / "extra.pt")
-    marker = json.loads((directory / "COMMITTED").read_text())
-    kept = {name: marker[name] for name in ("step", "world_size", "complete", "torch")}
-    (directory / "COMMITTED").write_text(json.dumps({"format": 1, **kept}))
+def saved_by_0_1(root: Path, make: Make) -> Path:
+    """A checkpoint in which nothing tells the optimizer's class."""
+    model = sharded()
+    optimizer = make(model.parameters())
+    train(model, optimizer)
+    return write_pickled(root, 1, model, optimizer, version=1)
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -82,9 +81,8 @@ SETTINGS: list[tuple[str, Make, Make, str]] = [
 @pytest.mark.parametrize("known", [True, False], ids=["told", "format 1"])
 @pytest.mark.parametrize(("save", "load", "words"), [x[1:] for x in OTHERS], ids=[x[0] for x in OTHERS])
 def test_state_of_another_optimizer_is_refused(tmp_path: Path, save: Make, load: Make, words: str, known: bool) -> None:
-    directory = saved(tmp_path, save)
+    directory = saved(tmp_path, save) if known else saved_by_0_1(tmp_path, save)
     if not known:
-        as_format_1(directory)
         words = "Group 0 of the optimizer does not fit the state .* (is missing|'decoupled_weight_decay' was)"
     _refused(directory, load, words)
 
@@ -94,9 +92,7 @@ def test_state_of_another_optimizer_is_refused(tmp_path: Path, save: Make, load:
 def test_settings_that_decide_the_state_are_compared(
     tmp_path: Path, save: Make, load: Make, words: str, known: bool
 ) -> None:
-    directory = saved(tmp_path, save)
-    if not known:
-        as_format_1(directory)
+    directory = saved(tmp_path, save) if known else saved_by_0_1(tmp_path, save)
     _refused(directory, load, words)
 
 
@@ -107,10 +103,10 @@ def _refused(directory: Path, load: Make, words: str) -> None:
         train(model, optimizer)
         before = everything(model, optimizer)
         with pytest.raises(ConfigError, match=words):
-            checkpoint.load(directory, model, optimizer)
+            checkpoint.load(directory, model, optimizer, pickles=True)
         torch.testing.assert_close(everything(model, optimizer), before, rtol=0, atol=0)
         # The model alone may be taken, and goes on.
-        checkpoint.load(directory, model)
+        checkpoint.load(directory, model, pickles=True)
         train(model, optimizer)
 
 
@@ -118,18 +114,12 @@ class Mine(AdamW):
     """Of the same name as another class."""
 
 
-def test_a_class_that_moved_to_another_module_is_the_same(tmp_path: Path) -> None:
+def test_a_class_that_moved_to_another_module_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     moved = type("Mine", (Adagrad,), {"__module__": "elsewhere", "__qualname__": "Mine"})
+    monkeypatch.setattr(Mine, "__module__", "somewhere")
     directory = saved(tmp_path, Mine)
-    small = torch.load(directory / "extra.pt", weights_only=False)
-    assert small["optimizer"] == {"module": __name__, "class": "Mine"}
-    small["optimizer"]["module"] = "somewhere"
-    size = (directory / "extra.pt").stat().st_size
-    torch.save(small, directory / "extra.pt")
-    marker = (directory / "COMMITTED").read_text()
-    (directory / "COMMITTED").write_text(
-        marker.replace(f'"extra.pt": {size}', f'"extra.pt": {(directory / "extra.pt").stat().st_size}')
-    )
+    assert json.loads((directory / "manifest.json").read_text())["optimizer"]["kind"]["module"] == "somewhere"
+    monkeypatch.undo()
     model = sharded()
     optimizer = Mine(model.parameters())
     checkpoint.load(directory, model, optimizer)

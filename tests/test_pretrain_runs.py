@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed.checkpoint
+from plain_checkpoints import tensors_in
 from programs import Finished, run_script
 from safetensors.torch import load_file
 
@@ -68,20 +67,6 @@ def scalars(folder: Path, name: str) -> dict[int, float]:
     board = EventAccumulator(str(folder / "tensorboard"))
     board.Reload()
     return {event.step: event.value for event in board.Scalars(name)}
-
-
-def tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """All that is in a checkpoint, read by torch alone."""
-    reader = torch.distributed.checkpoint.FileSystemReader(directory)
-    metadata = reader.read_metadata().state_dict_metadata
-    state: dict[str, Any] = {
-        name: torch.empty(each.size, dtype=each.properties.dtype)
-        for name, each in metadata.items()
-        if isinstance(each, torch.distributed.checkpoint.metadata.TensorStorageMetadata)
-    }
-    with warnings.catch_warnings(action="ignore"):  # One process loads, which is what no_dist asks for.
-        torch.distributed.checkpoint.load(state, storage_reader=reader, no_dist=True)
-    return state
 
 
 class Run(NamedTuple):
@@ -184,7 +169,7 @@ def test_what_is_exported_is_the_last_checkpoint_to_transformers(whole: Run) -> 
 
     loaded = LlamaForCausalLM.from_pretrained(whole.folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(whole.folder / "model")
-    saved = tensors(whole.folder / "checkpoints" / "step-00000006")
+    saved = tensors_in(whole.folder / "checkpoints" / "step-00000006")
     assert loaded.config.vocab_size == len(tokenizer) == 300
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, saved[f"model.{name}"]), name
@@ -204,7 +189,7 @@ def test_a_run_that_is_started_again_is_the_run_that_never_stopped(whole: Run) -
     assert f"going on from {folder}/checkpoints/step-00000003" in ended.output
     assert "step      4/6" in ended.output
     assert scalars(folder, "loss/train") == scalars(whole.folder, "loss/train")
-    expected, found = (tensors(each / "checkpoints" / "step-00000006") for each in (whole.folder, folder))
+    expected, found = (tensors_in(each / "checkpoints" / "step-00000006") for each in (whole.folder, folder))
     assert expected.keys() == found.keys()
     assert len(expected) > 3 * 25
     for name, tensor in expected.items():

@@ -87,9 +87,12 @@ def read_plainly(directory: Path) -> State:
     model = odd(2)
     optimizer = adamw(model)
     state = told(model, optimizer)
-    with warnings.catch_warnings(action="ignore", category=UserWarning):
-        # That one process loads is what no_dist asks for.
-        dcp.load(state, checkpoint_id=directory, no_dist=True)
+    if (directory / "manifest.json").exists():
+        state = checkpoint.read(directory)
+    else:
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            # That one process loads is what no_dist asks for.
+            dcp.load(state, checkpoint_id=directory, no_dist=True)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return told(model, optimizer)
 
@@ -115,9 +118,14 @@ def native_writes(rank: int, folder: str, layout: Any) -> State:
 
 def fsdp2_reads(rank: int, folder: str) -> State:
     model, optimizer = fsdp2(1)
-    state = told(model, optimizer)
-    dcp.load(state, checkpoint_id=Path(folder, "step-00000001"))
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    state = checkpoint.read(Path(folder, "step-00000001"))
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=StateDictOptions(full_state_dict=True),
+    )
     return told(model, optimizer, full_state_dict=True, cpu_offload=True)
 
 

@@ -1,15 +1,21 @@
-"""Checkpoints that do not depend on how a model was sharded, over ``torch.distributed.checkpoint``.
+"""Checkpoints that do not depend on how a model was sharded, made of JSON and raw bytes with digests.
 
-A checkpoint holds every parameter whole, under its ordinary name: ``model.<name>``, ``optimizer.state.<name>.<key>``.
-It loads at another world size or strategy, and into an unsharded model by ``torch.distributed.checkpoint`` itself::
+A checkpoint holds every parameter whole, under its ordinary name, so it loads at another world size or strategy, and
+into a model that is not sharded::
 
     directory = polyshard.checkpoint.save(root, step, model, optimizer, extra={"epoch": 3})
     extra = polyshard.checkpoint.load(polyshard.checkpoint.latest(root), model, optimizer)
 
-    state = {"model": dict(plain.named_parameters())}
-    torch.distributed.checkpoint.load(state, checkpoint_id=directory, no_dist=True)
+    plain.load_state_dict(polyshard.checkpoint.read(directory)["model"])
 
-``async_save`` writes in the background, and ``load_dcp`` reads what FSDP2 or plain torch wrote.
+``async_save`` writes in the background, ``verify`` compares all of a checkpoint with its digests, and ``load_dcp``
+reads what FSDP2 or plain torch wrote.
+
+A directory has ``rank-00000.bin`` and so on with the elements, ``manifest.json`` that says what lies where, with the
+sha256 of every 4 MiB of those, and ``COMMITTED`` with the sha256 of the manifest and its own. The digest is sha256
+since nobody can make other bytes for one, since processors have instructions for it, and since hashlib lets other
+threads run. Nothing that is loaded is executed, and no name in a checkpoint is looked up outside of its directory and
+the table of dtypes. Digests tell of damage, not of who wrote a checkpoint.
 """
 
 from ..state.contents import model_state, optimizer_state
@@ -18,6 +24,8 @@ from .foreign import DcpKeys
 from .loading import load, load_dcp
 from .pending import PendingSave
 from .store import async_save, save
+from .verification import verify
+from .whole import read
 
 __all__ = [
     "DcpKeys",
@@ -28,5 +36,7 @@ __all__ = [
     "load_dcp",
     "model_state",
     "optimizer_state",
+    "read",
     "save",
+    "verify",
 ]

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import ConfigError, PolyshardError
-from .marker import MARKER, Marker, sync_directory
+from .disk import sync_directory
+from .marker import MARKER, Marker
 
 #: Names of directories that are no checkpoint yet, or no longer.
 _UNFINISHED = ".unfinished-"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError, StateError
+from . import verification
 from .attempt import discard
 from .marker import MARKER, Marker
 
@@ -22,11 +23,14 @@ class Entry:
     directory: Path
     marker: Marker
 
-    def problem(self) -> str | None:
-        """What is wrong with its files; None for nothing."""
+    def problem(self, *, verified: bool) -> str | None:
+        """What is wrong with its files; None for nothing. ``verified``: whether what they hold is looked at."""
         try:
-            self.marker.require_files(self.directory)
-        except StateError as error:
+            if verified:
+                verification.verify(self.directory)
+            else:
+                self.marker.require_files(self.directory)
+        except (StateError, OSError) as error:
             return str(error)
         return None
 
@@ -48,7 +52,7 @@ class Contents:
             if _DIRECTORY.fullmatch(directory.name) and (directory / MARKER).is_file():
                 try:
                     entries.append(Entry(directory, Marker.read(directory)))
-                except StateError as error:
+                except (StateError, OSError) as error:
                     unreadable.append(str(error))
         entries.sort(key=lambda entry: (entry.marker.turn, entry.marker.step, entry.directory.name))
         return cls(tuple(entries), tuple(unreadable))
@@ -72,11 +76,16 @@ class Contents:
             identity = entry.marker.parent
 
 
-def latest(folder: Path) -> Path | None:
+def latest(folder: Path, *, verify: bool = False) -> Path | None:
     """The checkpoint in ``folder`` that was committed last; None where there is none.
 
     One with files that are gone or of another size is passed over, with a warning that names it, for the one that it
-    goes back to. What files of the right size hold is not looked at.
+    goes back to.
+
+    Args:
+        folder: The ``root`` of saves.
+        verify: Whether to read what files hold, too, and to pass over checkpoints that ``polyshard.checkpoint.verify``
+            refuses: takes as long as reading all of the newest.
     """
     contents = Contents.of(Path(folder))
     for text in contents.unreadable:
@@ -85,7 +94,7 @@ def latest(folder: Path) -> Path | None:
         return None
     line = list(contents.line(contents.entries[-1].marker.identity))
     for entry in (*line, *(each for each in reversed(contents.entries) if each not in line)):
-        problem = entry.problem()
+        problem = entry.problem(verified=verify)
         if problem is None:
             return entry.directory
         warnings.warn(f"passed over: {problem}", stacklevel=2)

@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..state.held import require_name
 from ..state.places import MODEL, OPTIMIZER
 from ..state.source import Source, listed, opening
-from .transfer import read_state
+from .pickled import read_state
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 #: Of a list of names that is put together, not read. No key of a checkpoint begins so.

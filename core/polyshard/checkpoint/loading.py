@@ -5,41 +5,49 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from ..engine.step.root import Root
-from ..errors import PolyshardError, RankMismatchError, StateError
+from ..errors import ConfigError, PolyshardError, RankMismatchError, StateError
 from ..interfaces import Collectives
 from ..state.agreement import together
 from ..state.exchange import coordinates, speaks
+from ..state.kind import Kind
 from ..state.optimizers import Joint, Optimizers
 from ..state.places import holdings
 from ..state.resting import resting_root
 from ..state.restore import ModelRestore, OptimizerRestore
-from .beside import Beside
-from .directory import DirectorySource
+from ..state.source import Source
+from . import pickled as old
+from .casters import restore_casters
 from .folder import Line
 from .foreign import DcpKeys, ForeignSource
 from .history import History
 from .marker import Marker
-from .transfer import read_metadata
+from .stored import StoredSource
 
 #: What ``torch.distributed.checkpoint`` describes a directory in.
 _METADATA = ".metadata"
 
 
 def load(
-    directory: Path, model: nn.Module, optimizer: Optimizers | None = None, *, frozen: bool = True
+    directory: Path,
+    model: nn.Module,
+    optimizer: Optimizers | None = None,
+    *,
+    frozen: bool = True,
+    pickles: bool = False,
 ) -> Mapping[str, Any]:
     """Read a checkpoint that ``save`` wrote into ``model`` and ``optimizer``; returns ``extra``.
 
     Every rank calls it, between steps, with the optimizers that were saved, in the same order. World size and strategy
     may differ from those of the save. Parameters and buffers change in place; an optimizer that never stepped is given
-    its state. Optimizer state that polyshard 0.1 let stand still is repaired, with a warning, where it can be known.
-    A save that goes on in the background is waited for. Only read checkpoints that you trust: they contain pickles.
+    its state. A save that goes on in the background is waited for. Nothing in the checkpoint is executed, and what a
+    rank reads is compared with the digests that were taken when it was written.
 
     Args:
         directory: What ``save`` or ``latest`` returned.
@@ -47,11 +55,16 @@ def load(
         optimizer: Those that were saved; None leaves saved ones alone.
         frozen: Whether parameters that need no gradient must be in the checkpoint. Without, those that are not there
             keep their values, which are not compared with those at the save: they have to be the same.
+        pickles: Whether to read formats 1 and 2, too. They are made of pickles, which can execute anything: only where
+            you trust whoever could write there. Optimizer state that format 1 let stand still is repaired, with a
+            warning, where it can be known.
 
     Raises:
-        StateError: the directory is not committed, or damaged; inside a step; ``model`` is not the outermost sharded
-            module.
-        ConfigError: the checkpoint is of another model or optimizer; nothing was changed.
+        StateError: the directory is not committed; inside a step; ``model`` is not the outermost sharded module.
+        CheckpointDamagedError: a file is gone, or holds something else than was written; where that is found while
+            elements are read, the model may hold parts of the checkpoint.
+        ConfigError: the checkpoint is of another model or optimizer, or of format 1 or 2 without ``pickles``; nothing
+            was changed.
         RankMismatchError: another rank failed, or was given another checkpoint.
         OSError: reading failed; the model may hold parts of the checkpoint.
         PolyshardError: the save in the background failed, and nobody has been told yet.
@@ -60,30 +73,73 @@ def load(
     collectives, directory = owner.collectives, Path(directory)
     history = History.of(owner)
     history.settle(owner)
-    with together(collectives, f"Opening the checkpoint {directory}"), _readable(directory, collectives):
+    with together(collectives, f"Opening the checkpoint {directory}"):
         marker = Marker.read(directory)
+        if not pickles:
+            require_no_pickles(directory, marker)
         if coordinates(collectives):
             marker.require_files(directory)
-        # One rank holds an element of everything.
-        may_stand_still = marker.format == 1 and marker.complete and marker.world_size > 1
-        source = DirectorySource(directory, read_metadata(directory), marker.complete, may_stand_still)
-        beside = Beside.read(directory)
+        with _readable(directory, collectives):
+            content = _Content.of_pickles(directory, marker) if marker.pickled else _Content.of(directory, marker)
     _require_same(directory, marker.identity, collectives)
     with together(collectives, f"Matching the checkpoint {directory}"), _readable(directory, collectives):
-        targets = ModelRestore(source, model, collectives.rank, frozen=frozen).targets
+        targets = ModelRestore(content.source, model, collectives.rank, frozen=frozen).targets
         restore = None
         if optimizer is not None:
-            restore = OptimizerRestore(source, owner, Joint(optimizer), beside.optimizer)
+            restore = OptimizerRestore(content.source, owner, Joint(optimizer), content.kind)
     with together(collectives, f"Reading the checkpoint {directory}"), _readable(directory, collectives):
-        source.read(targets)
-        if restore is not None:
-            source.read(restore.targets)
+        if restore is None:
+            content.source.read(targets)
+        else:
+            # At once: a file's blocks have something of both.
+            both = {**targets, **restore.targets}
+            content.source.read(both)
+            restore.targets.update({key: both[key] for key in restore.targets})
             restore.commit()
-        beside.restore_precision(owner)
+        restore_casters(owner, content.precision)
         if coordinates(collectives):
             history.line = Line.from_loaded(directory, marker)
     owner.events.on_load(model, directory)
-    return beside.extra
+    return content.extra
+
+
+def require_no_pickles(directory: Path, marker: Marker) -> None:
+    """Refuse formats 1 and 2.
+
+    Raises:
+        ConfigError: saying what they are.
+    """
+    if marker.pickled:
+        raise ConfigError(
+            f"{directory} has format {marker.format}, which is made of pickles: to load it is to execute whatever is "
+            "in there. Where you trust everybody who could write to it, call polyshard.checkpoint.load(..., "
+            "pickles=True), and save it again."
+        )
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What a checkpoint holds."""
+
+    source: Source
+    kind: Kind | None
+    precision: Mapping[str, Mapping[str, Any]]
+    extra: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, directory: Path, marker: Marker) -> _Content:
+        manifest = marker.read_manifest(directory)
+        source = StoredSource(manifest)
+        kind = None if manifest.optimizer is None else manifest.optimizer.kind
+        return cls(source, kind, source.precision, source.extra)
+
+    @classmethod
+    def of_pickles(cls, directory: Path, marker: Marker) -> _Content:
+        # One rank holds an element of everything.
+        may_stand_still = marker.format == 1 and marker.complete and marker.world_size > 1
+        source = old.PickledSource(directory, old.read_metadata(directory), marker.complete, may_stand_still)
+        beside = old.Beside.read(directory)
+        return cls(source, beside.optimizer, beside.precision, beside.extra)
 
 
 def load_dcp(
@@ -94,8 +150,10 @@ def load_dcp(
     The state dict that was saved has the forms of ``torch.distributed.checkpoint.state_dict.get_state_dict``, its
     optimizer flattened or not. Each rank reads what it holds; the number of ranks does not matter. Parameters and
     buffers change in place; an optimizer that never stepped is given its state. Of the optimizer's class such a
-    directory says nothing; settings that are on or off are compared. Every rank calls it, between steps. Only read
-    directories that you trust: they contain pickles.
+    directory says nothing; settings that are on or off are compared. Every rank calls it, between steps.
+
+    Such directories are made of pickles, which can execute anything when they are read: to call this is to say that you
+    trust everybody who could write there.
 
     Args:
         directory: Where the file ``.metadata`` is.
@@ -138,7 +196,7 @@ def _metadata(directory: Path) -> Any:
             f"{directory} was not written by torch.distributed.checkpoint: it has no file '{_METADATA}', or its save "
             "did not end. Name the directory that was checkpoint_id of the save."
         )
-    return read_metadata(directory)
+    return old.read_metadata(directory)
 
 
 def _names(owner: Root, joint: Joint) -> list[list[str]]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,15 @@ from typing import Any
 import torch
 
 from ..errors import StateError
+from . import disk
+from .documents import MalformedError, a_count, a_text, an_object, checked, parse, render
+from .manifest import NAME, Manifest
 
 #: Written last: a directory without it is a save that did not end.
 MARKER = "COMMITTED"
-#: Format 1 knew no identities and no sizes, and its optimizer state may be damaged.
-FORMAT, _READ = 2, (1, 2)
-_REMEDY = "Load the one that polyshard.checkpoint.latest(root) names."
+#: Format 1 knew no identities and no sizes, and its optimizer state may be damaged; 1 and 2 are made of pickles.
+FORMAT, _READ = 3, (1, 2, 3)
+_DIGEST = "sha256"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,61 +40,104 @@ class Marker:
     """Higher than that of every checkpoint that was in the folder at the commit; format 1: 0."""
     files: Mapping[str, int] = field(default_factory=dict)
     """Size in bytes of each file of the directory."""
+    manifest: str | None = None
+    """The sha256 of ``manifest.json``; formats 1 and 2: None."""
     format: int = FORMAT
+
+    @property
+    def pickled(self) -> bool:
+        """Whether to load it is to run what is in it."""
+        return self.format < 3
 
     def write(self, directory: Path) -> None:
         """Commit ``directory``. What it holds is on disk by then."""
-        content = {**dataclasses.asdict(self), "torch": str(torch.__version__)}
         temporary = directory / f"{MARKER}.tmp"
-        with temporary.open("w") as stream:
-            json.dump(content, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(directory / MARKER)
-        sync_directory(directory)
+        disk.write_whole(temporary, _render({**dataclasses.asdict(self), "torch": str(torch.__version__)}))
+        with disk.naming(temporary):
+            temporary.replace(directory / MARKER)
+        disk.sync_directory(directory)
 
     @classmethod
     def read(cls, directory: Path) -> Marker:
         """The marker of ``directory``.
 
         Raises:
-            StateError: there is none, it cannot be read, or it is of another format.
+            StateError: there is none, or it is of another format.
+            CheckpointDamagedError: it is not what was written.
+            OSError: it cannot be read.
         """
-        path = directory / MARKER
-        if not path.is_file():
+        if not (directory / MARKER).exists():
             raise StateError(
                 f"{directory} is no complete checkpoint: it has no file '{MARKER}', so its save did not end or it is "
-                f"another kind of directory. {_REMEDY}"
+                f"another kind of directory. {disk.REMEDY}"
             )
-        try:
-            content: dict[str, Any] = json.loads(path.read_text())
-            number = content["format"]
+        raw = disk.read_whole(directory, MARKER)
+        with checked(directory, MARKER):
+            content = an_object(parse(raw), "the marker")
+            number = a_count(content["format"], "format")
+            if number >= 3 and raw != _render({name: each for name, each in content.items() if name != _DIGEST}):
+                raise MalformedError("its own sha256 differs")
+            if number < 3 and _DIGEST in content:
+                raise MalformedError(f"it says format {number}, which had no digests")
             if number == 1:
-                content.update(identity=directory.name, parent=None, turn=0, files={})
-            if number not in _READ:
-                raise StateError(
-                    f"{directory} has format {number}, but this polyshard reads formats {_READ[0]} to {_READ[-1]}. "
-                    "Load it with the version that wrote it."
-                )
-            names = {each.name for each in dataclasses.fields(cls)}
-            return cls(**{name: value for name, value in content.items() if name in names})
-        except (ValueError, KeyError, TypeError) as error:
-            raise StateError(f"{directory} is damaged: '{MARKER}' cannot be read ({error}). {_REMEDY}") from error
+                content = {**content, "identity": directory.name, "parent": None, "turn": 0, "files": {}}
+            found = (
+                None if number not in _READ else cls(**{name: _FIELDS[name](content[name]) for name in _fields(number)})
+            )
+        if found is None:
+            raise StateError(
+                f"{directory} has format {number}, but this polyshard reads formats {_READ[0]} to {_READ[-1]}. "
+                "Load it with the version that wrote it."
+            )
+        return found
 
     def require_files(self, directory: Path) -> None:
-        """Raise StateError where a file is gone, or has another size than at the commit."""
+        """Raise CheckpointDamagedError where a file is gone, or has another size than at the commit."""
         for name, size in self.files.items():
-            path = directory / name
-            found = path.stat().st_size if path.is_file() else None
-            if found != size:
-                what = "is gone" if found is None else f"has {found:,} bytes, and had {size:,} when it was committed"
-                raise StateError(f"{directory} is damaged: '{name}' {what}. {_REMEDY}")
+            with disk.opened(directory, name, size):
+                pass
+
+    def read_manifest(self, directory: Path) -> Manifest:
+        """What the files hold.
+
+        Raises:
+            As ``Manifest.read``.
+        """
+        assert self.manifest is not None
+        return Manifest.read(directory, self.files[NAME], self.manifest, self.files, complete=self.complete)
 
 
-def sync_directory(directory: Path) -> None:
-    """Make the names in ``directory`` as durable as the files."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _render(content: Mapping[str, Any]) -> bytes:
+    return render({**content, _DIGEST: hashlib.sha256(render(content)).hexdigest()})
+
+
+def _fields(number: int) -> list[str]:
+    names = [each.name for each in dataclasses.fields(Marker)]
+    return names if number >= 3 else [name for name in names if name != "manifest"]
+
+
+def _a_truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise MalformedError("complete is neither true nor false")
+    return value
+
+
+def _sizes(value: Any) -> dict[str, int]:
+    sizes = {name: a_count(each, "a size") for name, each in an_object(value, "files").items()}
+    for name in sizes:
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise MalformedError(f"it names a file {name!r}, which is none of the directory")
+    return sizes
+
+
+_FIELDS: dict[str, Callable[[Any], Any]] = {
+    "step": lambda value: a_count(value, "step"),
+    "world_size": lambda value: a_count(value, "world_size"),
+    "complete": _a_truth,
+    "identity": lambda value: a_text(value, "identity"),
+    "parent": lambda value: None if value is None else a_text(value, "parent"),
+    "turn": lambda value: a_count(value, "turn"),
+    "files": _sizes,
+    "manifest": lambda value: a_text(value, "manifest"),
+    "format": lambda value: a_count(value, "format"),
+}

@@ -22,12 +22,12 @@ from ..state.places import MODEL, OPTIMIZER
 from ..state.resting import resting_root
 from ..state.sharded import CheckpointTensor
 from .attempt import Attempt, attempt_in
-from .beside import Beside
+from .casters import caster_states
 from .folder import Line
 from .history import History
 from .marker import Marker
 from .pending import Notes, PendingSave
-from .transfer import Aliases, Writing, plan_writing, write_state
+from .writing import Document, Writing, Written, plan_writing, write_all
 
 
 def save(
@@ -40,7 +40,7 @@ def save(
     keep: int | None = None,
     frozen: bool = True,
 ) -> Path:
-    """Write ``root/step-00000100`` for step 100, by ``torch.distributed.checkpoint``; returns that directory.
+    """Write ``root/step-00000100`` for step 100; returns that directory.
 
     Every rank calls it, between steps. Each rank writes its own shards, so all must see the same file system. They
     write to a directory of this save alone, which gets its name only when it is complete and the file ``COMMITTED`` is
@@ -55,7 +55,10 @@ def save(
         model: The outermost sharded module.
         optimizer: Over the model's parameters; saved with its state and its groups' settings. Several, in a sequence,
             hold different parameters.
-        extra: Small picklable values (data position, random states); rank 0's are kept. Buffers, too, are rank 0's.
+        extra: Values (data position, random states); rank 0's are kept. Buffers, too, are rank 0's. ``None``, ``bool``,
+            ``int``, ``float``, ``str``, ``bytes``, ``complex``, lists, tuples, sets, dicts, paths, dates, tensors on
+            any device (which come back on the host), numpy arrays and numbers; no other objects: there are no pickles
+            in a checkpoint. Subclasses of dict and list come back as these.
         keep: How many checkpoints to leave of those that this one goes back to, itself included; older ones are
             removed. What ``root`` holds beside them, and links, stay. None for all.
         frozen: Whether parameters that need no gradient are written. Without them whoever loads must have their values
@@ -63,8 +66,9 @@ def save(
 
     Raises:
         StateError: inside a step, or ``model`` is not the outermost sharded module.
-        ConfigError: the step is committed already, another job saves into ``root``, or the optimizer has state that
-            cannot be saved.
+        ConfigError: the step is committed already, another job saves into ``root``, or the optimizer has state, or
+            ``extra`` something, that cannot be saved (then a ConfigTypeError that names the way there); nothing was
+            written.
         RankMismatchError: another rank failed.
         CollectiveError: another rank did not come, within the configuration's ``timeout_s``.
         PolyshardError, OSError: writing failed, or the save in the background did; nothing is left of it.
@@ -73,10 +77,11 @@ def save(
     collectives = owner.collectives
     with ExitStack() as stack:
         task = _prepared(owner, Path(root), step, model, optimizer, extra, keep, stack, frozen=frozen)
-        written = write_state(task.path, task.state, collectives, task.aliases)
+        writing = plan_writing(task.path, task.state, task.document, collectives)
+        files, manifest = write_all(writing, collectives)
         with together(collectives, f"Committing {task.described}"):
             if task.commit is not None:
-                task.commit.run(written)
+                task.commit.run(files, manifest)
     owner.events.on_save(model, task.target)
     return task.target
 
@@ -111,7 +116,7 @@ def async_save(
     collectives = owner.collectives
     with ExitStack() as stack:
         task = _prepared(owner, Path(root), step, model, optimizer, extra, keep, stack, frozen=frozen)
-        writing = plan_writing(task.path, task.state, collectives)
+        writing = plan_writing(task.path, task.state, task.document, collectives)
         with together(collectives, f"Copying {task.described}"):
             writing = writing.detached()
         notes = Notes(task.path, collectives.rank)
@@ -119,7 +124,7 @@ def async_save(
         pending = PendingSave(
             task.target,
             collectives.rank,
-            partial(_in_background, writing, notes, task.commit, task.aliases, ranks, stack.pop_all()),
+            partial(_in_background, writing, notes, task.commit, ranks, stack.pop_all()),
             partial(_ended, owner, model, task, notes),
         )
     History.of(owner).pending = pending
@@ -140,8 +145,9 @@ class _Commit:
     complete: bool
     keep: int | None
 
-    def run(self, written: Mapping[str, int]) -> None:
-        """``written``: how many bytes each file has at least."""
+    def run(self, files: Mapping[str, int], manifest: str) -> None:
+        """``files``: how many bytes each has; ``manifest``: its sha256."""
+        self.attempt.sizes(files)
         marker = Marker(
             step=self.step,
             world_size=self.world_size,
@@ -149,7 +155,8 @@ class _Commit:
             identity=self.attempt.identity,
             parent=self.line.newest,
             turn=self.line.next_turn(),
-            files=self.attempt.sizes(written),
+            files=files,
+            manifest=manifest,
         )
         self.attempt.commit(self.target, marker)
         self.history.line = self.line.after(marker)
@@ -168,9 +175,9 @@ class _Task:
     """Where it will be."""
     identity: str
     state: dict[str, Any]
-    aliases: Aliases
+    document: Document | None
     commit: _Commit | None
-    """On the rank that coordinates."""
+    """Both on the rank that coordinates."""
 
 
 def _prepared(
@@ -191,29 +198,27 @@ def _prepared(
     history.settle(owner)
     what = f"the checkpoint of step {step} in {root}"
     commit: _Commit | None = None
+    document: Document | None = None
     with together(collectives, f"Preparing {what}"):
         if step < 0 or (keep is not None and keep < 1):
             raise ConfigError(f"step must not be negative and keep at least 1, but they are {step} and {keep}.")
         state = _state(owner, model, optimizer, frozen=frozen)
         if coordinates(collectives):
+            kind = None if optimizer is None else described(Joint(optimizer))
+            aliases = {other: names[0] for names in names_of(model).values() for other in names[1:]}
+            document = Document.of(state, aliases, kind, caster_states(owner), extra or {})
             line = history.line_in(root)
             target = root / line.target(step).name
             attempt = stack.enter_context(attempt_in(root))
-            kind = None if optimizer is None else described(Joint(optimizer))
-            Beside.of(owner, extra, kind).write(attempt.path)
             complete = collectives.world_size == 1 or speaks(collectives)
             commit = _Commit(history, attempt, target, line, step, collectives.world_size, complete, keep)
     # Names alone: one file system may be mounted at several places.
     mine = None if commit is None else (commit.attempt.path.name, commit.target.name, commit.attempt.identity)
     path, name, identity = from_first(collectives, mine)
-    names = names_of(model)
-    aliases = {f"{MODEL}.{first}": [(MODEL, other) for other in names[first][1:]] for first in names}
-    return _Task(what, root / path, root / name, identity, state, aliases, commit)
+    return _Task(what, root / path, root / name, identity, state, document, commit)
 
 
-def _in_background(
-    writing: Writing, notes: Notes, commit: _Commit | None, aliases: Aliases, ranks: int, held: ExitStack
-) -> None:
+def _in_background(writing: Writing, notes: Notes, commit: _Commit | None, ranks: int, held: ExitStack) -> None:
     """What the thread of one rank does. ``held``: gives the directory back."""
     with held:
         try:
@@ -230,8 +235,8 @@ def _in_background(
         if commit is None:
             return
         try:
-            everything = notes.collect(ranks)
-            commit.run(writing.finish(everything, aliases))
+            everything: list[Written] = notes.collect(ranks)
+            commit.run(*writing.finish(everything))
         except BaseException as error:
             if ranks > 1 and not commit.attempt.committed:
                 commit.attempt.leave_to_others()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..checkpoint.attempt import Attempt, attempt_in
-from ..checkpoint.marker import sync_directory
+from ..checkpoint.disk import sync_directory
 from ..engine.step.root import Root
 from ..engine.surface.gathered import gather_whole
 from ..errors import ConfigError, PolyshardError, UnsupportedError

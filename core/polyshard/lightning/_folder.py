@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from .. import checkpoint
-from ..checkpoint.marker import MARKER
+from ..checkpoint.marker import MARKER, Marker
 from ..errors import ConfigError, UnsupportedError
 
 Barrier = Callable[[], None]
@@ -26,19 +25,6 @@ def is_remote(path: str | Path) -> bool:
 def is_folder(path: str | Path) -> bool:
     """Whether ``path`` is such a directory, complete."""
     return not is_remote(path) and (Path(path) / MARKER).is_file()
-
-
-def require_pickles(path: str | Path, weights_only: bool | None) -> None:
-    """Raise where the directory ``path`` is to be read without pickles, which it has.
-
-    Raises:
-        UnsupportedError: saying so.
-    """
-    if weights_only:
-        raise UnsupportedError(
-            f"The sharded checkpoint {path} holds pickles, which weights_only=True forbids. Leave it out where you "
-            "trust the checkpoint."
-        )
 
 
 def save_folder(
@@ -58,7 +44,7 @@ def save_folder(
         step: Number of the optimizer step, not negative.
         module: The outermost sharded module.
         optimizers: Over its parameters.
-        extra: Picklable values; rank 0's are kept.
+        extra: Values that ``polyshard.checkpoint`` takes; rank 0's are kept.
         first: Whether this is rank 0.
         barrier: Waits for all ranks.
 
@@ -91,14 +77,26 @@ def save_folder(
     barrier()
 
 
-def load_folder(path: str | Path, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Mapping[str, Any]:
+def load_folder(
+    path: str | Path,
+    module: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    weights_only: bool | None = None,
+) -> Mapping[str, Any]:
     """Read ``path`` into ``module`` and ``optimizers``; returns what ``extra`` was. Every rank calls it.
 
+    Args:
+        path: What ``save_folder`` wrote.
+        module: The outermost sharded module.
+        optimizers: Those that were saved, or none.
+        weights_only: False where the directory is trusted, so that it may be of format 1 or 2, which are pickles.
+
     Raises:
-        ConfigError: it is of another model or other optimizers; nothing was changed.
+        ConfigError: it is of another model or other optimizers, or of pickles; nothing was changed.
         StateError, RankMismatchError: as ``polyshard.checkpoint.load``.
     """
-    return checkpoint.load(Path(path), module, list(optimizers) or None)
+    return checkpoint.load(Path(path), module, list(optimizers) or None, pickles=weights_only is False)
 
 
 def make_room(path: str | Path, *, first: bool, agreed: Callable[[bool], bool]) -> None:
@@ -140,5 +138,7 @@ def require_file(path: str | Path) -> None:
 
 
 def has_optimizers(path: str | Path) -> bool:
-    """Whether optimizers were saved with the model."""
-    return any(key.startswith("optimizer.") for key in FileSystemReader(path).read_metadata().state_dict_metadata)
+    """Whether optimizers were saved with the model; also where that cannot be known without reading pickles."""
+    directory = Path(path)
+    marker = Marker.read(directory)
+    return marker.pickled or marker.read_manifest(directory).optimizer is not None

@@ -21,7 +21,7 @@ from ..config import ShardConfig
 from ..engine.cutting.materialize import Initializer
 from ..errors import ConfigError, StateError, UnsupportedError
 from ..trainers.optimizers import parameters_of
-from ._folder import has_optimizers, is_folder, load_folder, make_room, require_file, require_pickles, save_folder
+from ._folder import has_optimizers, is_folder, load_folder, make_room, require_file, save_folder
 from ._full_state import (
     load_whole_model_state,
     load_whole_optimizer_state,
@@ -287,13 +287,11 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
         Raises:
             ConfigError: there is no checkpoint, or it is of another model or optimizer, or lacks something of ``state``
                 while ``strict``.
-            UnsupportedError: ``weights_only=True`` for a directory, which has pickles.
             StateError: the directory is damaged.
         """
         path = self.broadcast(path)
         if is_folder(path):
-            require_pickles(path, weights_only)
-            return self._load_folder(path, state, strict)
+            return self._load_folder(path, state, strict, weights_only)
         require_file(path)
         checkpoint: dict[str, Any] = dict(self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
         if isinstance(state, nn.Module):
@@ -317,7 +315,7 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
                 _take(state, name, saved)
         return checkpoint
 
-    def _load_folder(self, path: str | Path, state: Any, strict: bool) -> dict[str, Any]:
+    def _load_folder(self, path: str | Path, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
         if isinstance(state, nn.Module):
             state = {"module": state}
             key, strict = "module", False
@@ -335,7 +333,7 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
                 f"The checkpoint {path} has no optimizer, and {', '.join(map(repr, optimizers))} is to be loaded. Load "
                 "the model alone."
             )
-        extra = load_folder(path, module, list(optimizers.values()))
+        extra = load_folder(path, module, list(optimizers.values()), weights_only=weights_only)
         rest = dict(extra["rest"])
         others = [name for name in state if name != key and name not in optimizers]
         _require_keys(path, others, rest, strict)

@@ -26,7 +26,7 @@ from ..composable import no_sync, register_forward_method
 from ..config import ShardConfig
 from ..engine.cutting.materialize import Initializer
 from ..errors import ConfigError, UnsupportedError
-from ._folder import has_optimizers, is_folder, load_folder, make_room, require_file, require_pickles, save_folder
+from ._folder import has_optimizers, is_folder, load_folder, make_room, require_file, save_folder
 from ._full_state import (
     load_whole_model_state,
     load_whole_optimizer_state,
@@ -264,15 +264,14 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
 
         Raises:
             ConfigError: there is neither a file nor such a directory, or it is of another model.
-            UnsupportedError: ``weights_only=True`` for a directory, which has pickles.
             StateError: the directory is damaged.
         """
         path = self.broadcast(checkpoint_path)
         fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         if is_folder(path):
-            require_pickles(path, weights_only)
             loads_optimizers = fits and has_optimizers(path)
-            extra = load_folder(path, self.lightning_module, self.optimizers if loads_optimizers else ())
+            optimizers = self.optimizers if loads_optimizers else ()
+            extra = load_folder(path, self.lightning_module, optimizers, weights_only=weights_only)
             checkpoint = {**extra, "state_dict": _InFolder()}
             if loads_optimizers:
                 checkpoint["optimizer_states"] = _InFolder()

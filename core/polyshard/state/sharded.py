@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,21 +168,3 @@ def whole(tensor: torch.Tensor) -> CheckpointTensor:
     """A tensor that this rank holds whole, with any strides."""
     box = Box((0,) * tensor.ndim, tuple(tensor.shape))
     return CheckpointTensor(tensor.shape, tensor.dtype, tensor.device, [Chunk(box, tensor.detach())])
-
-
-def in_host_memory(value: Any, offsets: Collection[tuple[int, ...] | None]) -> Any:
-    """A copy of ``value``, of tensors in host memory; of a ``CheckpointTensor`` the chunks at ``offsets`` alone."""
-    if isinstance(value, CheckpointTensor):
-        chunks = [Chunk(each.box, _copied(each.view)) for each in value.chunks if each.box.offsets in offsets]
-        return CheckpointTensor(value.shape, value.dtype, torch.device("cpu"), chunks)
-    if not isinstance(value, torch.Tensor):
-        return copy.deepcopy(value)
-    # A DTensor of somebody else's stays one, and where it is: its mesh is of devices.
-    return value.detach().clone() if hasattr(value, "__create_chunk_list__") else _copied(value.detach())
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """In host memory; of a CUDA tensor in pinned memory, which the copy engine fills."""
-    on_gpu = tensor.device.type == "cuda"
-    held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
-    return held.copy_(tensor)

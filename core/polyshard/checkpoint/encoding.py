@@ -1,0 +1,249 @@
+"""Values as JSON with tags, and back: nothing that is read is looked up, imported or called.
+
+``None``, ``bool``, ``int``, ``float``, ``str`` and dicts with names for keys are themselves, every other value is an
+object with one tag. A dict that could be taken for one is written as pairs. Tensors and arrays are told by their
+dtype, shape and place in a file.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import enum
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import ConfigError, ConfigTypeError
+from .documents import MalformedError, a_list, a_text, an_object
+from .dtypes import DTYPES, NAMES, NUMPY
+
+Json = Any
+#: Deeper nesting is refused in both directions; JSON is nested up to three times as deeply.
+_DEPTH = 100
+_MARK = "$"
+#: Python reads no longer numbers from text, by its default.
+_MOST_BITS = 10_000
+_REMEDY = (
+    "Give None, bool, int, float, str, bytes, lists, tuples, sets, dicts, paths, dates, tensors and arrays: a "
+    "checkpoint holds no pickles. Of an object save what it is made of, as its state_dict()."
+)
+
+
+class Encoder:
+    """Encodes values, and keeps the tensors in them to be written beside."""
+
+    def __init__(self) -> None:
+        self.tensors: list[tuple[dict[str, Json], torch.Tensor]] = []
+        """Each with the object that describes it, in which its place is still missing."""
+
+    def encode(self, value: Any, where: str) -> Json:
+        """``value`` as JSON. ``where``: what users call it, for errors.
+
+        Raises:
+            ConfigTypeError: it has something that cannot be written; names the way there.
+            ConfigError: it is nested too deeply, or in itself.
+        """
+        return self._encode(value, where, 0)
+
+    def _encode(self, value: Any, where: str, depth: int) -> Json:
+        if depth > _DEPTH:
+            raise ConfigError(f"{where[:200]}... is nested more than {_DEPTH} deep, or in itself. Flatten it.")
+        if value is None or value is True or value is False:
+            return value
+        kind = type(value)
+        if kind is str:
+            return value
+        if kind is int and value.bit_length() <= _MOST_BITS:
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else _tagged("float", repr(value))
+        if kind is list:
+            return _tagged("list", self._items(value, where, depth))
+        found = self._of_tensors(value, where)
+        if found is None:
+            found = self._of_containers(value, where, depth)
+        if found is None:
+            found = _of_others(value)
+        if found is None:
+            raise ConfigTypeError(
+                f"{where} is of {kind.__module__}.{kind.__qualname__}, which no checkpoint holds. {_REMEDY}"
+            )
+        return found
+
+    def _items(self, values: Any, where: str, depth: int) -> list[Json]:
+        return [self._encode(each, f"{where}[{index}]", depth + 1) for index, each in enumerate(values)]
+
+    def _of_containers(self, value: Any, where: str, depth: int) -> Json | None:
+        # A named tuple or an enum is told by its class, which a file must not name.
+        if isinstance(value, enum.Enum) or hasattr(value, "_fields"):
+            return None
+        if isinstance(value, Mapping):
+            keys = list(value)
+            if all(type(key) is str for key in keys) and not any(key.startswith(_MARK) for key in keys):
+                return {key: self._encode(value[key], f"{where}[{key!r}]", depth + 1) for key in keys}
+            pairs = [
+                [self._encode(key, f"the key {key!r} of {where}", depth + 1),
+                 self._encode(value[key], f"{where}[{key!r}]", depth + 1)]
+                for key in keys
+            ]  # fmt: skip
+            return _tagged("dict", pairs)
+        if isinstance(value, tuple):
+            return _tagged("tuple", self._items(value, where, depth))
+        if isinstance(value, (set, frozenset)):
+            tag = "set" if isinstance(value, set) else "frozenset"
+            # In an order of their own: the same set is written alike.
+            encoded = self._items(value, where, depth)
+            return _tagged(tag, sorted(encoded, key=repr))
+        if isinstance(value, list):
+            return _tagged("list", self._items(value, where, depth))
+        return None
+
+    def _of_tensors(self, value: Any, where: str) -> Json | None:
+        if isinstance(value, np.generic):
+            value_dtype = value.dtype.name
+            if value_dtype not in NUMPY:
+                return None
+            raw = value.astype(value.dtype.newbyteorder("<")).tobytes()
+            return _tagged("scalar", [value_dtype, base64.b64encode(raw).decode()])
+        if isinstance(value, np.ndarray):
+            if type(value) is not np.ndarray or value.dtype.name not in NUMPY:
+                return None
+            native = value.astype(value.dtype.newbyteorder("="), copy=True)
+            return self._beside("array", torch.from_numpy(native.reshape(value.shape)))
+        if not isinstance(value, torch.Tensor):
+            return None
+        require_plain(value, where)
+        return self._beside("tensor", value.detach())
+
+    def _beside(self, tag: str, tensor: torch.Tensor) -> Json:
+        told: dict[str, Json] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "chunks": []}
+        self.tensors.append((told, tensor))
+        return _tagged(tag, told)
+
+
+def require_plain(value: torch.Tensor, where: str) -> None:
+    """Refuse a tensor that is more than its elements.
+
+    Raises:
+        ConfigTypeError: it is of a subclass, sparse or quantised, on the meta device, or of a dtype that is not served.
+    """
+    kind = type(value)
+    if kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        raise ConfigTypeError(
+            f"{where} is a {kind.__module__}.{kind.__qualname__}, of which a checkpoint cannot tell what it is made "
+            "of. Give a plain tensor."
+        )
+    if value.layout is not torch.strided or value.is_meta or value.dtype not in NAMES:
+        raise ConfigTypeError(
+            f"{where} is a tensor of {value.dtype}, {value.layout}, on {value.device}, which no checkpoint holds. Give "
+            "a dense one with elements, of a dtype with a size of its own."
+        )
+
+
+def decode(value: Json, tensor: Callable[[Json], torch.Tensor]) -> Any:
+    """What was encoded.
+
+    Args:
+        value: JSON.
+        tensor: Gives the tensor that an object describes. Its elements may come later, also where it becomes an array.
+
+    Raises:
+        MalformedError, ValueError, TypeError, LookupError, OverflowError: it was not made by ``Encoder``.
+    """
+    return _decode(value, tensor, 0)
+
+
+def tensor_told(value: Json) -> Json | None:
+    """What describes the tensor that ``value`` is; None where it is no tensor."""
+    if isinstance(value, dict) and len(value) == 1:
+        return value.get(f"{_MARK}tensor")
+    return None
+
+
+def _decode(value: Json, tensor: Callable[[Json], torch.Tensor], depth: int) -> Any:
+    if depth > _DEPTH:
+        raise MalformedError("it has a value that is nested too deeply")
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    told = an_object(value, "a value")
+    tag = next(iter(told), "")
+    if not tag.startswith(_MARK):
+        if any(key.startswith(_MARK) for key in told):
+            raise MalformedError("it has a value with a tag beside names")
+        return {key: _decode(each, tensor, depth + 1) for key, each in told.items()}
+    if len(told) != 1:
+        raise MalformedError("it has a value with several tags")
+    inner, kind = told[tag], tag[len(_MARK) :]
+    if kind == "tensor":
+        return tensor(inner)
+    if kind == "array":
+        return tensor(inner).numpy()
+    if kind == "dict":
+        pairs = [[_decode(part, tensor, depth + 1) for part in a_list(pair, "a pair")] for pair in a_list(inner, kind)]
+        return dict(pairs)
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](_decode(each, tensor, depth + 1) for each in a_list(inner, kind))
+    if kind == "scalar":
+        name, raw = a_list(inner, kind)
+        if name not in NUMPY:
+            raise MalformedError(f"it has a scalar of {name!r}")
+        (element,) = np.frombuffer(base64.b64decode(a_text(raw, kind), validate=True), np.dtype(name).newbyteorder("<"))
+        return np.dtype(name).type(element)
+    if kind in _OTHERS:
+        return _OTHERS[kind](inner)
+    raise MalformedError(f"it has a value of kind {kind!r}, which this polyshard does not know")
+
+
+def _of_others(value: Any) -> Json | None:
+    kind = type(value)
+    if kind in (bytes, bytearray):
+        return _tagged("bytes", base64.b64encode(value).decode())
+    if kind is complex:
+        return _tagged("complex", [repr(value.real), repr(value.imag)])
+    if kind is torch.dtype and value in NAMES:
+        return _tagged("dtype", NAMES[value])
+    if kind is torch.device:
+        return _tagged("device", str(value))
+    if isinstance(value, PurePath):
+        return _tagged("path", str(value))
+    if kind is datetime.datetime and (value.tzinfo is None or type(value.tzinfo) is datetime.timezone):
+        return _tagged("datetime", value.isoformat())
+    if kind is datetime.date:
+        return _tagged("date", value.isoformat())
+    if kind is datetime.timedelta:
+        return _tagged("timedelta", [value.days, value.seconds, value.microseconds])
+    return None
+
+
+def _tagged(tag: str, value: Json) -> Json:
+    return {f"{_MARK}{tag}": value}
+
+
+def _number(text: Json) -> float:
+    return float(a_text(text, "a number"))
+
+
+def _device(text: Json) -> torch.device:
+    try:
+        return torch.device(a_text(text, "a device"))
+    except RuntimeError as error:
+        raise MalformedError(f"it has the device {text!r}") from error
+
+
+_SEQUENCES: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_OTHERS: dict[str, Callable[[Json], Any]] = {
+    "float": _number,
+    "bytes": lambda text: base64.b64decode(a_text(text, "bytes"), validate=True),
+    "complex": lambda parts: complex(*(_number(part) for part in a_list(parts, "a complex number"))),
+    "dtype": lambda name: DTYPES[name],
+    "device": _device,
+    "path": lambda text: Path(a_text(text, "a path")),
+    "datetime": lambda text: datetime.datetime.fromisoformat(a_text(text, "a date")),
+    "date": lambda text: datetime.date.fromisoformat(a_text(text, "a date")),
+    "timedelta": lambda parts: datetime.timedelta(*a_list(parts, "a duration")),
+}

@@ -1,0 +1,309 @@
+"""What is in the files of a checkpoint: ``manifest.json``."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..state.boxes import Box
+from ..state.source import listed
+from . import disk
+from .documents import MalformedError, a_count, a_list, a_text, an_object, checked, counts, parse
+from .dtypes import DTYPES
+from .encoding import Json, decode, tensor_told
+
+NAME = "manifest.json"
+#: Of the files' content, each with a digest of its own: what is read to have some bytes of it.
+BLOCK = 4 << 20
+#: Of what begins in a file.
+ALIGNMENT = 64
+_FILE = re.compile(r"rank-\d{5,9}\.bin", re.ASCII)
+_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_MOST_DIMENSIONS = 64
+
+
+def file_of(rank: int) -> str:
+    """The name of the file that ``rank`` writes."""
+    return f"rank-{rank:05d}.bin"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A box of a tensor, in row-major order."""
+
+    box: Box
+    file: str
+    at: int
+    """First byte in the file."""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A whole tensor, in chunks."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[StoredChunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file with elements."""
+
+    size: int
+    """In bytes."""
+    blocks: tuple[str, ...]
+    """The sha256 of every ``BLOCK`` bytes, the last one's of what is left."""
+
+
+@dataclass(frozen=True)
+class StoredOptimizer:
+    """One optimizer or several, as one."""
+
+    state: Mapping[str, Mapping[str, StoredTensor | Json]]
+    """By parameter and name of the state; what is no tensor is encoded."""
+    groups: Sequence[Mapping[str, Json]]
+    """Encoded settings."""
+    kind: Any
+    """The class, or the classes."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that a checkpoint holds."""
+
+    files: Mapping[str, StoredFile]
+    model: Mapping[str, StoredTensor]
+    aliases: Mapping[str, str]
+    """Further names of what ``model`` has, and the name there."""
+    optimizer: StoredOptimizer | None
+    precision: Json
+    extra: Json
+    complete: bool
+    directory: Path
+    _within: dict[int, StoredTensor] = field(default_factory=dict)
+    """Tensors in encoded values, by the identity of their descriptions, which live as long."""
+
+    @classmethod
+    def read(cls, directory: Path, size: int, digest: str, files: Mapping[str, int], *, complete: bool) -> Manifest:
+        """That of ``directory``.
+
+        Args:
+            directory: Of a committed checkpoint.
+            size: Of the manifest, by the marker.
+            digest: Its sha256, by the marker.
+            files: Sizes of all files, by the marker.
+            complete: Whether all elements of all tensors must be there.
+
+        Raises:
+            CheckpointDamagedError: it is not the one that was committed, or what was committed contradicts itself.
+            OSError: it cannot be read.
+        """
+        content = disk.read_whole(directory, NAME, size)
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise disk.damaged(directory, f"'{NAME}' is not what was committed: its sha256 is another")
+        with checked(directory, NAME):
+            top = an_object(parse(content), "the manifest")
+            if top["format"] != 3:
+                raise MalformedError(f"it is of format {top['format']!r}, and 'COMMITTED' of format 3")
+            known = {name: _file(name, each) for name, each in an_object(top["files"], "files").items()}
+            told = {name: each.size for name, each in known.items()}
+            if told != {name: nbytes for name, nbytes in files.items() if name != NAME}:
+                raise MalformedError("its files are not those of 'COMMITTED'")
+            read = _Tensors(known, complete=complete)
+            model = {name: read.tensor(each, name) for name, each in an_object(top["model"], "model").items()}
+            aliases = an_object(top["aliases"], "aliases")
+            for name, first in aliases.items():
+                if name in model or first not in model:
+                    raise MalformedError(f"'{name}' is said to be '{first}'")
+            optimizer = None if top["optimizer"] is None else _optimizer(top["optimizer"], read)
+            found = cls(known, model, aliases, optimizer, top["precision"], top["extra"], complete, directory)
+            # Decoded without elements first: a rank must not find out when others have changed their models.
+            for each in (found.precision, found.extra, *found.settings()):
+                decode(each, lambda told: read.stand_in(told, found._within))
+            an_object(found.precision, "precision")
+            read.require_apart()
+        return found
+
+    def within(self, told: Json) -> StoredTensor:
+        """The tensor that ``told`` describes in an encoded value of this manifest."""
+        return self._within[id(told)]
+
+    def settings(self) -> Iterator[Json]:
+        """Every encoded setting of the optimizer."""
+        for group in () if self.optimizer is None else self.optimizer.groups:
+            yield from group.values()
+
+    def tensors(self) -> Iterator[tuple[str, StoredTensor]]:
+        """Every tensor, with what it is called."""
+        for name, stored in self.model.items():
+            yield f"model.{name}", stored
+        if self.optimizer is not None:
+            for name, states in self.optimizer.state.items():
+                for state, value in states.items():
+                    if isinstance(value, StoredTensor):
+                        yield f"optimizer.state.{name}.{state}", value
+        for stored in self._within.values():
+            yield "a tensor in extra, precision or param_groups", stored
+
+    def block_damaged(self, file: str, index: int) -> Exception:
+        """The error for a block whose content is not what was written."""
+        low = index * BLOCK
+        high = min(low + BLOCK, self.files[file].size)
+        hit = [
+            name
+            for name, stored in self.tensors()
+            for chunk in stored.chunks
+            if chunk.file == file and chunk.at < high and chunk.at + chunk.nbytes > low
+        ]
+        what = f", where {listed(list(dict.fromkeys(hit)))} lie" if hit else ""
+        return disk.damaged(
+            self.directory,
+            f"'{file}' holds something else than was written from byte {low:,} to {high:,}{what}: the sha256 differs",
+        )
+
+
+class _Tensors:
+    """Takes descriptions of tensors, and sees that they fit the files."""
+
+    def __init__(self, files: Mapping[str, StoredFile], *, complete: bool) -> None:
+        self._files = files
+        self._complete = complete
+        self._chunks: list[StoredChunk] = []
+
+    def stand_in(self, told: Json, found: dict[int, StoredTensor]) -> torch.Tensor:
+        """Without elements, for a tensor in an encoded value, which must be whole; it is noted in ``found``."""
+        stored = self.tensor(told, "a tensor in a value", complete=True)
+        found[id(told)] = stored
+        return torch.empty(0, dtype=stored.dtype)
+
+    def tensor(self, told: Json, name: str, *, complete: bool | None = None) -> StoredTensor:
+        """One of the manifest's.
+
+        Raises:
+            MalformedError: its chunks are not what its shape says, or not in the files.
+        """
+        what = f"'{name}'"
+        entry = an_object(told, what)
+        dtype, shape = DTYPES[a_text(entry["dtype"], what)], counts(entry["shape"], what)
+        if len(shape) > _MOST_DIMENSIONS:
+            raise MalformedError(f"{what} has {len(shape)} dimensions")
+        whole = Box((0,) * len(shape), shape)
+        chunks = tuple(self._chunk(each, what, dtype, whole) for each in a_list(entry["chunks"], what))
+        held = sum(chunk.box.numel for chunk in chunks)
+        if held != whole.numel if (self._complete if complete is None else complete) else held > whole.numel:
+            raise MalformedError(f"{what} of shape {shape} has {held} elements")
+        if len(chunks) > 1 and _overlapping([chunk.box for chunk in chunks], shape):
+            raise MalformedError(f"{what} has elements twice")
+        self._chunks += chunks
+        return StoredTensor(dtype, shape, chunks)
+
+    def _chunk(self, told: Json, what: str, dtype: torch.dtype, whole: Box) -> StoredChunk:
+        offsets, sizes, file, at, nbytes = a_list(told, what)
+        box = Box(counts(offsets, what), counts(sizes, what))
+        inside = len(box.offsets) == len(box.sizes) == len(whole.sizes) and all(
+            start + size <= extent for start, size, extent in zip(box.offsets, box.sizes, whole.sizes, strict=True)
+        )
+        if not inside:
+            raise MalformedError(f"{what} of shape {whole.sizes} has a chunk at {box.offsets} of {box.sizes}")
+        at, nbytes = a_count(at, what), a_count(nbytes, what)
+        if box.numel == 0 or box.numel * dtype.itemsize != nbytes:
+            raise MalformedError(f"{what} has a chunk of {nbytes} bytes for {box.numel} elements of {dtype}")
+        if file not in self._files or at % ALIGNMENT or at + nbytes > self._files[file].size:
+            raise MalformedError(f"{what} is said to lie at byte {at} of {file!r}")
+        return StoredChunk(box, file, at, nbytes)
+
+    def require_apart(self) -> None:
+        """Raise MalformedError where two chunks share bytes: a small file would become any amount of memory."""
+        order = sorted(self._chunks, key=lambda chunk: (chunk.file, chunk.at))
+        for one, other in pairwise(order):
+            if one.file == other.file and one.at + one.nbytes > other.at:
+                raise MalformedError(f"byte {other.at} of '{one.file}' is in two chunks")
+
+
+def _file(name: str, told: Json) -> StoredFile:
+    if _FILE.fullmatch(name) is None:
+        raise MalformedError(f"it names a file {name!r}, which no rank writes")
+    entry = an_object(told, name)
+    size = a_count(entry["size"], name)
+    blocks = tuple(a_text(each, name) for each in a_list(entry["sha256"], name))
+    if len(blocks) != -(-size // BLOCK) or not all(_DIGEST.fullmatch(each) for each in blocks):
+        raise MalformedError(f"'{name}' of {size} bytes has {len(blocks)} digests")
+    return StoredFile(size, blocks)
+
+
+def _optimizer(told: Json, read: _Tensors) -> StoredOptimizer:
+    entry = an_object(told, "optimizer")
+    state: dict[str, dict[str, StoredTensor | Json]] = {}
+    for name, states in an_object(entry["state"], "state").items():
+        own = state.setdefault(name, {})
+        for key, value in an_object(states, name).items():
+            tensor = tensor_told(value)
+            if tensor is None:
+                # State that is no tensor has none in it: no rank but the first could write one.
+                decode(value, _no_tensor)
+            own[key] = value if tensor is None else read.tensor(tensor, f"{name}.{key}")
+    groups = [an_object(each, "a group") for each in a_list(entry["groups"], "groups")]
+    for group in groups:
+        for name in a_list(an_object(group["params"], "params")["$list"], "params"):
+            a_text(name, "params")
+    return StoredOptimizer(state, groups, _kind(entry["kind"]))
+
+
+def _kind(told: Json) -> Any:
+    for each in told if isinstance(told, list) else [told]:
+        for name in ("module", "class"):
+            a_text(an_object(each, "kind")[name], "kind")
+    if told == []:
+        raise MalformedError("kind is empty")
+    return told
+
+
+def _no_tensor(told: Json) -> torch.Tensor:
+    raise MalformedError("it has a tensor where none can be")
+
+
+def _overlapping(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
+    ranges = [_range(box, shape) for box in boxes]
+    if None not in ranges:
+        order = sorted(each for each in ranges if each is not None)
+        return any(stop > start for (_, stop), (start, _) in pairwise(order))
+    # Along the first dimension only those that share rows can share elements.
+    alive: list[Box] = []
+    for box in sorted(boxes, key=lambda each: each.offsets[0]):
+        alive = [each for each in alive if each.offsets[0] + each.sizes[0] > box.offsets[0]]
+        if any(each.overlap(box) is not None for each in alive):
+            return True
+        alive.append(box)
+    return False
+
+
+def _range(box: Box, shape: Sequence[int]) -> tuple[int, int] | None:
+    """The box as a range of elements in row-major order; None where it is none."""
+    start, step, open_ended = 0, 1, False
+    for offset, size, extent in zip(reversed(box.offsets), reversed(box.sizes), reversed(shape), strict=True):
+        if open_ended and size != 1:
+            return None
+        open_ended = open_ended or size != extent
+        start += offset * step
+        step *= extent
+    return start, start + math.prod(box.sizes)
+
+
+def described(dtype: str, shape: Iterable[int], chunks: Iterable[Json]) -> Json:
+    """A tensor as the manifest has it. ``chunks``: what ``chunk_described`` gave."""
+    return {"dtype": dtype, "shape": list(shape), "chunks": list(chunks)}
+
+
+def chunk_described(offsets: Iterable[int], sizes: Iterable[int], file: str, at: int, nbytes: int) -> Json:
+    """A chunk as the manifest has it."""
+    return [list(offsets), list(sizes), file, at, nbytes]
