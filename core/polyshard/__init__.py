@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     )
     from .engine.surface.placement import Placement
     from .engine.surface.report import MemoryReport
+    from .preemption import Preemption
+    from .random_numbers import random_states, restore_random_states
     from .wrapper import FullyShardedDataParallel
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "FullyShardedDataParallel",
     "MemoryReport",
     "Placement",
+    "Preemption",
     "ShardConfig",
     "Strategy",
     "UsedPlugin",
@@ -60,8 +63,10 @@ __all__ = [
     "no_sync",
     "placement",
     "plugins",
+    "random_states",
     "register_forward_method",
     "report",
+    "restore_random_states",
     "shard",
     "unsharded",
 ]
@@ -75,7 +80,10 @@ if not TYPE_CHECKING:
         "FullyShardedDataParallel": "wrapper",
         "MemoryReport": "engine.surface.report",
         "Placement": "engine.surface.placement",
+        "Preemption": "preemption",
         "UsedPlugin": "catalog",
+        "random_states": "random_numbers",
+        "restore_random_states": "random_numbers",
     }
 
     def __getattr__(name: str) -> Any:

@@ -1,0 +1,146 @@
+"""An end that was asked for: all ranks leave behind the same step, although one alone may have been told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterable
+from types import FrameType, TracebackType
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from .errors import ConfigError, StateError
+from .interfaces import Collectives, ReduceOp, Work
+from .state.exchange import speaks
+from .state.resting import resting_root
+
+
+class Preemption:
+    """Notes signals that ask for an end, and lets all ranks agree behind which step they leave::
+
+        with polyshard.Preemption(model) as preemption:
+            for step in range(first, last):
+                train(step)
+                if preemption.requested():
+                    polyshard.checkpoint.save(root, step + 1, model, optimizer)
+                    sys.exit(preemption.exit_code)
+
+    [Note: agreement without waiting]
+    What ranks know is summed up by a collective that is issued at one call of ``requested`` and read at a later one,
+    when it has long ended: the host does not wait for it, and all ranks read the same at the same call. A signal is
+    thus followed one call later, or ``every`` calls later where it came right behind an exchange.
+
+    A second signal of the same kind ends the process at once, as it would have without.
+    """
+
+    exit_code: ClassVar[int] = 75
+    """What a program should exit with that was ended so and can be taken up: ``EX_TEMPFAIL`` of ``sysexits.h``."""
+
+    def __init__(self, model: nn.Module, signals: Iterable[signal.Signals] = (signal.SIGTERM,), *, every: int = 1):
+        """Raises ``ConfigError`` for ``every`` below 1.
+
+        Args:
+            model: The outermost sharded module.
+            signals: What asks for an end. With none, ``request`` alone does.
+            every: At every how many calls of ``requested`` ranks exchange what they know.
+        """
+        if every < 1:
+            raise ConfigError(f"every must be a number of calls, 1 or more, not {every!r}.")
+        self._model = model
+        self._signals = tuple(signals)
+        self._every = every
+        self._former: dict[signal.Signals, Any] = {}
+        self._entered = False
+        self._noted = False
+        self._agreed = False
+        self._calls = 0
+        self._round: _Round | None = None
+        self._collectives: Collectives | None = None
+
+    def __enter__(self) -> Preemption:
+        """Raises ``StateError`` outside of the main thread, where signals cannot be taken, and inside of itself."""
+        if self._entered:
+            raise StateError("A Preemption was entered twice. Enter it once, around the loop of training.")
+        if self._signals and threading.current_thread() is not threading.main_thread():
+            raise StateError(
+                "A Preemption was entered outside of the main thread, where Python takes no signals. Enter it in the "
+                "main thread, or give signals=() and call request()."
+            )
+        self._collectives = resting_root(self._model, "Preemption").collectives
+        for each in self._signals:
+            self._former[each] = signal.signal(each, self._note)
+        self._entered = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for each, former in self._former.items():
+            # None: a handler that was not installed from Python, and cannot be put back from there.
+            signal.signal(each, signal.SIG_DFL if former is None else former)
+        self._former.clear()
+        self._entered = False
+        pending, self._round = self._round, None
+        if pending is not None and kind is None:
+            # Its memory is written until it ends.
+            pending.read()
+
+    def request(self) -> None:
+        """Ask for an end, as a signal does: where a program knows its time limit, for example. One rank is enough."""
+        self._noted = True
+
+    def requested(self) -> bool:
+        """Whether to save and leave. Every rank calls it once a step, between steps; all get the same answer.
+
+        Raises:
+            StateError: outside of the ``with``.
+            CollectiveError: another rank did not come.
+        """
+        if not self._entered or self._collectives is None:
+            raise StateError("requested() was called outside of 'with polyshard.Preemption(model)'.")
+        if not speaks(self._collectives):
+            return self._noted
+        if self._agreed:
+            return True
+        self._calls += 1
+        if self._calls % self._every == 0:
+            if self._round is not None:
+                self._agreed = self._round.read()
+            self._round = None if self._agreed else _Round(self._collectives, self._noted)
+        return self._agreed
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._noted:
+            former = self._former.get(signal.Signals(number))
+            signal.signal(number, signal.SIG_DFL if former is None else former)
+            os.kill(os.getpid(), number)
+        self._noted = True
+
+
+class _Round:
+    """One exchange on its way."""
+
+    def __init__(self, collectives: Collectives, noted: bool) -> None:
+        device = collectives.device
+        # A dtype and a sum that every backend serves.
+        self._count = torch.full((1,), float(noted), device=device)
+        self._work: Work | None = collectives.all_reduce(self._count, op=ReduceOp.SUM)
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._work.wait()
+            self._work = None
+            told = torch.empty(1, pin_memory=True).copy_(self._count, non_blocking=True)
+            self._count = told
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def read(self) -> bool:
+        """Whether any rank had noted a request."""
+        if self._work is not None:
+            self._work.wait()
+        if self._event is not None:
+            self._event.synchronize()
+        return self._count.item() > 0
