@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import platform
 import shutil
 import statistics
@@ -31,8 +32,9 @@ import polyshard.checkpoint
 import polyshard.state
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 _GIB = 2**30
 #: AdamW has two values beside each parameter.
@@ -94,9 +96,9 @@ def measured(rank: int, model: nn.Module, what: str, folder: Path, rounds: int) 
         directory = ours / f"step-{2 * number:08d}"
         calls: dict[str, Callable[[], Any]] = {
             "save": lambda: polyshard.checkpoint.save(ours, 2 * number, model, optimizer),  # noqa: B023
-            "dcp_save": lambda: dcp.save(_state(model, optimizer), checkpoint_id=theirs),  # noqa: B023
+            "dcp_save": lambda: save(_state(model, optimizer), checkpoint_id=theirs),  # noqa: B023
             "load": lambda: polyshard.checkpoint.load(directory, model, optimizer),  # noqa: B023
-            "dcp_load": lambda: dcp.load(_state(model, optimizer), checkpoint_id=theirs),  # noqa: B023
+            "dcp_load": lambda: load(_state(model, optimizer), checkpoint_id=theirs),  # noqa: B023
         }
         for name, call in calls.items():
             times.setdefault(name, []).append(_timed(call))
@@ -111,7 +113,6 @@ def measured(rank: int, model: nn.Module, what: str, folder: Path, rounds: int) 
             shutil.rmtree(folder)
             folder.mkdir()
         dist.barrier()
-        # The folder is another one: the model's checkpoints in it are gone.
     median = {f"{name}_s": round(statistics.median(each), 4) for name, each in times.items()}
     numels = [value.numel() for value in polyshard.checkpoint.model_state(model).values()]
     gib = round(sum(numels) * 4 * _VALUES / _GIB, 3)
@@ -150,6 +151,17 @@ def _on_rank(rank: int, ranks: int, asked: argparse.Namespace, folder: Path, out
     dist.destroy_process_group()
 
 
+def _run(ranks: int, asked: argparse.Namespace, folder: Path, out: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_on_rank, args=(rank, ranks, asked, folder, out)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        raise RuntimeError(f"ranks ended with {[process.exitcode for process in processes]}")
+
+
 def main() -> int:
     """Run, print the table; returns the process's exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -168,7 +180,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(dir=asked.folder, prefix="checkpoints-") as temporary:
             folder, out = Path(temporary, "content"), Path(temporary, "rows.json")
             folder.mkdir()
-            torch.multiprocessing.spawn(_on_rank, (ranks, asked, folder, out), nprocs=ranks)
+            _run(ranks, asked, folder, out)
             found = [Row(**each) for each in json.loads(out.read_text())]
         rows += found
         print("\n".join(row.shown() for row in found), flush=True)

@@ -58,7 +58,12 @@ def write_pickled(
     everything = [results] if alone else list(owner.collectives.all_gather_object(results))
     if owner.rank == 0:
         writer.finish(metadata, everything)
-        marker = {"format": version, "step": step, "world_size": owner.collectives.world_size, "complete": not alone}
+        marker = {
+            "format": version,
+            "step": step,
+            "world_size": owner.collectives.world_size,
+            "complete": not alone or owner.collectives.world_size == 1,
+        }
         if version == 2:
             sizes = {path.name: path.stat().st_size for path in directory.iterdir()}
             marker |= {"identity": f"{step:032x}", "parent": None, "turn": 1, "files": sizes}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -49,7 +50,7 @@ class Contents:
         """What ``folder`` holds; nothing where it does not exist."""
         entries, unreadable = [], []
         for directory in sorted(folder.iterdir()) if folder.is_dir() else ():
-            if _DIRECTORY.fullmatch(directory.name) and (directory / MARKER).is_file():
+            if _DIRECTORY.fullmatch(directory.name) and os.path.lexists(directory / MARKER):
                 try:
                     entries.append(Entry(directory, Marker.read(directory)))
                 except (StateError, OSError) as error:

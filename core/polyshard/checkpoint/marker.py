@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,7 +67,7 @@ class Marker:
             CheckpointDamagedError: it is not what was written.
             OSError: it cannot be read.
         """
-        if not (directory / MARKER).exists():
+        if not os.path.lexists(directory / MARKER):
             raise StateError(
                 f"{directory} is no complete checkpoint: it has no file '{MARKER}', so its save did not end or it is "
                 f"another kind of directory. {disk.REMEDY}"

@@ -1,0 +1,173 @@
+"""Who writes what of a checkpoint: any shapes come back to the bit at any number of ranks; nothing is written twice."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from parity import on_ranks, threaded
+from plain_checkpoints import tensors_in
+from polyshard import checkpoint
+from polyshard_backends.threaded import ThreadedWorld
+from torch import nn
+
+Shape = tuple[int, ...]
+
+
+class Held(nn.Module):
+    """A unit: some parameters of one dtype, some of them with other strides, and a buffer."""
+
+    def __init__(self, dtype: torch.dtype, shapes: list[Shape], seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        for index, shape in enumerate(shapes):
+            value = torch.randn(shape, generator=generator).to(dtype)
+            if index % 2 and value.ndim > 1:
+                value = value.transpose(0, -1).contiguous().transpose(0, -1)
+            self.register_parameter(f"p{index}", nn.Parameter(value))
+        self.register_buffer("seen", torch.arange(seed, seed + 3))
+
+
+Parts = list[tuple[torch.dtype, list[Shape]]]
+
+
+def model_of(parts: Parts, seed: int) -> nn.Module:
+    return nn.Sequential(*(Held(dtype, shapes, seed + index) for index, (dtype, shapes) in enumerate(parts)))
+
+
+def sharded(rank: int, world: ThreadedWorld, parts: Parts, seed: int, run: dict[str, Any]) -> nn.Module:
+    with world.lock:
+        model = model_of(parts, seed)
+    return polyshard.shard(
+        model, threaded(world, rank, policy={"name": "module_class", "classes": [Held]}, check_ranks=False, **run)
+    )
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    with polyshard.unsharded(model):
+        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def moved(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+_SHAPES = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple), min_size=1, max_size=4)
+_DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
+_RUNS = st.one_of(
+    st.builds(
+        dict,
+        strategy=st.sampled_from(["full_shard", "no_shard"]),
+        layout=st.sampled_from(["flat", "rows", "blocks"]),
+    ),
+    st.just({"strategy": "hybrid_shard", "shard_size": 2}),
+)
+
+
+def fitting(ranks: int, run: dict[str, Any]) -> dict[str, Any]:
+    """Hybrid sharding needs two groups."""
+    return run if run["strategy"] != "hybrid_shard" or ranks == 4 else {"strategy": "full_shard"}
+
+
+@given(
+    parts=st.lists(st.tuples(_DTYPES, _SHAPES), min_size=1, max_size=3),
+    one=st.tuples(st.integers(2, 4), _RUNS),
+    other=st.tuples(st.integers(2, 4), _RUNS),
+)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_shapes_come_back_to_the_bit_at_any_number_of_ranks(
+    parts: Parts, one: Any, other: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    root = tmp_path_factory.mktemp("run")
+
+    def save(rank: int, world: ThreadedWorld) -> tuple[Path, dict[str, torch.Tensor]]:
+        model = sharded(rank, world, parts, 0, fitting(*one))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        moved(optimizer)
+        return checkpoint.save(root, 1, model, optimizer), state_of(model)
+
+    def load(rank: int, world: ThreadedWorld) -> tuple[Path, dict[str, torch.Tensor]]:
+        model = sharded(rank, world, parts, 9, fitting(*other))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
+        checkpoint.load(directory, model, optimizer)
+        return checkpoint.save(root / "again", 1, model, optimizer), state_of(model)
+
+    directory, expected = on_ranks(one[0], save)[0]
+    checkpoint.verify(directory)
+    written = tensors_in(directory)
+    assert all(torch.equal(written[f"model.{name}"], value) for name, value in expected.items())
+    again, loaded = on_ranks(other[0], load)[0]
+    assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+    rewritten = tensors_in(again)
+    assert rewritten.keys() == written.keys()
+    assert all(torch.equal(rewritten[name], value) for name, value in written.items())
+
+
+@pytest.mark.parametrize(
+    "run", [{"strategy": "no_shard"}, {"strategy": "hybrid_shard", "shard_size": 2}], ids=lambda run: run["strategy"]
+)
+def test_what_ranks_hold_alike_is_written_once_and_shared_out(run: dict[str, Any], tmp_path: Path) -> None:
+    parts: Parts = [(torch.float32, [(size, 17)]) for size in (300, 20, 90, 200, 64, 150, 31, 280)]
+
+    def save(rank: int, world: ThreadedWorld) -> Path:
+        return checkpoint.save(tmp_path, 1, sharded(rank, world, parts, 0, run))
+
+    directory = on_ranks(4, save)[0]
+    sizes = [path.stat().st_size for path in sorted(directory.glob("rank-*.bin"))]
+    total = sum(math.prod(shape) * 4 for _, shapes in parts for shape in shapes)
+    assert len(sizes) == 4
+    assert total <= sum(sizes) < 1.02 * total
+    # The largest is 26 % of all; no rank has much more than a quarter.
+    assert max(sizes) < 0.3 * total
+
+
+def test_blocks_of_large_files_are_read_by_those_that_need_them(tmp_path: Path) -> None:
+    """Files of several blocks, chunks across their borders, and parts of chunks."""
+    parts: Parts = [
+        (torch.float32, [(1500, 1500), (7,)]),
+        (torch.float64, [(3, 300_000)]),
+        (torch.bfloat16, [(11, 13)]),
+    ]
+
+    def save(rank: int, world: ThreadedWorld) -> tuple[Path, dict[str, torch.Tensor]]:
+        model = sharded(rank, world, parts, 0, {"layout": "rows"})
+        directory = checkpoint.save(tmp_path, 1, model)
+        pending = checkpoint.async_save(tmp_path, 2, model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert pending.result(30).name == "step-00000002"
+        checkpoint.load(directory, model)
+        return directory, state_of(model)
+
+    directory, expected = on_ranks(2, save)[0]
+    manifest = json.loads((directory / "manifest.json").read_text())
+    assert {len(file["sha256"]) for file in manifest["files"].values()} <= {2, 3, 4}
+    start = state_of_plain(parts)
+    assert all(torch.equal(expected[name], value) for name, value in start.items())
+    for path in sorted(directory.iterdir()):
+        if path.name.startswith("rank"):
+            assert path.read_bytes() == (tmp_path / "step-00000002" / path.name).read_bytes()
+
+    def load(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        model = sharded(rank, world, parts, 9, {})
+        checkpoint.load(directory, model)
+        return state_of(model)
+
+    for loaded in on_ranks(3, load):
+        assert all(torch.equal(loaded[name], value) for name, value in start.items())
+
+
+def state_of_plain(parts: Parts) -> dict[str, torch.Tensor]:
+    return model_of(parts, 0).state_dict()
