@@ -28,8 +28,28 @@ class End:
 
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["program", "polyshard_backends.gloo", "polyshard_policies.module_class"])
+    context.set_forkserver_preload(
+        [
+            "program",
+            "polyshard.assembly",
+            "polyshard_backends.gloo",
+            "polyshard_layouts.flat",
+            "polyshard_plugins.offload",
+            "polyshard_plugins.precision",
+            "polyshard_policies.module_class",
+            "torch._dynamo",
+        ]
+    )
     return context
+
+
+#: Of what a rank does in one step.
+_ORDER = {
+    at: number
+    for number, at in enumerate(
+        (At.START, At.BETWEEN, At.FORWARD, At.BACKWARD, At.OPTIMIZER, At.SAVE, At.SAVE_BEHIND, At.END)
+    )
+}
 
 
 class Fleet:
@@ -59,17 +79,20 @@ class Fleet:
                 process.kill()
             process.join()
 
-    def await_place(self, rank: int, step: int, at: At, limit_s: float = 60.0) -> bool:
-        """Return True once ``rank`` stands there, False where it has gone past; looks some thousand times a second."""
+    def await_place(self, rank: int, step: int, at: At, limit_s: float = 60.0) -> None:
+        """Return once ``rank`` stands there, or has gone past; looks some thousand times a second."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             now, doing, _ = self._places.read(rank)
-            if (now, doing) == (step, at):
-                return True
-            if now > step or not self.processes[rank].is_alive():
-                return False
+            if (now, _ORDER[doing]) >= (step, _ORDER[at]):
+                return
+            assert self.processes[rank].is_alive(), f"rank {rank} ended before: {self.told()}"
             time.sleep(0.0002)
         raise AssertionError(f"rank {rank} did not come to {at.name} of step {step}: {self.told()}")
+
+    def place(self, rank: int) -> At:
+        """What ``rank`` is doing."""
+        return self._places.read(rank)[1]
 
     def signal(self, rank: int, number: int) -> None:
         """Send a signal to one rank."""
