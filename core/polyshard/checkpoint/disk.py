@@ -66,34 +66,35 @@ def opened(directory: Path, name: str, size: int | None = None) -> Iterator[tupl
             os.close(descriptor)
 
 
-def read_whole(directory: Path, name: str, size: int | None = None) -> bytes:
-    """All of a small file.
+def read_whole(directory: Path, name: str, size: int | None = None, most: int = _MOST_WHOLE) -> bytes:
+    """All of a small file, of at most ``most`` bytes.
 
     Raises:
         As ``opened``.
     """
     with opened(directory, name, size) as (descriptor, nbytes):
-        if nbytes > _MOST_WHOLE:
+        if nbytes > most:
             raise damaged(directory, f"'{name}' has {nbytes:,} bytes, more than any that was written")
         content = bytearray(nbytes)
-        read_into(descriptor, memoryview(content), 0, directory, name)
+        read_at(descriptor, [memoryview(content)], 0, directory, name)
         return bytes(content)
 
 
-def read_into(descriptor: int, memory: memoryview, at: int, directory: Path, name: str) -> None:
-    """Fill ``memory`` from byte ``at`` of the file on.
+def read_at(descriptor: int, pieces: Sequence[memoryview], at: int, directory: Path, name: str) -> None:
+    """Fill ``pieces`` one behind another from byte ``at`` of the file on.
 
     Raises:
         CheckpointDamagedError: it ends before.
         OSError: reading failed.
     """
-    done = 0
+    left = [piece for piece in pieces if len(piece)]
     with naming(directory / name):
-        while done < len(memory):
-            count = os.preadv(descriptor, [memory[done:]], at + done)
+        while left:
+            count = os.preadv(descriptor, left[:_MOST_PIECES], at)
             if count == 0:
-                raise damaged(directory, f"'{name}' ends at byte {at + done:,}")
-            done += count
+                raise damaged(directory, f"'{name}' ends at byte {at:,}")
+            at += count
+            _take_off(left, count)
 
 
 def write_at(descriptor: int, pieces: Sequence[memoryview], at: int, path: Path) -> None:
@@ -102,15 +103,20 @@ def write_at(descriptor: int, pieces: Sequence[memoryview], at: int, path: Path)
     Raises:
         OSError: not all could be written; names ``path``.
     """
-    left = list(pieces)
+    left = [piece for piece in pieces if len(piece)]
     with naming(path):
         while left:
             count = os.pwritev(descriptor, left[:_MOST_PIECES], at)
             at += count
-            while left and count >= len(left[0]):
-                count -= len(left.pop(0))
-            if left and count:
-                left[0] = left[0][count:]
+            _take_off(left, count)
+
+
+def begin_flush(descriptor: int, at: int, nbytes: int) -> None:
+    """Let the system write these bytes out while more are made: ``fsync`` then has less left to wait for.
+
+    By the advice that they are not needed: Linux then begins to write what is not written yet, which it also keeps.
+    """
+    os.posix_fadvise(descriptor, at, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 @contextmanager
@@ -148,3 +154,11 @@ def sync_directory(directory: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _take_off(pieces: list[memoryview], count: int) -> None:
+    """Leave what is behind the first ``count`` bytes."""
+    while pieces and count >= len(pieces[0]):
+        count -= len(pieces.pop(0))
+    if count:
+        pieces[0] = pieces[0][count:]

@@ -22,6 +22,8 @@ MARKER = "COMMITTED"
 #: Format 1 knew no identities and no sizes, and its optimizer state may be damaged; 1 and 2 are made of pickles.
 FORMAT, _READ = 3, (1, 2, 3)
 _DIGEST = "sha256"
+#: Bytes: a hundred for each rank's file, and there are not more ranks than half a million.
+_MOST = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class Marker:
                 f"{directory} is no complete checkpoint: it has no file '{MARKER}', so its save did not end or it is "
                 f"another kind of directory. {disk.REMEDY}"
             )
-        raw = disk.read_whole(directory, MARKER)
+        raw = disk.read_whole(directory, MARKER, most=_MOST)
         with checked(directory, MARKER):
             content = an_object(parse(raw), "the marker")
             number = a_count(content["format"], "format")

@@ -20,6 +20,9 @@ from .manifest import BLOCK, Manifest, StoredChunk, StoredTensor
 from .memory import flat_bytes, view_of
 from .threads import MOST, carried_out
 
+#: Of one block, up to which each is read to its place by itself.
+_MOST_PARTS = 64
+
 
 @dataclass(slots=True)
 class _Wanted:
@@ -66,8 +69,8 @@ Filling = tuple[torch.Tensor, StoredTensor]
 def fill(manifest: Manifest, fillings: Iterable[Filling]) -> None:
     """Fill tensors in place. Each block of a file is read once, and only those are that have something of theirs.
 
-    Where a block lies whole in a target on the host it is read to there, and compared then: after an error targets may
-    hold anything.
+    What lies in a target on the host as it lies in the file is read right there, and compared then: after an error
+    targets may hold anything.
 
     Args:
         manifest: Of the directory.
@@ -175,19 +178,13 @@ def _fetch(
 ) -> None:
     low = index * BLOCK
     high = min(low + BLOCK, manifest.files[file].size)
-    (first, *others) = parts
-    if not others and first.low <= low and first.high >= high:
-        assert first.memory is not None
-        memory = first.memory[low - first.low : high - first.low]
-        if _read(manifest, descriptor, file, index, memory):
-            raise manifest.block_damaged(file, index)
-        return
     buffer = buffers.get()
     try:
         memory = memoryview(buffer)[: high - low]
-        if _read(manifest, descriptor, file, index, memory):
+        pieces = _scattered(parts, low, high, memory)
+        if _read(manifest, descriptor, file, index, pieces or [memory]):
             raise manifest.block_damaged(file, index)
-        for each in parts:
+        for each in parts if pieces is None else ():
             assert each.memory is not None
             start, stop = max(low, each.low), min(high, each.high)
             each.memory[start - each.low : stop - each.low] = memory[start - low : stop - low]
@@ -195,19 +192,40 @@ def _fetch(
         buffers.put(buffer)
 
 
+def _scattered(parts: list[_Wanted], low: int, high: int, spare: memoryview) -> list[memoryview] | None:
+    """Where the bytes of a block go, in order; those that nobody wants into ``spare``. None where a copy is better:
+    for many small parts, and for bytes that several want.
+    """
+    if len(parts) > _MOST_PARTS:
+        return None
+    found: list[memoryview] = []
+    done = low
+    for each in parts:
+        start, stop = max(low, each.low), min(high, each.high)
+        if start < done:
+            return None
+        assert each.memory is not None
+        found += (spare[done - low : start - low], each.memory[start - each.low : stop - each.low])
+        done = stop
+    return [*found, spare[done - low :]]
+
+
 def _differs(manifest: Manifest, descriptor: int, file: str, index: int, buffers: queue.SimpleQueue[bytearray]) -> bool:
     buffer = buffers.get()
     try:
         size = min(BLOCK, manifest.files[file].size - index * BLOCK)
-        return _read(manifest, descriptor, file, index, memoryview(buffer)[:size])
+        return _read(manifest, descriptor, file, index, [memoryview(buffer)[:size]])
     finally:
         buffers.put(buffer)
 
 
-def _read(manifest: Manifest, descriptor: int, file: str, index: int, memory: memoryview) -> bool:
-    """Read a block; returns whether it is another one than was written."""
-    disk.read_into(descriptor, memory, index * BLOCK, manifest.directory, file)
-    return hashlib.sha256(memory).hexdigest() != manifest.files[file].blocks[index]
+def _read(manifest: Manifest, descriptor: int, file: str, index: int, pieces: list[memoryview]) -> bool:
+    """Read a block into ``pieces``; returns whether it is another one than was written."""
+    disk.read_at(descriptor, pieces, index * BLOCK, manifest.directory, file)
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest() != manifest.files[file].blocks[index]
 
 
 def nested(manifest: Manifest, fillings: list[Filling]) -> Callable[[Json], torch.Tensor]:

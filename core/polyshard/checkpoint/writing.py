@@ -30,6 +30,8 @@ from .threads import carried_out
 #: Pieces up to here are put together, since a call to the system costs more than the copy.
 _SMALL = 64 << 10
 _WITHIN = "within"
+#: Blocks that go to disk together while others are hashed.
+_FLUSHED = 8
 #: What a rank tells of the file that it wrote: plain JSON, which goes through files too.
 Written = dict[str, Any]
 
@@ -110,7 +112,11 @@ class Writing:
                 partial(_write_block, descriptor, block, index * BLOCK, path)
                 for index, block in enumerate(_blocks(_joined(pieces)))
             )
-            digests = list(carried_out(calls, -(-self.size // BLOCK)))
+            digests: list[str] = []
+            for digest in carried_out(calls, -(-self.size // BLOCK)):
+                digests.append(digest)
+                if len(digests) % _FLUSHED == 0:
+                    disk.begin_flush(descriptor, (len(digests) - _FLUSHED) * BLOCK, _FLUSHED * BLOCK)
         return {"file": self.file, "size": self.size, "sha256": digests}
 
     def finish(self, everything: Sequence[Written]) -> tuple[dict[str, int], str]:
