@@ -127,10 +127,16 @@ class Manifest:
                     raise MalformedError(f"'{name}' is said to be '{first}'")
             optimizer = None if top["optimizer"] is None else _optimizer(top["optimizer"], read)
             found = cls(known, model, aliases, optimizer, top["precision"], top["extra"], complete, directory)
+
             # Decoded without elements first: a rank must not find out when others have changed their models.
-            for each in (found.precision, found.extra, *found.settings()):
-                decode(each, lambda told: read.stand_in(told, found._within))
-            an_object(found.precision, "precision")
+            def stand_in(told: Json) -> torch.Tensor:
+                return read.stand_in(told, found._within)
+
+            for each in found.settings():
+                decode(each, stand_in)
+            an_object(decode(found.extra, stand_in), "extra")
+            for state in an_object(decode(found.precision, stand_in), "precision").values():
+                an_object(state, "precision")
             read.require_apart()
         return found
 

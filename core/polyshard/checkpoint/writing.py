@@ -70,8 +70,8 @@ class Document:
             {name: encoder.encode(value, f"param_groups[{index}][{name!r}]") for name, value in group.items()}
             for index, group in enumerate(state.get(OPTIMIZER, {}).get("param_groups", ()))
         ]
-        told = {name: encoder.encode(value, f"the state of the precision caster of unit {name!r}")
-                for name, value in precision.items()}  # fmt: skip
+        where = "the state of the precision caster of unit"
+        told = {name: encoder.encode(value, f"{where} {name!r}") for name, value in precision.items()}
         return cls(aliases, kind, groups, told, encoder.encode(dict(extra), "extra"), encoder.tensors)
 
 
