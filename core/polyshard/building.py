@@ -174,6 +174,7 @@ def _join(blueprint: Blueprint, grid: RankGrid, made: Mapping[nn.Module, Stage])
         blueprint.events,
         check_ranks=config.check_ranks,
     )
+    root.timeout_s = config.timeout_s
     if config.reshard_after_forward == "auto" and blueprint.strategy is not Strategy.NO_SHARD:
         planned = PlannedMemory(lambda: memory_report(root).total_nbytes())
         meter = CudaMemory(blueprint.device) if blueprint.device.type == "cuda" else planned

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterable
 from types import FrameType, TracebackType
 from typing import Any, ClassVar
@@ -16,6 +17,9 @@ from .errors import ConfigError, StateError
 from .interfaces import Collectives, ReduceOp, Work
 from .state.exchange import speaks
 from .state.resting import resting_root
+
+#: Seconds within which signals are one request.
+_SAME_S = 1.0
 
 
 class Preemption:
@@ -33,7 +37,8 @@ class Preemption:
     when it has long ended: the host does not wait for it, and all ranks read the same at the same call. A signal is
     thus followed one call later, or ``every`` calls later where it came right behind an exchange.
 
-    A second signal of the same kind ends the process at once, as it would have without.
+    A second signal ends the process at once, as it would have without. Within a second it counts as the first:
+    schedulers signal every process, and launchers pass on what they got themselves.
     """
 
     exit_code: ClassVar[int] = 75
@@ -55,6 +60,8 @@ class Preemption:
         self._former: dict[signal.Signals, Any] = {}
         self._entered = False
         self._noted = False
+        # When the first signal came.
+        self._told_at: float | None = None
         self._agreed = False
         self._calls = 0
         self._round: _Round | None = None
@@ -113,7 +120,10 @@ class Preemption:
         return self._agreed
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._noted:
+        now = time.monotonic()
+        if self._told_at is None:
+            self._told_at = now
+        elif now - self._told_at > _SAME_S:
             former = self._former.get(signal.Signals(number))
             signal.signal(number, signal.SIG_DFL if former is None else former)
             os.kill(os.getpid(), number)

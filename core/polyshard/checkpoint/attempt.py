@@ -8,7 +8,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import ConfigError, PolyshardError
@@ -66,7 +66,14 @@ class Attempt:
                 raise
             raise _taken(target) from error
         self.committed = True
-        sync_directory(target.parent)
+        try:
+            sync_directory(target.parent)
+        except OSError:
+            # Whoever is told that there is no checkpoint should not find one.
+            with suppress(OSError):
+                target.rename(self.path)
+                self.committed = False
+            raise
 
     def leave_to_others(self) -> None:
         """Let the directory stay when it is given back: others look there. The next save removes it."""

@@ -163,10 +163,19 @@ class Line:
         return Line(self.folder, marker.identity, self.known | {marker.identity})
 
     def prune(self, keep: int) -> None:
-        """Remove all but the last ``keep`` of the line; others in the folder, and links, stay."""
-        for entry in list(Contents.of(self.folder).line(self.newest))[keep:]:
-            if not entry.directory.is_symlink():
+        """Remove all but the last ``keep`` of the line; others in the folder, and links, stay.
+
+        One with files that are gone or of another size does not count, and the newest whose parameters are finite
+        stays: a run may have to go back to it.
+        """
+        kept, has_finite = 0, False
+        for entry in Contents.of(self.folder).line(self.newest):
+            is_good = entry.problem(verified=False) is None
+            is_finite = is_good and entry.marker.finite
+            if kept >= keep and (has_finite or not is_finite) and not entry.directory.is_symlink():
                 discard(entry.directory)
+            kept += is_good
+            has_finite |= is_finite
 
     def _require_alone(self) -> Contents:
         contents = Contents.of(self.folder)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..engine.step.root import Root
 from ..state.agreement import together
+from ..state.exchange import speaks
 from .folder import Line
 from .pending import PendingSave
 
@@ -44,6 +45,25 @@ class History:
         pending, self.pending = self.pending, None
         if pending is None:
             return
-        with together(owner.collectives, f"The save of {pending.directory} in the background"):
+        what = f"The save of {pending.directory} in the background"
+        # Parts come first: the rank that commits may be waiting for a note that cannot be written.
+        for ask in (pending.own_failure, pending.failure):
+            if not self._is_whole(owner, pending, ask(), what):
+                return
+        with together(owner.collectives, what):
             if not pending.told:
                 pending.result()
+
+    def _is_whole(self, owner: Root, pending: PendingSave, failure: BaseException | None, what: str) -> bool:
+        """Whether no rank failed; where one did, raise on all, unless all have been told."""
+        mine = (None if failure is None else f"{type(failure).__name__}: {failure}", pending.told)
+        everyone: list[tuple[str | None, bool]] = [mine]
+        if speaks(owner.collectives):
+            everyone = list(owner.collectives.all_gather_object(mine))
+        failures = [f"  rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text is not None]
+        if not failures:
+            return True
+        failed = pending.abandon(f"{what} failed on other ranks than {owner.rank}:\n" + "\n".join(failures))
+        if not all(told for _, told in everyone):
+            raise failed
+        return False

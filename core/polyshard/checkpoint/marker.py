@@ -7,6 +7,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ class Marker:
     """Higher than that of every checkpoint that was in the folder at the commit; format 1: 0."""
     files: Mapping[str, int] = field(default_factory=dict)
     """Size in bytes of each file of the directory."""
+    finite: bool = True
+    """Whether all parameters were finite; formats 1 and 2: not looked at, True."""
     manifest: str | None = None
     """The sha256 of ``manifest.json``; formats 1 and 2: None."""
     format: int = FORMAT
@@ -116,12 +119,12 @@ def _render(content: Mapping[str, Any]) -> bytes:
 
 def _fields(number: int) -> list[str]:
     names = [each.name for each in dataclasses.fields(Marker)]
-    return names if number >= 3 else [name for name in names if name != "manifest"]
+    return names if number >= 3 else [name for name in names if name not in ("finite", "manifest")]
 
 
-def _a_truth(value: Any) -> bool:
+def _a_truth(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise MalformedError("complete is neither true nor false")
+        raise MalformedError(f"{name} is neither true nor false")
     return value
 
 
@@ -136,7 +139,8 @@ def _sizes(value: Any) -> dict[str, int]:
 _FIELDS: dict[str, Callable[[Any], Any]] = {
     "step": lambda value: a_count(value, "step"),
     "world_size": lambda value: a_count(value, "world_size"),
-    "complete": _a_truth,
+    "complete": partial(_a_truth, "complete"),
+    "finite": partial(_a_truth, "finite"),
     "identity": lambda value: a_text(value, "identity"),
     "parent": lambda value: None if value is None else a_text(value, "parent"),
     "turn": lambda value: a_count(value, "turn"),

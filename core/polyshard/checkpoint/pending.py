@@ -8,35 +8,45 @@ waits for all notes and commits, and others see the checkpoint appear under its 
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ..errors import CollectiveTimeoutError, PolyshardError, RankMismatchError, StateError
+from . import disk
+from .documents import a_count, a_list, a_text, an_object, checked, parse, render
 from .marker import MARKER, Marker
 
 #: Seconds between looks: first and last.
 _SOON, _LATER = 0.01, 0.5
-#: Seconds without a byte more from any rank until the first one gives up.
-_PATIENCE = 600.0
 _GIVEN_UP = "given-up.txt"
 
 
 class Notes:
     """What ranks say to each other in the directory of a save."""
 
-    def __init__(self, directory: Path, rank: int) -> None:
+    def __init__(self, directory: Path, rank: int, patience_s: float) -> None:
+        """``patience_s``: seconds without a byte more from any rank until the first one gives up."""
         self._directory = directory
         self._rank = rank
+        self._patience_s = patience_s
+        self._abandoned = threading.Event()
 
     def leave(self, results: Any, failure: str | None) -> None:
         """Say that this rank's part is written, or that it failed."""
-        temporary = self._path(self._rank).with_suffix(".tmp")
-        temporary.write_bytes(pickle.dumps((results, failure)))
-        temporary.replace(self._path(self._rank))
+        path = self._path(self._rank)
+        temporary = path.with_suffix(".tmp")
+        with disk.naming(temporary):
+            temporary.unlink(missing_ok=True)
+            disk.write_whole(temporary, render({"written": results, "failure": failure}))
+            temporary.replace(path)
+
+    def abandon(self) -> None:
+        """Wait for no other rank any more: it is known that one of them failed."""
+        self._abandoned.set()
 
     def collect(self, ranks: int) -> list[Any]:
         """Wait for all ranks; returns what each had to say of its part, in their order.
@@ -49,7 +59,7 @@ class Notes:
         size, since = -1, time.monotonic()
         for _ in _looks():
             for rank in [each for each in range(ranks) if each not in found and self._path(each).exists()]:
-                found[rank] = pickle.loads(self._path(rank).read_bytes())
+                found[rank] = self._read(rank)
             failures = [f"  rank {rank}: {text}" for rank, (_, text) in sorted(found.items()) if text is not None]
             if failures:
                 raise RankMismatchError("Writing in the background failed on:\n" + "\n".join(failures))
@@ -58,10 +68,13 @@ class Notes:
             grown = sum(path.stat().st_size for path in self._directory.iterdir() if not path.name.endswith(".tmp"))
             if grown != size:
                 size, since = grown, time.monotonic()
-            elif time.monotonic() - since > _PATIENCE:
+            elif self._abandoned.is_set():
+                raise RankMismatchError(f"Writing in the background failed on another rank than {self._rank}.")
+            elif time.monotonic() - since > self._patience_s:
                 missing = [rank for rank in range(ranks) if rank not in found]
                 raise CollectiveTimeoutError(
-                    f"Ranks {missing} wrote nothing to {self._directory} for {_PATIENCE:g} s (rank {self._rank})."
+                    f"Ranks {missing} wrote nothing to {self._directory} for {self._patience_s:g} s (rank "
+                    f"{self._rank}). Look whether they are still there."
                 )
         for rank in range(ranks):
             self._path(rank).unlink()
@@ -69,11 +82,13 @@ class Notes:
 
     def give_up(self, text: str) -> None:
         """Tell the others that there will be no checkpoint. What they wrote is removed."""
-        for path in list(self._directory.iterdir()):
-            path.unlink()
-        temporary = self._directory / f"{_GIVEN_UP}.tmp"
-        temporary.write_text(text)
-        temporary.replace(self._directory / _GIVEN_UP)
+        # Whatever cannot be told is seen when they wait for too long.
+        with suppress(OSError):
+            for path in list(self._directory.iterdir()):
+                path.unlink()
+            temporary = self._directory / f"{_GIVEN_UP}.tmp"
+            disk.write_whole(temporary, text.encode())
+            temporary.replace(self._directory / _GIVEN_UP)
 
     def await_end(self, target: Path, identity: str, deadline: float | None) -> None:
         """Return when ``target`` is the checkpoint.
@@ -88,10 +103,24 @@ class Notes:
                 return
             note = self._directory / _GIVEN_UP
             if gone or note.exists():
-                why = "the save did not end there" if gone else note.read_text()
+                why = "the save did not end there" if gone else note.read_text(errors="replace")
                 raise RankMismatchError(f"The checkpoint {target} was given up by rank 0 (rank {self._rank}): {why}")
             if deadline is not None and time.monotonic() > deadline:
                 raise _too_late(target, self._rank)
+
+    def _read(self, rank: int) -> tuple[Any, str | None]:
+        path = self._path(rank)
+        with checked(self._directory, path.name):
+            told = an_object(parse(disk.read_whole(self._directory, path.name)), "the note")
+            failure = told["failure"]
+            if failure is not None:
+                return None, a_text(failure, "failure")
+            written = an_object(told["written"], "written")
+            a_text(written["file"], "file")
+            a_count(written["size"], "size")
+            for each in a_list(written["sha256"], "sha256"):
+                a_text(each, "sha256")
+            return written, None
 
     def _path(self, rank: int) -> Path:
         return self._directory / f"written-by-{rank}"
@@ -101,9 +130,16 @@ class PendingSave:
     """What ``async_save`` returns: a checkpoint that will be, or the reason why it will not."""
 
     def __init__(
-        self, directory: Path, rank: int, work: Callable[[], None], end: Callable[[float | None], None]
+        self,
+        directory: Path,
+        rank: int,
+        work: Callable[[Callable[[], None]], None],
+        end: Callable[[float | None], None],
+        abandon: Callable[[], None],
     ) -> None:
-        """``work``: in the background. ``end``: behind it, until a deadline. Both raise if there is no checkpoint."""
+        """``work``: in the background; calls what it is given when this rank's own part is written. ``end``: behind it,
+        until a deadline. Both raise if there is no checkpoint. ``abandon``: lets ``work`` wait for no other rank.
+        """
         self.directory = directory
         """That of the checkpoint, once it is committed."""
         self.told = False
@@ -111,6 +147,9 @@ class PendingSave:
         self._rank = rank
         self._work = work
         self._end = end
+        self._abandon = abandon
+        self._written = threading.Event()
+        self._written_here = False
         self._failure: BaseException | None = None
         # No daemon: a program that ends right behind its last save has it.
         self._thread = threading.Thread(target=self._run, name=f"save of {directory.name}")
@@ -119,6 +158,25 @@ class PendingSave:
     def start(self) -> None:
         """Begin. Called once."""
         self._thread.start()
+
+    def own_failure(self) -> BaseException | None:
+        """Wait until this rank's own part is written, or was not; returns why it was not."""
+        self._written.wait()
+        # Where it was written, what came behind it is another rank's, or the commit's.
+        return None if self._written_here else self._failure
+
+    def failure(self) -> BaseException | None:
+        """Wait until this rank's thread has ended, behind the commit on the rank that commits; returns what failed."""
+        self._thread.join()
+        return self._failure
+
+    def abandon(self, why: str) -> BaseException:
+        """Wait for no other rank any more: ``why`` tells which failed. Returns what ``result`` raises from now on."""
+        self._abandon()
+        self._thread.join()
+        if self._failure is None or self._written_here:
+            self._failure = RankMismatchError(why)
+        return self._failure
 
     def done(self) -> bool:
         """Whether ``result`` would return, or raise, at once."""
@@ -165,15 +223,20 @@ class PendingSave:
         self._end(deadline)
         self._ended = True
 
+    def _note_written(self) -> None:
+        self._written_here = True
+        self._written.set()
+
     def _run(self) -> None:
         try:
-            self._work()
+            self._work(self._note_written)
         except Exception as error:
             self._failure = error
         except BaseException as error:
             # No Exception to Python, torch's CheckpointException among them: it would pass by the caller's handlers.
             self._failure = PolyshardError(f"Writing {self.directory} failed (rank {self._rank}): {error}")
             self._failure.__cause__ = error
+        self._written.set()
         # Copies of the state are not kept until somebody asks.
         self._work = _nothing
 
@@ -191,5 +254,5 @@ def _too_late(target: Path, rank: int) -> CollectiveTimeoutError:
     return CollectiveTimeoutError(f"The save of {target} has not ended yet (rank {rank}). It goes on; ask again later.")
 
 
-def _nothing() -> None:
+def _nothing(_: Callable[[], None]) -> None:
     raise StateError("a save runs once")

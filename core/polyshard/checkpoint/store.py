@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +22,10 @@ from ..state.optimizers import Joint, Optimizers
 from ..state.places import MODEL, OPTIMIZER
 from ..state.resting import resting_root
 from ..state.sharded import CheckpointTensor
+from ..state.source import listed
 from .attempt import Attempt, attempt_in
 from .casters import caster_states
+from .finite import not_finite
 from .folder import Line
 from .history import History
 from .marker import Marker
@@ -119,13 +122,14 @@ def async_save(
         writing = plan_writing(task.path, task.state, task.document, collectives)
         with together(collectives, f"Copying {task.described}"):
             writing = writing.detached()
-        notes = Notes(task.path, collectives.rank)
+        notes = Notes(task.path, collectives.rank, owner.timeout_s)
         ranks = collectives.world_size if speaks(collectives) else 1
         pending = PendingSave(
             task.target,
             collectives.rank,
             partial(_in_background, writing, notes, task.commit, ranks, stack.pop_all()),
             partial(_ended, owner, model, task, notes),
+            notes.abandon,
         )
     History.of(owner).pending = pending
     pending.start()
@@ -143,6 +147,7 @@ class _Commit:
     step: int
     world_size: int
     complete: bool
+    finite: bool
     keep: int | None
 
     def run(self, files: Mapping[str, int], manifest: str) -> None:
@@ -156,12 +161,20 @@ class _Commit:
             parent=self.line.newest,
             turn=self.line.next_turn(),
             files=files,
+            finite=self.finite,
             manifest=manifest,
         )
-        self.attempt.commit(self.target, marker)
-        self.history.line = self.line.after(marker)
+        try:
+            self.attempt.commit(self.target, marker)
+        finally:
+            if self.attempt.committed:
+                line = self.history.line = self.line.after(marker)
         if self.keep is not None:
-            self.history.line.prune(self.keep)
+            try:
+                line.prune(self.keep)
+            except OSError as error:
+                # The checkpoint is there: a run does not end for one too many.
+                warnings.warn(f"Older checkpoints than {self.target} could not be removed: {error}", stacklevel=2)
 
 
 @dataclass(frozen=True)
@@ -199,6 +212,13 @@ def _prepared(
     what = f"the checkpoint of step {step} in {root}"
     commit: _Commit | None = None
     document: Document | None = None
+    broken = not_finite(owner)
+    if broken and coordinates(collectives):
+        warnings.warn(
+            f"{what[0].upper()}{what[1:]} holds parameters that are infinite or no number: {listed(list(broken))}. "
+            "Whoever loads it goes on with them.",
+            stacklevel=3,
+        )
     with together(collectives, f"Preparing {what}"):
         if step < 0 or (keep is not None and keep < 1):
             raise ConfigError(f"step must not be negative and keep at least 1, but they are {step} and {keep}.")
@@ -211,36 +231,41 @@ def _prepared(
             target = root / line.target(step).name
             attempt = stack.enter_context(attempt_in(root))
             complete = collectives.world_size == 1 or speaks(collectives)
-            commit = _Commit(history, attempt, target, line, step, collectives.world_size, complete, keep)
+            commit = _Commit(history, attempt, target, line, step, collectives.world_size, complete, not broken, keep)
     # Names alone: one file system may be mounted at several places.
     mine = None if commit is None else (commit.attempt.path.name, commit.target.name, commit.attempt.identity)
     path, name, identity = from_first(collectives, mine)
     return _Task(what, root / path, root / name, identity, state, document, commit)
 
 
-def _in_background(writing: Writing, notes: Notes, commit: _Commit | None, ranks: int, held: ExitStack) -> None:
-    """What the thread of one rank does. ``held``: gives the directory back."""
+def _in_background(
+    writing: Writing,
+    notes: Notes,
+    commit: _Commit | None,
+    ranks: int,
+    held: ExitStack,
+    written: Callable[[], None],
+) -> None:
+    """What the thread of one rank does.
+
+    ``held``: gives the directory back. ``written``: to be called once this rank's part is there, and the others told.
+    """
     with held:
         try:
-            results = writing.write()
+            notes.leave(writing.write(), None)
+            written()
+            if commit is not None:
+                everything: list[Written] = notes.collect(ranks)
+                commit.run(*writing.finish(everything))
         except BaseException as error:
-            # Where even that cannot be written, the first rank sees that nothing comes any more.
-            with suppress(OSError):
-                notes.leave(None, f"{type(error).__name__}: {error}")
-            if commit is not None and ranks > 1:
+            why = f"{type(error).__name__}: {error}"
+            if commit is None:
+                # Where even that cannot be written, the first rank sees that nothing comes any more.
+                with suppress(OSError):
+                    notes.leave(None, why)
+            elif ranks > 1 and not commit.attempt.committed:
                 commit.attempt.leave_to_others()
-                notes.give_up(f"{type(error).__name__}: {error}")
-            raise
-        notes.leave(results, None)
-        if commit is None:
-            return
-        try:
-            everything: list[Written] = notes.collect(ranks)
-            commit.run(*writing.finish(everything))
-        except BaseException as error:
-            if ranks > 1 and not commit.attempt.committed:
-                commit.attempt.leave_to_others()
-                notes.give_up(f"{type(error).__name__}: {error}")
+                notes.give_up(why)
             raise
 
 

@@ -70,6 +70,8 @@ class Root(Step):
         self.owned: tuple[Collectives, ...] = ()
         #: Whether state dicts of the model, and of its optimizers, are made whole by what drives it from outside.
         self.answers_state_dicts = False
+        #: Seconds that ranks wait for each other, by the configuration.
+        self.timeout_s = 600.0
         #: What ``checkpoint`` saved or loaded last; it alone knows what that is.
         self.checkpoint_line: object | None = None
         for stage in self.stages:
