@@ -109,6 +109,7 @@ def shard_module(request: Request) -> Root:
         drafted = _draft(request, plugins, planned, len(shard_lists[0]))
         signature = catalog.fingerprint(plugins.used[0])
         report = [
+            *catalog.Permission.read().rows(),
             *signature,
             *(row for used in plugins.used[1:] for row in catalog.fingerprint(used)),
             ["collectives", *kind_of(collectives)],
