@@ -1,4 +1,4 @@
-"""Which installed plugins may be imported: what the environment forbids leaves no mark, and what nobody names neither."""
+"""Which installed plugins may be imported: what is forbidden leaves no mark, nor does what nobody names."""
 
 from __future__ import annotations
 
