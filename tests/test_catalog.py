@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable
 from importlib.metadata import PathDistribution
 from pathlib import Path
@@ -111,7 +112,7 @@ def test_a_package_is_read_once_for_a_plugin_however_many_it_offers(
     assert len(read) == 2
 
 
-def test_unknown_name_suggests_lists_and_tells_what_is_broken(site: Path) -> None:
+def test_unknown_name_suggests_and_lists_without_importing(site: Path) -> None:
     install(
         site,
         "acme-shard",
@@ -125,7 +126,14 @@ def test_unknown_name_suggests_lists_and_tells_what_is_broken(site: Path) -> Non
     assert "no installed plugin of polyshard.policies is named 'ACME_BLOKS'. Did you mean 'acme_blocks'?" in message
     assert "acme_blocks  (from acme-shard 2.5)" in message
     assert "module_class  (from polyshard " in message
-    assert "acme_bad  (acme_bad_module:Blocks): ModuleNotFoundError: No module named 'a_library_that_is_abs" in message
+    assert "acme_bad  (from acme-shard 2.5)" in message
+    assert "`polyshard plugins list` tells their states" in message
+    assert not {"acme_unknown", "acme_bad_module"} & sys.modules.keys()
+    (bad,) = by_name(Group.POLICIES, "acme_bad")
+    assert (bad.state, bad.error) == (
+        PluginState.BROKEN,
+        "ModuleNotFoundError: No module named 'a_library_that_is_absent'",
+    )
     assert isinstance(caught.value, LookupError)
 
 

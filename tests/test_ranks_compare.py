@@ -211,6 +211,11 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] =
         {"policy": Overrides({"reshard_after_forward": False})},
         ("'blocks.0'", "reshard_after_forward", "False"),
     ),
+    "strategy": (
+        {"strategy": "full_shard"},
+        {"strategy": "no_shard"},
+        ("['strategy', 'full_shard', [[0, 1]], ", "['strategy', 'no_shard', [[0], [1]], "),
+    ),
     "batch_nbytes": ({"batch_nbytes": 0}, {"batch_nbytes": "1 MiB"}, ("batch_nbytes", "0", "1048576")),
     "forward_prefetch": ({"forward_prefetch": 1}, {"forward_prefetch": 2}, ("forward_prefetch", "1", "2")),
     "backward_prefetch": ({"backward_prefetch": 0}, {"backward_prefetch": 2}, ("backward_prefetch", "0", "2")),
@@ -255,6 +260,9 @@ def test_settings_that_differ_between_ranks(
     texts = on_ranks(2, lambda rank, world: refusal_of(model, rank, world, (first, second)[rank], unchanged))
     for word in ("shard differently", *words):
         assert all(word in text for text in texts), texts
+    # Rows are paired by their titles: none reads as if the other rank lacked it.
+    if "strategy" in first:
+        assert not any("nothing" in text for text in texts), texts
 
 
 def freeze(model: nn.Module) -> None:

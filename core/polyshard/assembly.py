@@ -107,11 +107,14 @@ def shard_module(request: Request) -> Root:
         if plugins.events.active:
             plugins.events.before_shard(request.module, config)
         drafted = _draft(request, plugins, planned, len(shard_lists[0]))
+        signature = catalog.fingerprint(plugins.used[0])
         report = [
-            *(row for used in plugins.used for row in catalog.fingerprint(used)),
+            *catalog.Permission.read().rows(),
+            *signature,
+            *(row for used in plugins.used[1:] for row in catalog.fingerprint(used)),
             ["collectives", *kind_of(collectives)],
             *_own_code(config, collectives),
-            [strategy.value, shard_lists, replicate_lists],
+            ["strategy", strategy.value, shard_lists, replicate_lists],
             *([name, getattr(config, name)] for name in _COMPARED),
             *(row for each in drafted for row in each.rows()),
             *_values(request, planned, collectives),
@@ -147,7 +150,7 @@ def shard_module(request: Request) -> Root:
         tuple(each.draft for each in drafted),
         plugins.events,
         signature=(
-            catalog.fingerprint(plugins.used[0]),
+            signature,
             plugins.collectives_choice,
             plugins.context.process_group,
             (shard_lists, replicate_lists),

@@ -11,6 +11,7 @@
     │   ├── PluginNotFoundError (LookupError)   no installed plugin has the name
     │   ├── PluginLoadError (ImportError)       the plugin is installed but cannot be imported or constructed
     │   ├── PluginConflictError (LookupError)   two installed packages offer the name
+    │   ├── PluginRefusedError (PermissionError)  the environment does not allow to import the plugin
     │   ├── PluginVersionError (RuntimeError)   the plugin was written for another contract version
     │   └── PluginContractError (TypeError)     the plugin answered something that its contract does not allow
     ├── ShardingError
@@ -67,6 +68,7 @@ __all__ = [
     "PluginError",
     "PluginLoadError",
     "PluginNotFoundError",
+    "PluginRefusedError",
     "PluginVersionError",
     "PolyshardDeprecationWarning",
     "PolyshardError",
@@ -118,6 +120,10 @@ class PluginLoadError(PluginError, ImportError):
 
 class PluginConflictError(PluginError, LookupError):
     """Several installed distributions offer the same name; ``"distribution:name"`` chooses one."""
+
+
+class PluginRefusedError(PluginError, PermissionError):
+    """``POLYSHARD_ALLOWED_PLUGINS`` or ``POLYSHARD_DISABLE_PLUGINS`` forbids the plugin; nothing of it ran."""
 
 
 class PluginVersionError(PluginError, RuntimeError):

@@ -4,6 +4,7 @@ from .construct import Constructed, construct
 from .identity import code_digest, engine_digest, fingerprint
 from .listing import Installed, PluginState, installed
 from .offers import scan
+from .permission import Permission
 from .resolve import resolve
 from .resolved import Resolved
 from .used import UsedPlugin, used
@@ -11,6 +12,7 @@ from .used import UsedPlugin, used
 __all__ = [
     "Constructed",
     "Installed",
+    "Permission",
     "PluginState",
     "Resolved",
     "UsedPlugin",

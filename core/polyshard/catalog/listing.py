@@ -13,6 +13,7 @@ from ..errors import PluginVersionError
 from ..interfaces import Group
 from .contracts import check_stated_version, faults_of, qualified
 from .offers import Offer, editable_folder, offers_of
+from .permission import Permission
 
 
 class PluginState(enum.Enum):
@@ -28,6 +29,9 @@ class PluginState(enum.Enum):
     """Its ``api_version`` is missing, inherited, or outside the range that this polyshard serves."""
     INCOMPLETE = "incomplete"
     """Its class lacks methods, or its factory or a method cannot be called as the contract calls it."""
+    REFUSED = "refused"
+    """``POLYSHARD_ALLOWED_PLUGINS`` or ``POLYSHARD_DISABLE_PLUGINS`` forbids it; it was not imported, so nothing
+    else is known of it."""
     BROKEN = "broken"
     """It cannot be imported, or is nothing that can be called."""
 
@@ -55,12 +59,17 @@ class Installed:
 def installed(group: Group) -> tuple[Installed, ...]:
     """Every plugin of the group that is installed, by name and distribution.
 
-    Imports them all to tell their states: for listings and error messages, not for a training run.
+    Imports all that the environment allows to tell their states: for listings, not for a training run.
     """
+    permission = Permission.read()
     offers = offers_of(group)
     found = []
     for offer in offers:
-        factory, state, error = _loaded(group, offer.entry_point)
+        refusal = permission.refusal(offer)
+        if refusal:
+            factory, state, error = None, PluginState.REFUSED, refusal
+        else:
+            factory, state, error = _loaded(group, offer.entry_point)
         if state is PluginState.READY:
             rivals = [each for each in offers if each.name == offer.name and each is not offer]
             state, error = _standing(offer, rivals)
@@ -74,7 +83,8 @@ def installed(group: Group) -> tuple[Installed, ...]:
                 state=state,
                 error=error,
                 editable=editable_folder(offer.entry_point),
-                file=file_of(factory, offer.entry_point),
+                # Looking for a module's file imports the packages around it.
+                file="" if refusal else file_of(factory, offer.entry_point),
             )
         )
     return tuple(found)

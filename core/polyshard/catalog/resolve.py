@@ -13,6 +13,7 @@ from ..errors import (
     PluginContractError,
     PluginLoadError,
     PluginNotFoundError,
+    PluginRefusedError,
 )
 from ..interfaces import (
     Collectives,
@@ -24,8 +25,8 @@ from ..interfaces import (
     WrapPolicy,
 )
 from .contracts import CONTRACTS, check_api_version, check_stated_version, faults_of, instance_faults, qualified
-from .listing import PluginState, installed
 from .offers import Offer, normalised, offers_of
+from .permission import Permission
 from .resolved import Resolved, refuse_faults
 
 
@@ -69,9 +70,10 @@ def resolve(group: Group, choice: PluginChoice, entry_points: EntryPoints | None
     ``entry_points``: what ``scan`` returned, for several calls in a row; None reads the installed metadata anew.
 
     Raises ``ConfigError`` for a choice that names nothing, ``PluginNotFoundError``, ``PluginConflictError`` where
-    several distributions but polyshard offer the name, ``PluginLoadError`` with the cause of a failed import,
-    ``PluginVersionError``, and ``PluginContractError`` for an object that is no plugin of the group, and for a class
-    that lacks methods or whose methods cannot be called as the contract calls them.
+    several distributions but polyshard offer the name, ``PluginRefusedError`` before anything is imported where the
+    environment does not allow it, ``PluginLoadError`` with the cause of a failed import, ``PluginVersionError``, and
+    ``PluginContractError`` for an object that is no plugin of the group, and for a class that lacks methods or whose
+    methods cannot be called as the contract calls them.
     """
     spec = PluginSpec.parse(choice)
     if not isinstance(spec, PluginSpec):
@@ -79,6 +81,9 @@ def resolve(group: Group, choice: PluginChoice, entry_points: EntryPoints | None
     named = offers_of(group, entry_points, spec.name)
     offer = _chosen(group, spec, named or offers_of(group, entry_points))
     where = f"plugin {spec.name!r} of {group.value} ({offer.value}, from {offer.origin})"
+    refusal = Permission.read().refusal(offer)
+    if refusal:
+        raise PluginRefusedError(f"{where} was not imported: {refusal}")
     try:
         factory = _LiveDriverManager(group.value, spec.name, [offer.entry_point]).driver
     except KeyboardInterrupt:
@@ -153,10 +158,6 @@ def _chosen(group: Group, spec: PluginSpec, offers: list[Offer]) -> Offer:
     return named[0]
 
 
-#: What naming the distribution does not help.
-_UNUSABLE = (PluginState.BROKEN, PluginState.INCOMPATIBLE, PluginState.INCOMPLETE)
-
-
 def _not_found(group: Group, spec: PluginSpec, offers: list[Offer]) -> str:
     lines = [f"no installed plugin of {group.value} is named {spec.label!r}."]
     if spec.distribution is None:
@@ -166,12 +167,10 @@ def _not_found(group: Group, spec: PluginSpec, offers: list[Offer]) -> str:
     if not offers:
         lines.append("No plugin of this group is installed. Is polyshard itself installed, or only on the path?")
         return "\n".join(lines)
-    plugins = installed(group)
     lines.append("Installed:")
-    lines += [f"  {plugin.name}  (from {plugin.distribution} {plugin.version})" for plugin in plugins]
-    unusable = [plugin for plugin in plugins if plugin.state in _UNUSABLE]
-    if unusable:
-        lines.append("Of these, not usable:")
-        lines += [f"  {plugin.name}  ({plugin.value}): {plugin.error}" for plugin in unusable]
-    lines.append("Name one of them, or install the package that offers it.")
+    lines += [f"  {offer.name}  (from {offer.origin})" for offer in offers]
+    # Nothing is imported to tell which of them can be used: a misspelt name must not run what nobody named.
+    lines.append(
+        "Name one of them, or install the package that offers it. `polyshard plugins list` tells their states."
+    )
     return "\n".join(lines)

@@ -22,6 +22,7 @@ from ..errors import (
     PluginError,
     PluginLoadError,
     PluginNotFoundError,
+    PluginRefusedError,
     PluginVersionError,
     StateError,
 )
@@ -35,6 +36,7 @@ _STATES: Mapping[type[PluginError], catalog.PluginState] = {
     PluginVersionError: catalog.PluginState.INCOMPATIBLE,
     PluginContractError: catalog.PluginState.INCOMPLETE,
     PluginConflictError: catalog.PluginState.AMBIGUOUS,
+    PluginRefusedError: catalog.PluginState.REFUSED,
 }
 #: Options that the suite of collectives gives on each rank.
 _GIVEN_BY_RANK = ("rank", "world_size")

@@ -15,6 +15,11 @@ from .suggestions import did_you_mean, listed
 #: Environment variables that start with this override settings.
 ENVIRONMENT_PREFIX = "POLYSHARD_"
 
+#: Which installed plugins may be imported (``catalog/permission.py``).
+ALLOWED_PLUGINS, DISABLE_PLUGINS = "POLYSHARD_ALLOWED_PLUGINS", "POLYSHARD_DISABLE_PLUGINS"
+#: The variables with the prefix that are no settings: no file and no configuration can set them.
+NO_SETTINGS = frozenset({ALLOWED_PLUGINS, DISABLE_PLUGINS})
+
 _PLUGIN_FIELDS: tuple[str, ...] = tuple(GROUP_OF_SETTING)
 _TEXT_FIELDS: tuple[str, ...] = ("strategy", "device")
 _OPTIONAL_FIELDS: tuple[str, ...] = ("device", "shard_size", "reshard_after_forward", "memory_budget")
@@ -32,7 +37,7 @@ class _Option:
 
 def variables(environ: Mapping[str, str]) -> str:
     """The names of those that say something, for messages."""
-    return listed(name for name, text in environ.items() if name.startswith(ENVIRONMENT_PREFIX) and text.strip())
+    return listed(name for name, text in environ.items() if _sets(name, text))
 
 
 def overridden(
@@ -77,7 +82,7 @@ def _read(environ: Mapping[str, str], defaults: Mapping[str, Any]) -> tuple[dict
     fields: dict[str, tuple[str, str]] = {}
     options: list[_Option] = []
     for variable, text in environ.items():
-        if not variable.startswith(ENVIRONMENT_PREFIX) or not text.strip():
+        if not _sets(variable, text):
             continue
         field, separator, option = variable.removeprefix(ENVIRONMENT_PREFIX).lower().partition("__")
         if field not in defaults:
@@ -99,6 +104,11 @@ def _read(environ: Mapping[str, str], defaults: Mapping[str, Any]) -> tuple[dict
         else:
             options.append(_Option(variable, field, option, text))
     return fields, options
+
+
+def _sets(variable: str, text: str) -> bool:
+    """Whether the variable is meant for a setting, and says something."""
+    return variable.startswith(ENVIRONMENT_PREFIX) and variable not in NO_SETTINGS and bool(text.strip())
 
 
 def _field_value(field: str, text: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..catalog import Installed, PluginState
+from ..config import ALLOWED_PLUGINS, DISABLE_PLUGINS
 from .finding import Finding, Level, Section
 
 #: Those that a longer name still reaches.
@@ -25,5 +26,8 @@ def _finding(plugin: Installed) -> Finding:
     if plugin.state in _REACHABLE:
         what = f"is {plugin.state.value}"
         return Finding(Level.HINT, about, what, plugin.error, f'say "{plugin.distribution}:{plugin.name}"')
+    if plugin.state is PluginState.REFUSED:
+        variables = f"{ALLOWED_PLUGINS} and {DISABLE_PLUGINS} decide, which `polyshard doctor` shows under variables"
+        return Finding(Level.HINT, about, "is refused, and was not imported", plugin.error, variables)
     cure = f"repair or update {plugin.distribution}, or uninstall it"
     return Finding(Level.PROBLEM, about, f"cannot be used ({plugin.state.value})", plugin.error, cure)

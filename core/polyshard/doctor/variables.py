@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..config import ENVIRONMENT_PREFIX, FILE_FIELDS, did_you_mean
+from ..config import ENVIRONMENT_PREFIX, FILE_FIELDS, NO_SETTINGS, did_you_mean
 from .finding import Finding, Level, Section
 from .machine import Machine
 
@@ -200,8 +200,11 @@ def _visible(machine: Machine) -> list[Finding]:
 def _own(machine: Machine) -> list[Finding]:
     """Variables with polyshard's prefix, or nearly, that set nothing."""
     findings = []
-    settings = [ENVIRONMENT_PREFIX + name.upper() for name in FILE_FIELDS]
+    # The others are suggested, too: a misspelt allow-list allows everything.
+    settings = [*(ENVIRONMENT_PREFIX + name.upper() for name in FILE_FIELDS), *sorted(NO_SETTINGS)]
     for name in sorted(machine.environ):
+        if name in NO_SETTINGS:
+            continue
         head = name.partition("__")[0]
         if name.startswith(ENVIRONMENT_PREFIX) and head not in settings:
             why = "every configuration that is read from a file stops at it"
