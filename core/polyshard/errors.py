@@ -205,6 +205,9 @@ class RankMismatchError(StepError, RuntimeError):
 class CollectiveError(PolyshardError):
     """A collective operation failed."""
 
+    located: bool = False
+    """Whether the message says at which of its model's communications this rank stood."""
+
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):
     """A collective operation did not end in time; the message says which ranks did not arrive."""

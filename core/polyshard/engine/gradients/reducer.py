@@ -33,6 +33,7 @@ from ..planning.ranks import RankGrid
 from ..transport.audit import Audit
 from ..transport.buffer import FlatBuffer
 from ..transport.lanes import REDUCTIONS_ALIVE, Lanes, Reduction
+from ..transport.recorder import Recorder
 from .merged import Merged, columns_of, cut
 from .reduction_input import Copies, ReductionInput, together
 
@@ -78,11 +79,18 @@ class Reducer:
         limit: bytes that wait at most; 0 to send each reduction by itself.
         lanes: what runs them beside compute.
         audit: compares each unit's with the other ranks', in the first step; None where nothing is compared.
+        recorder: told of each communication before it is announced.
         announce: called with what all ranks reduce next; None where they do not compare it.
     """
 
     def __init__(
-        self, limit: int, lanes: Lanes, *, audit: Audit | None = None, announce: Callable[[str], None] | None = None
+        self,
+        limit: int,
+        lanes: Lanes,
+        *,
+        audit: Audit | None = None,
+        announce: Callable[[str], None] | None = None,
+        recorder: Recorder,
     ) -> None:
         self.lanes = lanes
         self.audit = audit
@@ -90,6 +98,7 @@ class Reducer:
         #: Bytes up to which units that go that way are sent together.
         self.room = {Way.ALONE: 0, Way.GROUPED: grouped, Way.MERGED: merged}
         self._announce = announce
+        self._recorder = recorder
         self._waiting: list[Contribution] = []
         self._nbytes = 0
         self._way = Way.ALONE
@@ -172,9 +181,10 @@ class Reducer:
         self._forget_waiting()
         if not members:
             return
-        if self._announce is not None:
-            self._announce("reduction of " + ", ".join(each.spec.name or "(root)" for each in members))
-        with self.lanes.between(places):
+        entry = self._recorder.issue("reduction", [each.spec for each in members], True)
+        with self._recorder.placing(entry), self.lanes.between(places):
+            if self._announce is not None:
+                self._announce("reduction of " + ", ".join(each.spec.name or "(root)" for each in members))
             merges = self._way is Way.MERGED and len(members) > 1
             launch = self._merge(members) if merges else self._group(members)
             # Inputs were given memory here, or where the first gradient in them was computed.

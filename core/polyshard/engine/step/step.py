@@ -9,6 +9,7 @@ from ...interfaces import Collectives
 from ..gradients.reducer import Reducer
 from ..transport.audit import Audit
 from ..transport.lanes import Lanes
+from ..transport.recorder import Recorder
 from .itinerary import Itinerary
 
 
@@ -61,8 +62,10 @@ class Step:
         self.audit = Audit() if check_ranks and collectives.capabilities.can_communicate else None
         #: Called with what all ranks issue next; None where they do not compare it.
         self.announce = collectives.announce if check_ranks and collectives.capabilities.announces else None
+        #: Remembers what was issued, and names it in errors.
+        self.recorder = lanes.recorder = Recorder(collectives.rank)
         #: Issues the units' reductions, those of small ones together.
-        self.reducer = Reducer(batch_nbytes, lanes, audit=self.audit, announce=self.announce)
+        self.reducer = Reducer(batch_nbytes, lanes, audit=self.audit, announce=self.announce, recorder=self.recorder)
 
     @property
     def rank(self) -> int:
@@ -72,6 +75,7 @@ class Step:
     def use_lanes(self, lanes: Lanes) -> None:
         """Send by ``lanes`` from now on."""
         self.lanes = self.reducer.lanes = lanes
+        lanes.recorder = self.recorder
 
     def end_audit(self) -> None:
         """Compare no more: what follows repeats what was compared."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...errors import StateError
+from ...errors import CollectiveError, StateError
 from ...interfaces import (
     COMPLETED,
     BufferRole,
@@ -512,13 +512,17 @@ def unshard_together(units: Sequence[Unit]) -> None:
     """Issue the gathers of ``units`` of one root, all of them due, as one communication."""
     step = units[0].step
     assert step is not None
-    if step.audit is not None:
-        for unit in units:
-            step.audit.agree(unit.grid.world, unit.name, "all_gather", *unit.gathered)
-    shard = units[0].grid.shard
-    if step.announce is not None and shard is not None:
-        # Among those that gather: replicas may evaluate apart.
-        shard.announce("all_gather of " + ", ".join(unit.name for unit in units))
-    step.lanes.gather(units)
+    entry = step.recorder.issue("all_gather", [unit.spec for unit in units], step.phase is Phase.BACKWARD)
+    try:
+        if step.audit is not None:
+            for unit in units:
+                step.audit.agree(unit.grid.world, unit.name, "all_gather", *unit.gathered)
+        shard = units[0].grid.shard
+        if step.announce is not None and shard is not None:
+            # Among those that gather: replicas may evaluate apart.
+            shard.announce("all_gather of " + ", ".join(unit.name for unit in units))
+        step.lanes.gather(units)
+    except CollectiveError as error:
+        step.recorder.refuse(error, entry)
     for unit in units:
         unit._issued()

@@ -27,6 +27,7 @@ On the host's own device operations run in the order in which they are issued, a
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,11 +39,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ...errors import PolyshardError
+from ...errors import CollectiveError, PolyshardError
 from ...interfaces import Collectives, Work
 from .. import _torch_private
 from ..planning.answers import issued
 from .buffer import FlatBuffer
+from .recorder import Issued, Recorder
 from .wire import EncodedGather, EncodedUnit, EncodedUnits
 
 _HERE: AbstractContextManager[Any] = nullcontext()
@@ -105,6 +107,8 @@ class Lanes(ABC):
     def __init__(self) -> None:
         # What is left to do for those that were issued and not retired, the oldest first.
         self._reductions: deque[Any] = deque()
+        #: What was issued last in it is what is gathered or reduced next; None where nobody keeps count.
+        self.recorder: Recorder | None = None
 
     def begin_forward(self) -> None:
         """Order gathers after what was issued so far (rule 4)."""
@@ -166,7 +170,7 @@ class HostLanes(Lanes):
     def gather(self, units: Sequence[Gatherable]) -> None:
         for unit in units:
             unit.buffer.attach()
-        batch = _Batch(units, _fill(units))
+        batch = _Batch(units, _fill(units), self._last)
         for unit in units:
             self._gathers[unit] = batch
 
@@ -177,8 +181,7 @@ class HostLanes(Lanes):
         waiting = [other for other in batch.units if self._gathers.get(other) is batch]
         for other in waiting:
             del self._gathers[other]
-        for work in batch.works:
-            work.wait()
+        self._end(batch.works, batch.issued)
         for other in waiting:
             other.filled()
 
@@ -187,11 +190,26 @@ class HostLanes(Lanes):
         unit.buffer.release()
 
     def reduce(self, reduction: Reduction, taken_at: Sequence[object]) -> None:
-        self._reductions.append((reduction.issue(), reduction))
+        self._reductions.append((reduction.issue(), reduction, self._last))
+
+    @property
+    def _last(self) -> Issued | None:
+        return None if self.recorder is None else self.recorder.last
+
+    def _end(self, works: Sequence[Work], entry: Issued | None) -> None:
+        try:
+            for work in works:
+                work.wait()
+        except CollectiveError as error:
+            if self.recorder is None:
+                raise
+            self.recorder.refuse(error, entry)
+        if entry is not None:
+            entry.ended = time.monotonic()
 
     def give_up(self) -> None:
         while self._reductions:
-            work, reduction = self._reductions.popleft()
+            work, reduction, _ = self._reductions.popleft()
             with suppress(PolyshardError):
                 work.wait()
             reduction.deliver()
@@ -204,8 +222,8 @@ class HostLanes(Lanes):
                 work.wait()
 
     def _retire_oldest(self) -> None:
-        work, reduction = self._reductions.popleft()
-        work.wait()
+        work, reduction, entry = self._reductions.popleft()
+        self._end((work,), entry)
         reduction.deliver()
         reduction.retire()
 
@@ -385,6 +403,7 @@ class _Batch:
 
     units: Sequence[Gatherable]
     works: Sequence[Work]
+    issued: Issued | None
 
 
 @dataclass(eq=False, slots=True)

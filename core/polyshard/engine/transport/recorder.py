@@ -1,0 +1,89 @@
+"""The last communications that this rank issued for one model, and errors that say at which of them it stood."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+from ...errors import CollectiveError
+
+#: Communications that are remembered.
+REMEMBERED = 1000
+
+
+class Named(Protocol):
+    """What a recorder needs of a unit's spec; asked when something is told."""
+
+    @property
+    def label(self) -> str:
+        """The unit's name in messages."""
+
+
+@dataclass(eq=False, slots=True)
+class Issued:
+    """One communication."""
+
+    number: int
+    """Of those of this model on this rank, from 1 on: equal on ranks that go the same way."""
+    operation: str
+    units: Sequence[Named]
+    backward: bool
+    at: float
+    """``time.monotonic`` when it was begun."""
+    ended: float | None = None
+    """``time.monotonic`` when the wait for it ended; None where the host does not wait, or where that failed."""
+
+    def __str__(self) -> str:
+        names = ", ".join(f"'{unit.label}'" for unit in self.units)
+        about = f" of {names}" if names else ""
+        return f"number {self.number}, {self.operation}{about}, in {'backward' if self.backward else 'forward'}"
+
+
+class Recorder:
+    """Remembers what a rank issued. Text is made where it is told alone."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.last: Issued | None = None
+        self._issued: deque[Issued] = deque(maxlen=REMEMBERED)
+        self._count = 0
+
+    def issue(self, operation: str, units: Sequence[Named], backward: bool) -> Issued:
+        """A communication of ``units`` begins; to be called before anything of it is compared or sent."""
+        self._count += 1
+        self.last = entry = Issued(self._count, operation, units, backward, time.monotonic())
+        self._issued.append(entry)
+        return entry
+
+    @property
+    def issued(self) -> tuple[Issued, ...]:
+        """What is remembered, the oldest first."""
+        return tuple(self._issued)
+
+    @contextmanager
+    def placing(self, entry: Issued | None) -> Iterator[None]:
+        """Let a ``CollectiveError`` that leaves say which communication it is about."""
+        try:
+            yield
+        except CollectiveError as error:
+            self.refuse(error, entry)
+
+    def refuse(self, error: CollectiveError, entry: Issued | None) -> NoReturn:
+        """Raise ``error`` anew, with ``entry`` and the last communication that was issued in its words.
+
+        An error that says so already is raised as it is.
+        """
+        if entry is None or error.located:
+            raise error
+        behind = "" if self.last is None or self.last is entry else f" The last that it issued is {self.last}."
+        try:
+            told = type(error)(f"{error}\nRank {self.rank} waited for its communication {entry}.{behind}")
+        except Exception:
+            # A backend's own class may be made of something else than a text.
+            raise error from None
+        told.located = True
+        raise told from error
