@@ -22,7 +22,6 @@ from polyshard.checkpoint.documents import render
 from polyshard.errors import CheckpointDamagedError, ConfigError, StateError
 from saved import Alone, write
 
-FLIPS = 500
 MARK = "the payload ran"
 
 
@@ -70,13 +69,6 @@ def flip(root: Path, count: int, seed: int) -> Counter[str]:
 
 def test_flipped_bits_are_named(tmp_path: Path) -> None:
     assert flip(tmp_path, 25, seed=1).total() == 25
-
-
-@pytest.mark.faults
-@pytest.mark.timeout(900)
-def test_many_flipped_bits_are_named(tmp_path: Path) -> None:
-    outcomes = flip(tmp_path, FLIPS, seed=2)
-    record("flips", flips=FLIPS, named=outcomes.total(), loaded=0, by_file=outcomes)
 
 
 def truncate(path: Path, other: Path) -> None:

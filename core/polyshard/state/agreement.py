@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..errors import CollectiveError, PolyshardError, RankMismatchError
+from ..errors import CheckpointDamagedError, CollectiveError, PolyshardError, RankMismatchError
 from ..interfaces import Collectives
 from .exchange import speaks
 
@@ -20,7 +20,9 @@ def together(collectives: Collectives, what: str) -> Iterator[None]:
     anything, this one raises by itself: asking the others would wait for them a second time.
 
     Raises:
-        RankMismatchError: another rank failed while this one did not.
+        CheckpointDamagedError: another rank found a damaged file, which this one need not read: programs that go back
+            to an older checkpoint must do so alike.
+        RankMismatchError: another rank failed otherwise while this one did not.
     """
     failure: Exception | None = None
     try:
@@ -33,14 +35,17 @@ def together(collectives: Collectives, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         failure = error
-    mine = None if failure is None else f"{type(failure).__name__}: {failure}"
+    mine: tuple[str, bool] | None = None
+    if failure is not None:
+        mine = (f"{type(failure).__name__}: {failure}", isinstance(failure, CheckpointDamagedError))
     everyone = [mine]
     if speaks(collectives):
         everyone = list(collectives.all_gather_object(mine))
     if failure is not None:
         raise failure
-    failures = [f"  rank {rank}: {text}" for rank, text in enumerate(everyone) if text is not None]
+    failures = [f"  rank {rank}: {each[0]}" for rank, each in enumerate(everyone) if each is not None]
     if failures:
-        raise RankMismatchError(
+        is_damage = all(each is None or each[1] for each in everyone)
+        raise (CheckpointDamagedError if is_damage else RankMismatchError)(
             f"{what} failed on other ranks, so it was given up on rank {collectives.rank} too:\n" + "\n".join(failures)
         )
