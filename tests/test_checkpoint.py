@@ -277,7 +277,7 @@ def test_a_committed_step_is_not_overwritten_and_old_ones_can_go(tmp_path: Path)
             checkpoint.save(tmp_path, 5, model, keep=0)
 
     on_threads(2, work)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["step-00000003", "step-00000004"]
 
 
 def polyshard_rank(model: nn.Module) -> int:
@@ -571,8 +571,7 @@ def test_a_damaged_file_is_an_error_on_every_rank(tmp_path: Path) -> None:
     (directory / "rank-00001.bin").unlink()
 
     def load(model: Net) -> None:
-        expected = CheckpointDamagedError if polyshard_rank(model) == 0 else RankMismatchError
-        with pytest.raises(expected, match=r"step-00000001 is damaged: 'rank-00001\.bin' is gone"):
+        with pytest.raises(CheckpointDamagedError, match=r"step-00000001 is damaged: 'rank-00001\.bin' is gone"):
             checkpoint.load(directory, model)
 
     on_threads(2, load, seed=1)

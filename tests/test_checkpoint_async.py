@@ -73,7 +73,7 @@ def test_what_was_saved_is_the_state_at_the_call(
     for before, later, loaded in on_ranks(2, body):
         assert differing(before, later)
         assert not differing(before, loaded)
-    assert {path.name for path in tmp_path.iterdir()} == {"step-00000002"}
+    assert {path.name for path in tmp_path.iterdir()} == {".job-lock", "step-00000002"}
 
 
 def world_barrier(model: nn.Module) -> None:
@@ -117,7 +117,7 @@ def test_a_failure_comes_out_once_and_leaves_no_checkpoint(
 
     on_ranks(2, body)
     assert checkpoint.latest(tmp_path) == tmp_path / "step-00000003"
-    assert {path.name for path in tmp_path.iterdir()} == {"step-00000003"}
+    assert {path.name for path in tmp_path.iterdir()} == {".job-lock", "step-00000003"}
 
 
 def test_a_save_waits_for_the_one_before_and_keep_counts_both(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_save_waits_for_the_one_before_and_keep_counts_both(tmp_path: Path) ->
             checkpoint.async_save(tmp_path, 3, model, optimizer)
         with pytest.raises((ConfigError, RankMismatchError), match="must not be negative"):
             checkpoint.async_save(tmp_path, -1, model, optimizer)
-        return [path.name for path in sorted(tmp_path.iterdir())]
+        return [path.name for path in sorted(tmp_path.iterdir()) if path.name != ".job-lock"]
 
     assert on_ranks(2, body) == [["step-00000002", "step-00000003"]] * 2
 
@@ -145,7 +145,7 @@ def test_another_job_that_commits_meanwhile_is_told_of(tmp_path: Path, gate: thr
     gate.set()
     with pytest.raises(ConfigError, match="Another job has committed"):
         pending.result(20)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+    assert {path.name for path in tmp_path.iterdir()} == {".job-lock", "step-00000002"}
 
 
 class Heard:

@@ -42,7 +42,7 @@ def value_of(directory: Path | None) -> set[float]:
 
 
 def names(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir())
+    return sorted(path.name for path in root.iterdir() if path.name != ".job-lock")
 
 
 def change(model: nn.Module, value: float) -> None:

@@ -9,6 +9,7 @@ from ..engine.step.root import Root
 from ..state.agreement import together
 from ..state.exchange import speaks
 from .folder import Line
+from .job_lock import JobLock
 from .pending import PendingSave
 
 
@@ -21,6 +22,9 @@ class History:
     pending: PendingSave | None = None
     """The last save in the background, until it is known how it ended."""
 
+    lock: JobLock | None = None
+    """The claim to the folder that it saved to last; on the rank that coordinates."""
+
     @classmethod
     def of(cls, owner: Root) -> History:
         """That of a model."""
@@ -28,6 +32,19 @@ class History:
             owner.checkpoint_line = cls()
         assert isinstance(owner.checkpoint_line, cls)
         return owner.checkpoint_line
+
+    def claim(self, folder: Path) -> None:
+        """Have ``folder`` for this process alone, as long as the model saves there.
+
+        Raises:
+            ConfigError: another job has it.
+            OSError: the lock cannot be made.
+        """
+        if self.lock is None or self.lock.folder != folder.resolve():
+            claimed = JobLock(folder)
+            if self.lock is not None:
+                self.lock.release()
+            self.lock = claimed
 
     def line_in(self, folder: Path) -> Line:
         """The line in ``folder``; a new one where the model was elsewhere last."""

@@ -227,6 +227,7 @@ def _prepared(
             kind = None if optimizer is None else described(Joint(optimizer))
             aliases = {other: names[0] for names in names_of(model).values() for other in names[1:]}
             document = Document.of(state, aliases, kind, caster_states(owner), extra or {})
+            history.claim(root)
             line = history.line_in(root)
             target = root / line.target(step).name
             attempt = stack.enter_context(attempt_in(root))

@@ -405,6 +405,7 @@ class Root(Step):
             # What was issued must have run before its communicators end.
             torch.cuda.synchronize(self.collectives.device)
         self.phase = Phase.CLOSED
+        self.checkpoint_line = None
         for collectives in self.owned:
             collectives.close()
 
