@@ -96,7 +96,7 @@ def test_a_flipped_bit_is_named_with_what_lies_there(directory: Path) -> None:
     ((_, _, file, at, _),) = manifest["model"]["0.weight"]["chunks"]
     flip(directory / file, at, 3)
     model, optimizer = alone(1)
-    message = r"'rank-00000\.bin' holds something else .* byte 0 to .*'model\.0\.weight'.*: the sha256 differs"
+    message = r"'rank-00000\.bin' holds something else .* byte 0 to .*'model\.0\.weight'.*: the digest differs"
     with pytest.raises(CheckpointDamagedError, match=message):
         checkpoint.load(directory, model, optimizer)
     with pytest.raises(CheckpointDamagedError, match=message):
@@ -172,8 +172,8 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "a name with a line break": (rename("rank-00000.bin\n"), "which no rank writes"),
     "a name of other digits": (rename("rank-\u0660\u0660\u0660\u0660\u0660.bin"), "which no rank writes"),
     "another file": (rename("rank-00001.bin"), "not those of 'COMMITTED'"),
-    "too few digests": (lambda m: m["files"]["rank-00000.bin"].update(sha256=[]), "has 0 digests"),
-    "digests that are none": (lambda m: m["files"]["rank-00000.bin"].update(sha256=["x" * 64]), "has 1 digests"),
+    "too few digests": (lambda m: m["files"]["rank-00000.bin"].update(xxh3_128=[]), "has 0 digests"),
+    "digests that are none": (lambda m: m["files"]["rank-00000.bin"].update(xxh3_128=["x" * 32]), "has 1 digests"),
     "a strange alias": (lambda m: m["aliases"].update({"a": "nowhere"}), "'a' is said to be 'nowhere'"),
     "no values": (lambda m: m.update(extra=[3]), "a value is no object"),
     "a number for values": (lambda m: m.update(extra=3), "extra is no object"),

@@ -15,7 +15,7 @@ import torch
 
 from ..state.boxes import Box
 from ..state.source import listed
-from . import disk
+from . import digests, disk
 from .documents import MalformedError, a_count, a_list, a_text, an_object, checked, counts, parse
 from .dtypes import DTYPES
 from .encoding import Json, decode, tensor_told
@@ -26,7 +26,6 @@ BLOCK = 4 << 20
 #: Of what begins in a file.
 ALIGNMENT = 64
 _FILE = re.compile(r"rank-\d{5,9}\.bin", re.ASCII)
-_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _MOST_DIMENSIONS = 64
 
 
@@ -62,7 +61,7 @@ class StoredFile:
     size: int
     """In bytes."""
     blocks: tuple[str, ...]
-    """The sha256 of every ``BLOCK`` bytes, the last one's of what is left."""
+    """The digest of every ``BLOCK`` bytes, the last one's of what is left."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ class Manifest:
         what = f", where {listed(list(dict.fromkeys(hit)))} lie" if hit else ""
         return disk.damaged(
             self.directory,
-            f"'{file}' holds something else than was written from byte {low:,} to {high:,}{what}: the sha256 differs",
+            f"'{file}' holds something else than was written from byte {low:,} to {high:,}{what}: the digest differs",
         )
 
 
@@ -241,8 +240,8 @@ def _file(name: str, told: Json) -> StoredFile:
         raise MalformedError(f"it names a file {name!r}, which no rank writes")
     entry = an_object(told, name)
     size = a_count(entry["size"], name)
-    blocks = tuple(a_text(each, name) for each in a_list(entry["sha256"], name))
-    if len(blocks) != -(-size // BLOCK) or not all(_DIGEST.fullmatch(each) for each in blocks):
+    blocks = tuple(a_text(each, name) for each in a_list(entry[digests.NAME], name))
+    if len(blocks) != -(-size // BLOCK) or not all(digests.is_digest(each) for each in blocks):
         raise MalformedError(f"'{name}' of {size} bytes has {len(blocks)} digests")
     return StoredFile(size, blocks)
 

@@ -118,8 +118,8 @@ class Notes:
             written = an_object(told["written"], "written")
             a_text(written["file"], "file")
             a_count(written["size"], "size")
-            for each in a_list(written["sha256"], "sha256"):
-                a_text(each, "sha256")
+            for each in a_list(written["digests"], "digests"):
+                a_text(each, "digests")
             return written, None
 
     def _path(self, rank: int) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import queue
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ from ..errors import CheckpointDamagedError
 from ..state.boxes import Box, box_within
 from ..state.held import chunks_of
 from . import disk
+from .digests import digest_of
 from .encoding import Json
 from .manifest import BLOCK, Manifest, StoredChunk, StoredTensor
 from .memory import flat_bytes, view_of
@@ -222,10 +222,7 @@ def _differs(manifest: Manifest, descriptor: int, file: str, index: int, buffers
 def _read(manifest: Manifest, descriptor: int, file: str, index: int, pieces: list[memoryview]) -> bool:
     """Read a block into ``pieces``; returns whether it is another one than was written."""
     disk.read_at(descriptor, pieces, index * BLOCK, manifest.directory, file)
-    digest = hashlib.sha256()
-    for piece in pieces:
-        digest.update(piece)
-    return digest.hexdigest() != manifest.files[file].blocks[index]
+    return digest_of(pieces) != manifest.files[file].blocks[index]
 
 
 def nested(manifest: Manifest, fillings: list[Filling]) -> Callable[[Json], torch.Tensor]:

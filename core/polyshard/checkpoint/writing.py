@@ -18,7 +18,8 @@ from ..state.agreement import together
 from ..state.exchange import coordinates, gather_to_first, scatter_from_first, speaks
 from ..state.held import chunks_of
 from ..state.places import MODEL, OPTIMIZER
-from . import disk
+from . import digests, disk
+from .digests import digest_of
 from .documents import render
 from .dtypes import NAMES
 from .encoding import Encoder, Json, require_plain
@@ -104,7 +105,7 @@ class Writing:
             OSError: writing failed; names the file.
         """
         if not self.size:
-            return {"file": self.file, "size": 0, "sha256": []}
+            return {"file": self.file, "size": 0, "digests": []}
         path = self.directory / self.file
         pieces = self._pieces() if self.copied is None else self.copied.pieces()
         with disk.created(path) as descriptor:
@@ -112,12 +113,12 @@ class Writing:
                 partial(_write_block, descriptor, block, index * BLOCK, path)
                 for index, block in enumerate(_blocks(_joined(pieces)))
             )
-            digests: list[str] = []
+            found: list[str] = []
             for digest in carried_out(calls, -(-self.size // BLOCK)):
-                digests.append(digest)
-                if len(digests) % _FLUSHED == 0:
-                    disk.begin_flush(descriptor, (len(digests) - _FLUSHED) * BLOCK, _FLUSHED * BLOCK)
-        return {"file": self.file, "size": self.size, "sha256": digests}
+                found.append(digest)
+                if len(found) % _FLUSHED == 0:
+                    disk.begin_flush(descriptor, (len(found) - _FLUSHED) * BLOCK, _FLUSHED * BLOCK)
+        return {"file": self.file, "size": self.size, "digests": found}
 
     def finish(self, everything: Sequence[Written]) -> tuple[dict[str, int], str]:
         """Write the manifest, on the rank that coordinates.
@@ -129,7 +130,9 @@ class Writing:
             Each file's size in bytes, and the sha256 of the manifest.
         """
         assert self.manifest is not None
-        files = {each["file"]: {"size": each["size"], "sha256": each["sha256"]} for each in everything if each["size"]}
+        files = {
+            each["file"]: {"size": each["size"], digests.NAME: each["digests"]} for each in everything if each["size"]
+        }
         content = render({**self.manifest, "files": files})
         disk.write_whole(self.directory / NAME, content)
         sizes = {NAME: len(content), **{name: int(each["size"]) for name, each in files.items()}}
@@ -284,8 +287,6 @@ def _blocks(pieces: Iterable[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _write_block(descriptor: int, block: Sequence[memoryview], at: int, path: Path) -> str:
-    digest = hashlib.sha256()
-    for piece in block:
-        digest.update(piece)
+    digest = digest_of(block)
     disk.write_at(descriptor, block, at, path)
-    return digest.hexdigest()
+    return digest
