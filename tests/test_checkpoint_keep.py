@@ -1,0 +1,88 @@
+"""``keep`` leaves enough to go on from: what is damaged or no number does not count."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import polyshard
+import pytest
+import torch
+from polyshard import checkpoint
+from polyshard.testing import Rank, run_ranks
+from torch import nn
+
+
+def sharded() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    return polyshard.shard(model, polyshard.ShardConfig(collectives="fake", strategy="no_shard"))
+
+
+def spoil(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        model.get_parameter("2.weight")[0, 0] = value
+
+
+def steps(root: Path) -> list[int]:
+    return sorted(int(path.name.partition("-")[2]) for path in root.glob("step-*"))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_no_number_is_told_of_and_the_last_finite_one_stays(tmp_path: Path, value: float) -> None:
+    model = sharded()
+    checkpoint.save(tmp_path, 1, model, keep=1)
+    checkpoint.save(tmp_path, 2, model, keep=1)
+    spoil(model, value)
+    for step in (3, 4, 5):
+        with pytest.warns(
+            UserWarning, match=r"step \d in .* holds parameters that are infinite or no number: '2\.weight'"
+        ):
+            checkpoint.save(tmp_path, step, model, keep=1)
+    assert steps(tmp_path) == [2, 5]
+    spoil(model, 0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.save(tmp_path, 6, model, keep=1)
+    assert steps(tmp_path) == [6]
+
+
+def test_infinite_buffers_are_nobodys_mistake(tmp_path: Path) -> None:
+    model = sharded()
+    model.get_buffer("1.running_mean").fill_(-torch.inf)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.save(tmp_path, 1, model)
+
+
+def test_a_piece_that_one_rank_holds_is_named_once(tmp_path: Path) -> None:
+    def on_rank(rank: Rank) -> list[str]:
+        with rank.lock:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        polyshard.shard(model, polyshard.ShardConfig(collectives=rank.collectives))
+        if rank.rank == 1:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(torch.nan)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            checkpoint.save(tmp_path, 1, model)
+        return [str(each.message) for each in caught if "no number" in str(each.message)]
+
+    # Threads share what is caught; one of them warned.
+    (text,) = {text for texts in run_ranks(2, on_rank) for text in texts}
+    assert "1.weight" in text
+    assert "'0.weight'" not in text
+    assert text.count("1.bias") == 1
+
+
+def test_a_damaged_checkpoint_does_not_count(tmp_path: Path) -> None:
+    model = sharded()
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, step, model, keep=3)
+    (tmp_path / "step-00000003" / "rank-00000.bin").unlink()
+    checkpoint.save(tmp_path, 4, model, keep=2)
+    assert steps(tmp_path) == [2, 3, 4]
+    checkpoint.save(tmp_path, 5, model, keep=2)
+    assert steps(tmp_path) == [4, 5]
