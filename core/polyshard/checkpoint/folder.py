@@ -6,7 +6,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import ConfigError, StateError
@@ -112,6 +112,8 @@ class Line:
     """Identity of the one that the model saved or loaded last; None where it did neither here."""
     known: frozenset[str]
     """Identities of all that was there when it did."""
+    beside: str | None = None
+    """Identity of the last one with finite parameters: between it and the newest one, others may have been removed."""
 
     @classmethod
     def begun(cls, folder: Path) -> Line:
@@ -160,22 +162,27 @@ class Line:
 
     def after(self, marker: Marker) -> Line:
         """The line with one more checkpoint."""
-        return Line(self.folder, marker.identity, self.known | {marker.identity})
+        return replace(self, newest=marker.identity, known=self.known | {marker.identity})
 
-    def prune(self, keep: int) -> None:
-        """Remove all but the last ``keep`` of the line; others in the folder, and links, stay.
+    def prune(self, keep: int) -> Line:
+        """Remove all but the last ``keep`` of the line; others in the folder, and links, stay. Returns what is left.
 
         One with files that are gone or of another size does not count, and the newest whose parameters are finite
         stays: a run may have to go back to it.
         """
-        kept, has_finite = 0, False
-        for entry in Contents.of(self.folder).line(self.newest):
+        contents = Contents.of(self.folder)
+        line = list(contents.line(self.newest))
+        line += [entry for entry in contents.entries if entry.marker.identity == self.beside and entry not in line]
+        kept, finite = 0, None
+        for entry in line:
             is_good = entry.problem(verified=False) is None
-            is_finite = is_good and entry.marker.finite
-            if kept >= keep and (has_finite or not is_finite) and not entry.directory.is_symlink():
+            is_last_finite = finite is None and is_good and entry.marker.finite
+            if kept >= keep and not is_last_finite and not entry.directory.is_symlink():
                 discard(entry.directory)
             kept += is_good
-            has_finite |= is_finite
+            if is_last_finite:
+                finite = entry.marker.identity
+        return replace(self, beside=finite)
 
     def _require_alone(self) -> Contents:
         contents = Contents.of(self.folder)

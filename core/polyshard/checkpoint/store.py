@@ -171,7 +171,7 @@ class _Commit:
                 line = self.history.line = self.line.after(marker)
         if self.keep is not None:
             try:
-                line.prune(self.keep)
+                self.history.line = line.prune(self.keep)
             except OSError as error:
                 # The checkpoint is there: a run does not end for one too many.
                 warnings.warn(f"Older checkpoints than {self.target} could not be removed: {error}", stacklevel=2)
