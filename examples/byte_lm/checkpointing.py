@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import polyshard
 import polyshard.checkpoint
 import torch
 from history import History
@@ -72,12 +73,24 @@ def save_checkpoint(
     history: History,
 ) -> Path:
     """Save everything that the steps after ``step`` depend on. Every rank calls it."""
-    extra = {"step": step, "run": dataclasses.asdict(run), "digest": digest, "history": history.as_table()}
+    extra = {
+        "step": step,
+        "run": dataclasses.asdict(run),
+        "digest": digest,
+        "history": history.as_table(),
+        "random": polyshard.random_states(model),
+    }
     return polyshard.checkpoint.save(checkpoint_root(folder), step, model, optimizer, extra=extra, keep=_KEPT)
 
 
 def load_checkpoint(
-    directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, run: RunSettings, digest: str
+    directory: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    run: RunSettings,
+    digest: str,
+    world_size: int,
 ) -> tuple[int, History]:
     """Load the checkpoint ``directory``; returns the steps done and what was recorded. Every rank calls it.
 
@@ -96,6 +109,9 @@ def load_checkpoint(
         raise ConfigError(
             f"{directory} was trained on other text: the standard library differs. Resume with the same Python."
         )
+    # With another number of ranks the batches are the same ones, shared out otherwise; random numbers are drawn anew.
+    if len(extra["random"]) == world_size:
+        polyshard.restore_random_states(model, extra["random"])
     return int(extra["step"]), History.from_table(extra["history"])
 
 

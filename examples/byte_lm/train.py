@@ -84,8 +84,11 @@ def describe(training: Training) -> str:
     )
 
 
-def train(settings: Settings, ranks: Ranks, corpus: Corpus, progress: Progress, arguments: argparse.Namespace) -> None:
-    """Train from the first step or the latest checkpoint to the end, then draw the curve and let the model write."""
+def train(settings: Settings, ranks: Ranks, corpus: Corpus, progress: Progress, arguments: argparse.Namespace) -> int:
+    """Train from the first step or the latest checkpoint to the end, then draw the curve and let the model write.
+
+    Returns the exit code: 0, or that of a run which a signal ended behind a checkpoint.
+    """
     run = settings.run
     output = Path(run.output)
     training = Training(settings, ranks, corpus)
@@ -101,7 +104,12 @@ def train(settings: Settings, ranks: Ranks, corpus: Corpus, progress: Progress, 
     folder, checkpoint = chosen
     if checkpoint is not None:
         first, training.history = load_checkpoint(
-            checkpoint, training.model, training.optimizer, run=run, digest=corpus.digest
+            checkpoint,
+            training.model,
+            training.optimizer,
+            run=run,
+            digest=corpus.digest,
+            world_size=ranks.world_size,
         )
         progress.note(f"going on in {folder} after step {first}")
 
@@ -118,8 +126,11 @@ def train(settings: Settings, ranks: Ranks, corpus: Corpus, progress: Progress, 
         progress.note(f"saved {saved}")
 
     last = min(run.steps, arguments.stop_after or run.steps)
-    with progress:
-        training.train(first, last, progress, save)
+    with progress, polyshard.Preemption(training.model) as preemption:
+        done = training.train(first, last, progress, save, preemption)
+    if done < last:
+        progress.note(f"a signal ended the run behind step {done}, which is saved: go on with --resume")
+        return preemption.exit_code
     if ranks.is_first:
         (folder / "history.json").write_text(json.dumps(training.history.as_table()), encoding="utf-8")
         draw_curve(
@@ -136,6 +147,7 @@ def train(settings: Settings, ranks: Ranks, corpus: Corpus, progress: Progress, 
         device=ranks.device,
     )
     progress.note(f"the model writes:\n{shown(text)}")
+    return 0
 
 
 def shown(text: bytes) -> str:
@@ -160,8 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             progress = make_progress(settings.run.steps, shown=ranks.is_first)
             if parsed.verify:
                 return 0 if verify(settings, ranks, corpus, progress) else 1
-            train(settings, ranks, corpus, progress, parsed)
-            return 0
+            return train(settings, ranks, corpus, progress, parsed)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -101,8 +101,18 @@ class Training:
         self.model.train()
         return sum(self.ranks.average(losses)) / len(losses)
 
-    def train(self, first: int, last: int, progress: Progress, save: Callable[[int], None]) -> None:
-        """Steps ``first`` to ``last - 1``; ``save`` is called with the steps done wherever a checkpoint is due."""
+    def train(
+        self,
+        first: int,
+        last: int,
+        progress: Progress,
+        save: Callable[[int], None],
+        preemption: polyshard.Preemption,
+    ) -> int:
+        """Steps ``first`` to ``last - 1``; ``save`` is called with the steps done wherever a checkpoint is due.
+
+        Returns how many steps are done: fewer than ``last`` where ``preemption`` asked for an end.
+        """
         run = self.run
         waiting: list[torch.Tensor] = []
         if first == 0:
@@ -111,7 +121,8 @@ class Training:
         for step in range(first, last):
             waiting.append(self.step(step))
             done = step + 1
-            ends = done == last
+            # Between this answer and the end of the process there are no steps that could be lost.
+            ends = preemption.requested() or done == last
             evaluates = done % run.eval_every == 0 or done == run.steps
             saves = done % run.checkpoint_every == 0 or ends
             if not (ends or evaluates or saves or done % run.report_every == 0):
@@ -126,7 +137,10 @@ class Training:
                 self._record_held_out(done, progress)
             if saves:
                 save(done)
+            if ends:
+                return done
             began = time.perf_counter()
+        return last
 
     def _record_held_out(self, done: int, progress: Progress) -> None:
         loss = self.evaluate()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ class Progress:
     """``Settings.deciding``."""
     digest: str
     """Of the tokens."""
+    random: list[dict[str, Any]] = field(default_factory=list)
+    """Random states of each rank, by rank."""
 
     def changes(self, settings: Settings, ranks: Ranks, digest: str) -> dict[str, str]:
         """What is other than it was and changes numbers, by setting, in words."""

@@ -59,8 +59,12 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def train(settings: Settings, ranks: Ranks, arguments: argparse.Namespace) -> None:
-    """Train from the first step or the newest checkpoint to the end, then export."""
+def train(settings: Settings, ranks: Ranks, arguments: argparse.Namespace) -> int:
+    """Train from the first step or the newest checkpoint to the end, then export.
+
+    Returns the exit code: 0, or that of a run which a signal ended behind a checkpoint.
+    """
+    code = 0
     output = Path(settings.output.folder)
     settings.training.accumulation(ranks.world_size)
     tokens = Tokens.read(ranks.from_first(lambda: prepare(settings.data)))
@@ -84,11 +88,19 @@ def train(settings: Settings, ranks: Ranks, arguments: argparse.Namespace) -> No
     with reporter:
         for note in notes:
             reporter.note(note)
-        training.train(min(settings.training.steps, arguments.stop_after or sys.maxsize), reporter, checkpoints)
-        if settings.output.export and training.done >= settings.training.steps:
+        last = min(settings.training.steps, arguments.stop_after or sys.maxsize)
+        with polyshard.Preemption(training.model) as preemption:
+            training.train(last, reporter, checkpoints, preemption)
+        if training.done < last:
+            reporter.note(
+                f"a signal ended the run behind step {training.done}, which is saved: start it again to go on"
+            )
+            code = preemption.exit_code
+        elif settings.output.export and training.done >= settings.training.steps:
             export(training.model, tokens, output / "model", ranks)
             reporter.note(f"{output / 'model'} is for from_pretrained")
     polyshard.close(training.model)
+    return code
 
 
 def describe(config: LlamaConfig, settings: Settings, world_size: int) -> str:
@@ -143,8 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             dry_run(settings, parsed.dry_run)
             return 0
         with join_ranks(settings.shard) as ranks:
-            train(settings, ranks, parsed)
-            return 0
+            return train(settings, ranks, parsed)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

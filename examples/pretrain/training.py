@@ -52,6 +52,7 @@ class Training:
             loaders=self._ranks.each(self._loader.state_dict()),
             settings=self._settings.deciding(),
             digest=self._tokens.digest,
+            random=polyshard.random_states(self.model),
         )
 
     def go_on(self, progress: Progress, changes: dict[str, str]) -> None:
@@ -65,6 +66,9 @@ class Training:
         for group, numbers in zip(self.optimizer.param_groups, self._numbers, strict=True):
             group.update(numbers)
         self._begin(None if changes else progress.loaders[self._ranks.rank])
+        # Behind the loader, which draws a seed when it begins.
+        if len(progress.random) == self._ranks.world_size:
+            polyshard.restore_random_states(self.model, progress.random)
 
     def _begin(self, loader: dict[str, Any] | None) -> None:
         settings, ranks = self._settings, self._ranks
@@ -126,8 +130,10 @@ class Training:
         summed, sequences = ranks.total([total, count])
         return summed / sequences
 
-    def train(self, last: int, reporter: Reporter, checkpoints: Checkpoints) -> None:
+    def train(self, last: int, reporter: Reporter, checkpoints: Checkpoints, preemption: polyshard.Preemption) -> None:
         """Steps up to ``last``, with reports, evaluations and checkpoints on the way, and a checkpoint at the end.
+
+        Where ``preemption`` asks for it, the end comes earlier: ``done`` says when.
 
         Raises ``FloatingPointError`` where a loss is no finite number; no checkpoint is saved of that.
         """
@@ -139,6 +145,8 @@ class Training:
         while self.done < last:
             rate = float(self._scheduler.get_last_lr()[0])
             waiting.append(self.step())
+            if preemption.requested():
+                last = self.done
             evaluates = self.done % settings.evaluation.every == 0 or self.done == settings.training.steps
             saves = self.done % settings.checkpoint.every == 0 or self.done == last
             # The first step shows that all is well, and is not waited for as long.

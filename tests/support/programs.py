@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
@@ -39,10 +39,12 @@ def run_script(
     arguments: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
     timeout: float = 100.0,
+    meanwhile: Callable[[Sequence[BaseProcess], Path], None] | None = None,
 ) -> Finished:
     """Run ``script`` on ``ranks`` processes, or on one that belongs to no group where that is 0.
 
-    ``environ``: all variables but those of the group; None takes this process's. Raises ``TimeoutError`` with what was
+    ``environ``: all variables but those of the group; None takes this process's. ``meanwhile``: called with the running
+    processes and the file that they write to. Raises ``TimeoutError`` with what was
     written, once ``timeout`` seconds have passed; no process is left then.
     """
     variables = dict(os.environ if environ is None else environ)
@@ -56,6 +58,8 @@ def run_script(
                 place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {}
                 processes.append(start_script(script, arguments, variables | launch | place, *written))
             deadline = time.monotonic() + timeout
+            if meanwhile is not None:
+                meanwhile(processes, written[0])
             for process in processes:
                 process.join(max(0.0, deadline - time.monotonic()))
             codes = [process.exitcode for process in processes]
