@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from pathlib import Path
 
 import polyshard
@@ -90,7 +91,6 @@ def load_checkpoint(
     *,
     run: RunSettings,
     digest: str,
-    world_size: int,
 ) -> tuple[int, History]:
     """Load the checkpoint ``directory``; returns the steps done and what was recorded. Every rank calls it.
 
@@ -110,7 +110,7 @@ def load_checkpoint(
             f"{directory} was trained on other text: the standard library differs. Resume with the same Python."
         )
     # With another number of ranks the batches are the same ones, shared out otherwise; random numbers are drawn anew.
-    if len(extra["random"]) == world_size:
+    with suppress(ConfigError):
         polyshard.restore_random_states(model, extra["random"])
     return int(extra["step"]), History.from_table(extra["history"])
 

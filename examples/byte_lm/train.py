@@ -109,7 +109,6 @@ def train(settings: Settings, ranks: Ranks, corpus: Corpus, progress: Progress, 
             training.optimizer,
             run=run,
             digest=corpus.digest,
-            world_size=ranks.world_size,
         )
         progress.note(f"going on in {folder} after step {first}")
 
