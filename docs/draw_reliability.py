@@ -1,0 +1,71 @@
+"""Writes the table of figures in ``reliability.md`` from what ``make test-faults`` left in ``build/faults``.
+
+    python docs/draw_reliability.py
+
+What was not run stays as ``benchmarks/results/faults.json`` has it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "faults.json"
+PAGE = ROOT / "docs" / "reliability.md"
+BEGIN, END = "<!-- figures -->\n", "<!-- /figures -->\n"
+
+#: What each record is about, in the order of the table.
+TITLES = {
+    "kills": "SIGKILL of one of three ranks, in every phase",
+    "stops": "SIGSTOP of one of three ranks",
+    "torchrun": "Restarts by torchrun behind a SIGKILL",
+    "sigterm": "SIGTERM to one rank or all, then `--resume`",
+    "kills_in_saves": "SIGKILL inside of saves",
+    "writes": "ENOSPC and EIO at each call of a save",
+    "flips": "Single flipped bits",
+    "manifests": "Values of a manifest replaced, and signed anew",
+    "pickles": "Planted pickles",
+    "layouts": "Units laid out by hypothesis",
+    "soak": "Steps with saves on two ranks",
+}
+
+
+def table(results: dict[str, Any]) -> str:
+    """The Markdown table of ``results``."""
+    lines = ["| what was done | figures |", "|---|---|"]
+    for name, title in TITLES.items():
+        told = results.get(name)
+        figures = "not run yet" if told is None else "; ".join(_figure(*pair) for pair in told["figures"].items())
+        lines.append(f"| {title} | {figures} |")
+    return "\n".join(lines) + "\n"
+
+
+def _figure(name: str, value: Any) -> str:
+    words = name.replace("_", " ")
+    if isinstance(value, dict):
+        return f"{words}: " + ", ".join(f"{key} {each}" for key, each in value.items())
+    if isinstance(value, list):
+        return f"{words}: " + ", ".join(map(str, value))
+    return f"{words} {value:,}" if isinstance(value, int) else f"{words} {value}"
+
+
+def drawn(page: str, results: dict[str, Any]) -> str:
+    """``page`` with the table of ``results`` between its markers."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}{table(results)}{END}{after}"
+
+
+def main() -> None:
+    """Take up what was run, and draw the table."""
+    results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for path in sorted((ROOT / "build" / "faults").glob("*.json")):
+        results[path.stem] = json.loads(path.read_text())
+    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    PAGE.write_text(drawn(PAGE.read_text(), results))
+
+
+if __name__ == "__main__":
+    main()
