@@ -81,6 +81,23 @@ def test_ranks_whose_own_replicas_agree_raise_too_and_the_first_of_several_is_na
         assert "1 more differ" in message
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_signs_of_two_elements_are_found(dtype: torch.dtype) -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model = sharded_copy(seeded(lambda: nn.Linear(4, 4)).to(dtype), rank, world, strategy="no_shard")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(1)
+        polyshard.check_replicas(model)
+        if rank == 1:
+            with torch.no_grad():
+                next(model.parameters()).view(-1)[:2] *= -1
+        with pytest.raises(RankMismatchError, match=r"Parameter 'weight'"):
+            polyshard.check_replicas(model)
+
+    on_ranks(2, on_rank)
+
+
 def test_elements_that_changed_places_are_found() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> None:
         model = sharded_copy(seeded(Net), rank, world, **BLOCKS, strategy="no_shard")
