@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .engine.surface.report import MemoryReport
     from .preemption import Preemption
     from .random_numbers import random_states, restore_random_states
+    from .replicas import check_replicas
     from .wrapper import FullyShardedDataParallel
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "UsedPlugin",
     "__version__",
     "as_dtensor",
+    "check_replicas",
     "clip_grad_norm_",
     "close",
     "errors",
@@ -82,6 +84,7 @@ if not TYPE_CHECKING:
         "Placement": "engine.surface.placement",
         "Preemption": "preemption",
         "UsedPlugin": "catalog",
+        "check_replicas": "replicas",
         "random_states": "random_numbers",
         "restore_random_states": "random_numbers",
     }

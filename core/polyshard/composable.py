@@ -117,7 +117,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         root.synchronises = before
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+) -> torch.Tensor:
     """Scale gradients in place so that their norm over all ranks is at most ``max_norm``; returns the norm before.
 
     ``torch.nn.utils.clip_grad_norm_``, given parameters instead of the module, does the same.
@@ -126,6 +128,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         model: The outermost sharded module.
         max_norm: Largest norm that is let through.
         norm_type: Order of the norm; ``float("inf")`` for the largest absolute value.
+        error_if_nonfinite: Whether a norm that is infinite or not a number is an error. True makes the host wait for
+            the device, and every rank must give the same.
 
     Returns:
         The norm, a 0-dim tensor on the compute device, the same on every rank.
@@ -133,8 +137,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     Raises:
         StateError: ``model`` is not the outermost sharded module.
         ConfigError: ``norm_type`` is not positive.
+        NonFiniteError: ``error_if_nonfinite``, and the norm is not finite. Raised on all ranks, with gradients as they
+            were; names the first unit, in module order, whose gradient is not finite, and the ranks where it is not.
     """
-    return clip_grad_norm(outermost_root(model, "clip_grad_norm_()"), model, float(max_norm), float(norm_type))
+    root = outermost_root(model, "clip_grad_norm_()")
+    return clip_grad_norm(root, model, float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite)
 
 
 def placement(parameter: torch.Tensor) -> Placement:

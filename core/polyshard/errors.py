@@ -29,7 +29,7 @@
     │   ├── ParameterChangedError (RuntimeError)  a parameter replaced where that cannot be honoured
     │   │   └── ParameterMovedError (AssertionError)  one replaced between forward and backward
     │   ├── CaptureError (RuntimeError)         a step that cannot be captured, or not replayed for these arguments
-    │   ├── NonFiniteError (FloatingPointError)  infinite or no number where that was to be refused
+    │   ├── NonFiniteError (FloatingPointError, RuntimeError)  infinite or no number where that was to be refused
     │   └── RankMismatchError (RuntimeError)    ranks that do not agree on what to do
     ├── CollectiveError
     │   ├── CollectiveTimeoutError (TimeoutError)  a collective that did not end in time
@@ -194,7 +194,7 @@ class CaptureError(StepError, RuntimeError):
     """A training step that cannot be captured in a CUDA graph, or not replayed for the arguments given."""
 
 
-class NonFiniteError(StepError, FloatingPointError):
+class NonFiniteError(StepError, FloatingPointError, RuntimeError):
     """A gradient, a norm or an output is infinite or not a number where that was to be refused."""
 
 

@@ -49,9 +49,11 @@ class FullyShardedDataParallel(nn.Module):
         """See ``polyshard.no_sync``."""
         return no_sync(self.module)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
         """See ``polyshard.clip_grad_norm_``."""
-        return clip_grad_norm_(self.module, max_norm, norm_type)
+        return clip_grad_norm_(self.module, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def unsharded(self, *, writeback: bool = False) -> AbstractContextManager[None]:
         """See ``polyshard.unsharded``."""

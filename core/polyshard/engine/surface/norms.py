@@ -8,14 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from ...errors import ConfigError
+from ...errors import ConfigError, NonFiniteError
 from ...interfaces import Collectives, ReduceOp
 from .. import _torch_private
 from ..step.root import Root
 from ..step.unit import Unit
 
 
-def clip_grad_norm(root: Root, module: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
+def clip_grad_norm(
+    root: Root, module: nn.Module, max_norm: float, norm_type: float, *, error_if_nonfinite: bool = False
+) -> torch.Tensor:
     """Scale all gradients so that their norm, over every rank's shards, is at most ``max_norm``.
 
     Norms are accumulated in fp32 (fp64 for fp64 gradients), with one all-reduce for each group of shards. Parameters
@@ -23,6 +25,7 @@ def clip_grad_norm(root: Root, module: nn.Module, max_norm: float, norm_type: fl
 
     Raises:
         ConfigError: ``norm_type`` is not positive.
+        NonFiniteError: ``error_if_nonfinite``, and the norm is infinite or not a number; on all ranks.
     """
     refuse_order(norm_type, "clip_grad_norm_", root.rank)
     device = root.collectives.device
@@ -33,9 +36,8 @@ def clip_grad_norm(root: Root, module: nn.Module, max_norm: float, norm_type: fl
         # A rank without a part of any parameter still takes part in the reduction.
         group = groups.setdefault(unit.grid.shard, [])
         group += [parameter.grad for parameter in unit.receivers if parameter.grad is not None]
-    loose = [
-        parameter.grad for parameter in module.parameters() if parameter not in managed and parameter.grad is not None
-    ]
+    outside = [parameter for parameter in module.parameters() if parameter not in managed]
+    loose = [parameter.grad for parameter in outside if parameter.grad is not None]
     if loose:
         groups.setdefault(None, []).extend(loose)
     gradients = [gradient for group in groups.values() for gradient in group]
@@ -44,6 +46,8 @@ def clip_grad_norm(root: Root, module: nn.Module, max_norm: float, norm_type: fl
     if not norms:
         return torch.zeros((), dtype=wide, device=device)
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if error_if_nonfinite:
+        _refuse_not_finite(root, total, outside)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     by_place: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in gradients:
@@ -51,6 +55,39 @@ def clip_grad_norm(root: Root, module: nn.Module, max_norm: float, norm_type: fl
     for (place, dtype), tensors in by_place.items():
         _torch_private.foreach_mul_(tensors, factor.to(device=place, dtype=dtype))
     return total
+
+
+def _refuse_not_finite(root: Root, total: torch.Tensor, outside: Sequence[nn.Parameter]) -> None:
+    bad = (~total.isfinite()).to(torch.float32)
+    if outside or any(unit.grid.shard is None or unit.grid.replicate is not None for unit in root.units):
+        # What lies on several ranks should be the same there, but a fault may have hit one of them alone, and all must
+        # come to the exchange below or none.
+        root.collectives.all_reduce(bad, op=ReduceOp.MAX).wait()
+    if not bad.item():
+        return
+    mine = [index for index, unit in enumerate(root.units) if not _all_finite(unit.receivers)]
+    if not _all_finite(outside):
+        mine.append(len(root.units))
+    everyone: list[list[int]] = list(root.collectives.all_gather_object(mine))
+    found = sorted({index for each in everyone for index in each})
+    where = f"(rank {root.rank})"
+    if not found:
+        raise NonFiniteError(
+            f"The norm of the gradients overflows although each gradient is finite {where}. Lower the loss scale or "
+            "the learning rate, or clip with norm_type=float('inf'). Gradients are as they were."
+        )
+    first = found[0]
+    ranks = [rank for rank, each in enumerate(everyone) if first in each]
+    what = f"unit '{root.units[first].name}'" if first < len(root.units) else "a parameter outside of units"
+    more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+    raise NonFiniteError(
+        f"The gradient of {what} is not finite on ranks {ranks}{more} {where}. Skip the step, or look for its cause in "
+        "the batch, the loss scale or the learning rate. Gradients are as they were."
+    )
+
+
+def _all_finite(parameters: Iterable[torch.Tensor]) -> bool:
+    return all(bool(each.grad.isfinite().all()) for each in parameters if each.grad is not None)
 
 
 def refuse_order(norm_type: float, call: str, rank: int) -> None:
