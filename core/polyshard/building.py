@@ -28,6 +28,7 @@ from .engine.step.uncopied import refuse_copies
 from .engine.step.unit import Reshard
 from .engine.surface.report import memory_report
 from .engine.transport.lanes import lanes_for
+from .engine.transport.peers import peers_of
 from .events import Events
 from .interfaces import Collectives, OffloadManager, UnitSpec
 
@@ -175,6 +176,8 @@ def _join(blueprint: Blueprint, grid: RankGrid, made: Mapping[nn.Module, Stage])
         check_ranks=config.check_ranks,
     )
     root.timeout_s = config.timeout_s
+    if config.check_ranks:
+        root.recorder.peers = peers_of(grid.world)
     if config.reshard_after_forward == "auto" and blueprint.strategy is not Strategy.NO_SHARD:
         planned = PlannedMemory(lambda: memory_report(root).total_nbytes())
         meter = CudaMemory(blueprint.device) if blueprint.device.type == "cuda" else planned

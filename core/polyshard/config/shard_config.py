@@ -97,9 +97,9 @@ class ShardConfig:
     """Where the model computes; None: where its parameters are. Read as a ``torch.device`` or None."""
     timeout_s: float = 600.0
     """Seconds that a collective may wait for another rank."""
-    check_ranks: bool = True
-    """Whether ranks compare their plugins, plans and values at wrap, and their order of collectives in the first
-    step."""
+    check_ranks: bool | Literal["always"] = True
+    """Whether ranks compare their plugins, plans and values at wrap, and their collectives in the first step, or
+    ``"always"``, at the price of an exchange for each; and whether they tell each other of failures."""
     sync_module_states: bool = False
     """Whether all ranks take rank 0's parameters and buffers at wrap. Their values are then not compared."""
 
@@ -116,7 +116,9 @@ class ShardConfig:
             if not _is_int(ahead) or ahead < 0:
                 raise ConfigError(f"{name} must be a number of units, 0 or more, not {ahead!r}.")
         self._check_reshard()
-        for name in ("split_root", "check_ranks", "sync_module_states"):
+        if not isinstance(self.check_ranks, bool) and self.check_ranks != "always":
+            raise ConfigError(f"check_ranks must be True, False or 'always', not {self.check_ranks!r}.")
+        for name in ("split_root", "sync_module_states"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}.")
         if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int | float):

@@ -110,6 +110,8 @@ class Forward:
         if output is None:
             error = sys.exception()
             if error is not None and error is not self._outer_error:
+                if step.active is stage and not recomputes:
+                    step.recorder.tell(error)
                 self._give_up(step, recomputes)
                 return None
         if stage.output_cast is not None and not stage.in_full_precision:

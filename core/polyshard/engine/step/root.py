@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import torch
 from torch import nn
@@ -43,7 +43,7 @@ class Root(Step):
         schedule: Schedule[Stage],
         events: Events,
         *,
-        check_ranks: bool,
+        check_ranks: bool | Literal["always"],
     ) -> None:
         super().__init__(collectives, lanes, schedule.batch_nbytes, check_ranks=check_ranks)
         self.stages = tuple(stages)
@@ -90,6 +90,8 @@ class Root(Step):
         """The outermost forward starts."""
         if self.phase is not Phase.IDLE:
             self.abandon()
+        if self.recorder.peers is not None and self.recorder.peers.spoke:
+            self.recorder.peers.go_on()
         if self.audit is not None and self.audit.done:
             self.end_audit()
         for unit in self.units:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import Any, Literal
 
 from ...interfaces import Collectives
 from ..gradients.reducer import Reducer
@@ -41,8 +41,12 @@ class Phase(enum.Enum):
 class Step:
     """Where a model stands in its step, and what its stages and units send by. The root of the model drives it."""
 
-    def __init__(self, collectives: Collectives, lanes: Lanes, batch_nbytes: int, *, check_ranks: bool) -> None:
-        """``batch_nbytes``: of reductions sent together, at most. ``check_ranks``: compare ranks' collectives."""
+    def __init__(
+        self, collectives: Collectives, lanes: Lanes, batch_nbytes: int, *, check_ranks: bool | Literal["always"]
+    ) -> None:
+        """``batch_nbytes``: of reductions sent together, at most. ``check_ranks``: compare ranks' collectives, in the
+        first step or always.
+        """
         self.collectives = collectives
         self.lanes = lanes
         self.phase = Phase.IDLE
@@ -59,6 +63,7 @@ class Step:
         #: Whether the backward that runs adds to gradients: ``autograd.grad`` does not.
         self.accumulates = False
         #: Compares each collective with the other ranks' until the first backward has ended.
+        self._always = check_ranks == "always"
         self.audit = Audit() if check_ranks and collectives.capabilities.can_communicate else None
         #: Called with what all ranks issue next; None where they do not compare it.
         self.announce = collectives.announce if check_ranks and collectives.capabilities.announces else None
@@ -78,5 +83,7 @@ class Step:
         lanes.recorder = self.recorder
 
     def end_audit(self) -> None:
-        """Compare no more: what follows repeats what was compared."""
+        """Compare no more, unless always: what follows repeats what was compared."""
+        if self._always:
+            return
         self.audit = self.reducer.audit = None

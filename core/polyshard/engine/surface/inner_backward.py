@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .. import _torch_private
+from ..step.step import Phase
 from .live_roots import live_roots
 
 
@@ -24,7 +25,14 @@ def follow_inner_backwards() -> None:
         if torch.compiler.is_compiling():
             hidden(*args, **kwargs)
             return
-        before(*args, **kwargs)
+        try:
+            before(*args, **kwargs)
+        except Exception as error:
+            for reference in live_roots.references:
+                root = reference()
+                if root is not None and root.phase is Phase.BACKWARD:
+                    root.recorder.tell(error)
+            raise
         for reference in live_roots.references:
             root = reference()
             # One inside of another backward is a part of that, and asks when it ends.

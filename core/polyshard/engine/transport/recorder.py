@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
-from ...errors import CollectiveError
+from ...errors import CollectiveError, PeerFailedError
+from .failure_report import write_report
+from .peers import Peers
 
 #: Communications that are remembered.
 REMEMBERED = 1000
@@ -37,6 +40,17 @@ class Issued:
     ended: float | None = None
     """``time.monotonic`` when the wait for it ended; None where the host does not wait, or where that failed."""
 
+    def as_table(self) -> dict[str, Any]:
+        """For a report."""
+        return {
+            "number": self.number,
+            "operation": self.operation,
+            "units": [unit.label for unit in self.units],
+            "phase": "backward" if self.backward else "forward",
+            "at": self.at,
+            "ended": self.ended,
+        }
+
     def __str__(self) -> str:
         names = ", ".join(f"'{unit.label}'" for unit in self.units)
         about = f" of {names}" if names else ""
@@ -49,6 +63,8 @@ class Recorder:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.last: Issued | None = None
+        #: Those that share the model, where they can be asked.
+        self.peers: Peers | None = None
         self._issued: deque[Issued] = deque(maxlen=REMEMBERED)
         self._count = 0
 
@@ -58,6 +74,11 @@ class Recorder:
         self.last = entry = Issued(self._count, operation, units, backward, time.monotonic())
         self._issued.append(entry)
         return entry
+
+    def tell(self, error: BaseException) -> None:
+        """Let the other ranks know that the program raised ``error`` inside of a step."""
+        if self.peers is not None and not isinstance(error, CollectiveError):
+            self.peers.tell(error, "none" if self.last is None else str(self.last))
 
     @property
     def issued(self) -> tuple[Issued, ...]:
@@ -75,13 +96,28 @@ class Recorder:
     def refuse(self, error: CollectiveError, entry: Issued | None) -> NoReturn:
         """Raise ``error`` anew, with ``entry`` and the last communication that was issued in its words.
 
-        An error that says so already is raised as it is.
+        An error that says so already is raised as it is. Other ranks that failed are asked where they stood.
+
+        Raises:
+            PeerFailedError: another rank's program raised an error, whose words these are.
         """
         if entry is None or error.located:
             raise error
         behind = "" if self.last is None or self.last is entry else f" The last that it issued is {self.last}."
+        waited = f"Rank {self.rank} waited for its communication {entry}.{behind}"
+        if self.peers is not None and not isinstance(error, PeerFailedError):
+            heard = self.peers.ask(str(entry))
+            report = write_report(self.rank, error, [each.as_table() for each in self._issued], heard)
+            if report is not None:
+                waited += f" Its last communications and stacks are in {report} on {socket.gethostname()!r}."
+            raised = self.peers.raised(heard)
+            if raised is not None:
+                failed = PeerFailedError(f"{raised}\n{waited}")
+                failed.located = True
+                raise failed from error
+            waited += "\n" + self.peers.places(heard)
         try:
-            told = type(error)(f"{error}\nRank {self.rank} waited for its communication {entry}.{behind}")
+            told = type(error)(f"{error}\n{waited}")
         except Exception:
             # A backend's own class may be made of something else than a text.
             raise error from None

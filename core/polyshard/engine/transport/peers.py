@@ -1,0 +1,140 @@
+"""What ranks of one model tell each other when one of them fails, where no collective gets through any more."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ...interfaces import Collectives
+from .. import _torch_private
+
+#: Seconds that a rank whose wait failed gives the others to say where they stand.
+GRACE_S = 1.5
+#: Seconds for all that is said and heard at once: the store's host may be what failed.
+_LIMIT_S = 3.0
+_LOOK_EVERY_S = 0.05
+#: Words that are read, of the first ranks that failed: of thousands the others say the same.
+_MOST = 256
+_RAISED, _STANDS, _GOES_ON = "raised", "stands", "goes on"
+
+
+class Peers:
+    """The other ranks of one model, through the launcher's store. Nothing is said in a step that does not fail.
+
+    Whatever goes wrong here is not told: less is known then, and the error on its way stays what it is.
+    """
+
+    def __init__(self, store: Any, key: str, rank: int, world_size: int) -> None:
+        """``store``: the launcher's; ``key``: of this model, the same on all of its ranks."""
+        self._store = store
+        self._key = key
+        self._rank = rank
+        self._world_size = world_size
+        self.spoke = False
+        """Whether the last that this rank said is that it failed."""
+
+    def tell(self, error: BaseException, where: str) -> None:
+        """Say that this rank's program raised ``error``; ``where``: its last communication."""
+        trace = "".join(traceback.format_exception(error))
+        said = {"kind": _RAISED, "where": where, "error": f"{type(error).__name__}: {error}", "trace": trace}
+        self.spoke = True
+        _within(_LIMIT_S, lambda: self._say(said))
+
+    def go_on(self) -> None:
+        """Take back what was said: this rank caught the error, and begins another step."""
+        self.spoke = False
+        _within(_LIMIT_S, lambda: self._say({"kind": _GOES_ON}))
+
+    def ask(self, where: str) -> Mapping[int, Mapping[str, Any]]:
+        """Say where this rank stood when its wait failed; returns the last words of other ranks that failed."""
+        heard: dict[int, Mapping[str, Any]] = {}
+        self.spoke = True
+
+        def exchange() -> None:
+            self._say({"kind": _STANDS, "where": where})
+            deadline = time.monotonic() + GRACE_S
+            while True:
+                heard.update(self._hear())
+                if len(heard) >= self._world_size - 1 or time.monotonic() > deadline:
+                    return
+                time.sleep(_LOOK_EVERY_S)
+
+        _within(_LIMIT_S, exchange)
+        # The thread may go on where the store does not answer.
+        return dict(heard)
+
+    def raised(self, heard: Mapping[int, Mapping[str, Any]]) -> str | None:
+        """Of what ``ask`` heard, the first error of a program, with its traceback; None for none."""
+        for rank, said in sorted(heard.items()):
+            if said.get("kind") == _RAISED:
+                return (
+                    f"Rank {rank} raised {said.get('error')} behind its communication {said.get('where')}, so it does "
+                    f"not come any more. Its traceback:\n{said.get('trace')}"
+                )
+        return None
+
+    def places(self, heard: Mapping[int, Mapping[str, Any]]) -> str:
+        """Of what ``ask`` heard, a line a rank: where it stood, or that nothing came."""
+        silent = [rank for rank in range(self._world_size) if rank != self._rank and rank not in heard]
+        lines = [
+            f"  rank {rank} waited, too, for its communication {said.get('where')}"
+            for rank, said in sorted(heard.items())
+            if said.get("kind") == _STANDS
+        ]
+        if silent:
+            who = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {silent[:16]} ({len(silent)} in all)"
+            lines.append(f"  {who} gave no word: stuck elsewhere, or dead. Look there first")
+        return "\n".join(lines)
+
+    def _say(self, said: Mapping[str, Any]) -> None:
+        number = self._store.add(f"{self._key}/count", 1)
+        self._store.set(f"{self._key}/{number}", json.dumps({**said, "rank": self._rank}))
+
+    def _hear(self) -> dict[int, Mapping[str, Any]]:
+        found: dict[int, Mapping[str, Any]] = {}
+        count = self._store.add(f"{self._key}/count", 0)
+        for number in range(max(1, count - _MOST + 1), count + 1):
+            key = f"{self._key}/{number}"
+            # Numbered first and written then.
+            if self._store.check([key]):
+                said = json.loads(self._store.get(key))
+                found[said["rank"]] = said
+        return {rank: said for rank, said in found.items() if rank != self._rank and said["kind"] != _GOES_ON}
+
+
+def _within(limit_s: float, action: Callable[[], None]) -> None:
+    """Carry ``action`` out, for at most so long: what it asks may never answer."""
+
+    def quietly() -> None:
+        try:
+            action()
+        except Exception:
+            return
+
+    thread = threading.Thread(target=quietly, name="polyshard peers", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+
+
+def peers_of(collectives: Collectives) -> Peers | None:
+    """Of a model over ``collectives``, all of whose ranks call this as often; None where there is no store."""
+    if collectives.world_size < 2 or not collectives.capabilities.can_communicate:
+        return None
+    group = collectives.process_group
+    store = _torch_private.default_store()
+    if store is None or not isinstance(group, torch.distributed.ProcessGroup):
+        return None
+    ranks = torch.distributed.get_process_group_ranks(group)
+    scope = "polyshard/peers/" + ",".join(map(str, ranks))
+    try:
+        # Each rank counts its own models: the n-th of one is the n-th of all.
+        number = store.add(f"{scope}/models/{collectives.rank}", 1)
+    except Exception:
+        return None
+    return Peers(store, f"{scope}/{number}", collectives.rank, collectives.world_size)
