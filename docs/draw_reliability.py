@@ -63,7 +63,7 @@ def main() -> None:
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for path in sorted((ROOT / "build" / "faults").glob("*.json")):
         results[path.stem] = json.loads(path.read_text())
-    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     PAGE.write_text(drawn(PAGE.read_text(), results))
 
 
