@@ -98,7 +98,7 @@ def test_config_cannot_be_changed_in_place_and_survives_pickling() -> None:
             ({"batch_nbytes": wrong}, r"batch_nbytes must be bytes, 0 or more, .*'16 MiB', not ")
             for wrong in (-1, True, None, 1.5, "", "-1 MiB", "16 M", "many")
         ),
-        ({"check_ranks": 1}, "check_ranks must be True or False, not 1"),
+        ({"check_ranks": 1}, "check_ranks must be True, False or 'always', not 1"),
         ({"timeout_s": 0}, "timeout_s must be a finite number of seconds above 0"),
         ({"timeout_s": float("nan")}, "timeout_s must be a finite number"),
         ({"timeout_s": "600"}, "timeout_s must be a number of seconds, not '600'"),

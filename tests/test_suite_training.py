@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from int8_wire import Int8Wire
+from polyshard.errors import PluginContractError
 from polyshard.interfaces import UnitSpec
+from polyshard.testing import plugin_context
 from polyshard.testing.communication import collectives_noted
 from polyshard.testing.training import Trained, Training
+from polyshard_plugins.offload import CpuOffload
 
 
-class HalfTheScale(Int8Wire):
-    """Decodes to half of what was sent."""
+class HalfOfIt(CpuOffload):
+    """Fetches half of what was placed."""
 
-    def decode(self, unit: UnitSpec, wire: torch.Tensor, out: torch.Tensor) -> None:
-        super().decode(unit, wire, out)
-        out.mul_(0.5)
-
-
-@pytest.fixture
-def pretending(monkeypatch: pytest.MonkeyPatch) -> Training:
-    """What a device that threads do not share gets, on this one."""
-    training = Training()
-    pretended = training._pretended
-    monkeypatch.setattr(Training, "sharded", lambda self, settings: pretended(settings))
-    monkeypatch.setattr(Training, "reference", lambda self: pretended(dict))
-    return training
-
-
-def settings(caster: type[Int8Wire]) -> Any:
-    return lambda: {"precision": caster()}
+    def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
+        super().fetch(unit, master, own_slice)
+        own_slice.mul_(0.5)
 
 
 def test_two_ranks_train_as_the_model_by_itself() -> None:
@@ -41,10 +28,13 @@ def test_two_ranks_train_as_the_model_by_itself() -> None:
     training.sharded(dict).check(training.reference(), 1e-6)
 
 
-def test_on_pretended_ranks_a_sound_encoding_is_near_and_a_faulty_one_is_not(pretending: Training) -> None:
-    pretending.sharded(settings(Int8Wire)).check(pretending.reference(), 0.05)
-    with pytest.raises(AssertionError, match="of the largest change"):
-        pretending.sharded(settings(HalfTheScale)).check(pretending.reference(), 0.05)
+def test_one_rank_trains_as_the_model_by_itself_and_a_faulty_plugin_does_not() -> None:
+    training = Training()
+    context = plugin_context()
+    training.alone(dict).check(training.reference(), 1e-6)
+    training.alone(lambda: {"offload": CpuOffload(context), "precision": "bf16"}).check(training.reference(), 0.1)
+    with pytest.raises((AssertionError, PluginContractError), match=r"of the largest change|fetch"):
+        training.alone(lambda: {"offload": HalfOfIt(context)}).check(training.reference(), 0.1)
 
 
 def test_the_tolerance_is_a_share_of_the_largest_change() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from figures import record
+from fault_figures import record
 from polyshard import checkpoint
 from polyshard.checkpoint.documents import render
 from polyshard.errors import CheckpointDamagedError, ConfigError, StateError

@@ -10,7 +10,7 @@ from pathlib import Path
 import polyshard
 import pytest
 import torch
-from figures import record
+from fault_figures import record
 from parity import threaded
 from polyshard import checkpoint
 from polyshard.errors import CheckpointDamagedError

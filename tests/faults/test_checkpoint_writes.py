@@ -15,7 +15,7 @@ import polyshard
 import pytest
 import torch
 from failing import Failing
-from figures import record
+from fault_figures import record
 from polyshard import checkpoint
 from polyshard.errors import PolyshardError
 from polyshard.testing import RankProcesses

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from figures import record
+from fault_figures import record
 from fleet import Fleet, run_to_end
 from program import FAILED, At, Job
 

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from figures import record
+from fault_figures import record
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from polyshard.engine.planning.layout import laid_out

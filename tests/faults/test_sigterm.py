@@ -15,7 +15,7 @@ from typing import Any
 
 import polyshard
 import pytest
-from figures import record
+from fault_figures import record
 from killed_runs import EXAMPLE, SETTINGS, STEPS
 from programs import Finished, run_script
 

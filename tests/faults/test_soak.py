@@ -11,7 +11,7 @@ import polyshard
 import psutil
 import pytest
 import torch
-from figures import record
+from fault_figures import record
 from polyshard import checkpoint
 from polyshard.testing import RankProcesses
 from polyshard.testing.rank_processes import Joined

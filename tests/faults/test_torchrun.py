@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from figures import record
+from fault_figures import record
 from killed_runs import KILLS, run, run_alone
 
 RUNS = 7

@@ -94,17 +94,21 @@ class Training:
         return Trained(before, _values(model))
 
     def sharded(self, settings: Settings) -> Trained:
-        """Of the model that is sharded over two ranks; kept by one, as units, on a device that threads do not share.
-
-        Pretended ranks would gather what no model holds, and train what no reference does.
-        """
+        """Of the model that is sharded over two ranks; as ``alone`` on a device that threads do not share."""
         if self.device.type != "cpu":
-            return self._on_rank(_ALONE, 0, 1, lambda: {"strategy": "no_shard", **settings()}, nullcontext())
+            return self.alone(settings)
 
         def on_rank(rank: Rank) -> Trained:
             return self._on_rank(rank.collectives, rank.rank, rank.world_size, settings, rank.lock)
 
         return run_ranks(RANKS, on_rank)[0]
+
+    def alone(self, settings: Settings) -> Trained:
+        """Of the model in units that one rank keeps whole.
+
+        Pretended ranks would gather what no model holds, and train what no reference does.
+        """
+        return self._on_rank(_ALONE, 0, 1, lambda: {"strategy": "no_shard", **settings()}, nullcontext())
 
     def reference_scores(self) -> torch.Tensor:
         """What the model that is not sharded makes of the batch, in eval mode."""
