@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .preemption import Preemption
     from .random_numbers import random_states, restore_random_states
     from .replicas import check_replicas
+    from .stragglers import Straggler, Stragglers
     from .wrapper import FullyShardedDataParallel
 
 __all__ = [
@@ -48,6 +49,8 @@ __all__ = [
     "Placement",
     "Preemption",
     "ShardConfig",
+    "Straggler",
+    "Stragglers",
     "Strategy",
     "UsedPlugin",
     "__version__",
@@ -83,6 +86,8 @@ if not TYPE_CHECKING:
         "MemoryReport": "engine.surface.report",
         "Placement": "engine.surface.placement",
         "Preemption": "preemption",
+        "Straggler": "stragglers",
+        "Stragglers": "stragglers",
         "UsedPlugin": "catalog",
         "check_replicas": "replicas",
         "random_states": "random_numbers",

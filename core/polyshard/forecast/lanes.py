@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..engine.transport.lanes import Gatherable, HostLanes, Reduction
+from ..engine.transport.gathering import Gatherable
+from ..engine.transport.lanes import HostLanes, Reduction
 from .recording import Recorder, Stream
 
 

@@ -160,7 +160,8 @@ class Reducer:
                 self.flush()
             input.gradients = its
             if self.audit is not None:
-                self.audit.agree(each.grid.world, each.spec.label, "reduce", input.layout.padded_numel, input.dtype)
+                what = each.spec.label, "reduce", input.layout.padded_numel, input.dtype
+                self.lanes.meet(self.audit.agree, each.grid.world, *what)
         room = self.room[way]
         if self._waiting and (
             way is not self._way or self._nbytes + nbytes > room or self._waiting[0].goes_with != members[0].goes_with
@@ -184,7 +185,8 @@ class Reducer:
         entry = self._recorder.issue("reduction", [each.spec for each in members], True)
         with self._recorder.placing(entry), self.lanes.between(places):
             if self._announce is not None:
-                self._announce("reduction of " + ", ".join(each.spec.name or "(root)" for each in members))
+                names = ", ".join(each.spec.name or "(root)" for each in members)
+                self.lanes.meet(self._announce, "reduction of " + names)
             merges = self._way is Way.MERGED and len(members) > 1
             launch = self._merge(members) if merges else self._group(members)
             # Inputs were given memory here, or where the first gradient in them was computed.

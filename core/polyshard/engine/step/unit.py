@@ -516,11 +516,11 @@ def unshard_together(units: Sequence[Unit]) -> None:
     try:
         if step.audit is not None:
             for unit in units:
-                step.audit.agree(unit.grid.world, unit.name, "all_gather", *unit.gathered)
+                step.lanes.meet(step.audit.agree, unit.grid.world, unit.name, "all_gather", *unit.gathered)
         shard = units[0].grid.shard
         if step.announce is not None and shard is not None:
             # Among those that gather: replicas may evaluate apart.
-            shard.announce("all_gather of " + ", ".join(unit.name for unit in units))
+            step.lanes.meet(shard.announce, "all_gather of " + ", ".join(unit.name for unit in units))
         step.lanes.gather(units)
     except CollectiveError as error:
         step.recorder.refuse(error, entry)

@@ -33,61 +33,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from itertools import groupby
-from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from ...errors import CollectiveError, PolyshardError
 from ...interfaces import Collectives, Work
 from .. import _torch_private
-from ..planning.answers import issued
-from .buffer import FlatBuffer
+from .gathering import Gatherable, fill
 from .recorder import Issued, Recorder
-from .wire import EncodedGather, EncodedUnit, EncodedUnits
+from .stalls import HostStalls, Stalls, StreamStalls
 
 _HERE: AbstractContextManager[Any] = nullcontext()
 
 #: Reductions, or launches of several, whose inputs may be alive at once: one travels while another is filled.
 REDUCTIONS_ALIVE = 2
-
-
-class Gatherable(Protocol):
-    """What lanes need of a unit."""
-
-    buffer: FlatBuffer
-    master: torch.Tensor
-    #: Where it was used since its gather, as ``Lanes.here`` says.
-    places: list[object]
-    #: Whether ``master`` lies where ``fetch`` alone reads it.
-    parks: bool
-    #: How it travels; None for as ``buffer`` is.
-    encoded: EncodedGather | None
-
-    @property
-    def gather_group(self) -> Collectives | None:
-        """The ranks that ``buffer`` is gathered over; None where it is local."""
-
-    @property
-    def source(self) -> torch.Tensor:
-        """The master on the device: a parked one is fetched."""
-
-    def fetch(self) -> None:
-        """Write the own slice from a parked master."""
-
-    @property
-    def allocation(self) -> AbstractContextManager[Any]:
-        """The backend's memory for gathers."""
-
-    def fill(self) -> Work:
-        """Write the own slice and start the gather."""
-
-    def filling(self) -> None:
-        """The gather starts at the present point of the current stream, by other means than ``fill``."""
-
-    def filled(self) -> None:
-        """The gather ends at the present point of the current stream."""
 
 
 class Reduction(NamedTuple):
@@ -109,10 +69,26 @@ class Lanes(ABC):
         self._reductions: deque[Any] = deque()
         #: What was issued last in it is what is gathered or reduced next; None where nobody keeps count.
         self.recorder: Recorder | None = None
+        #: Told of waits for other ranks; None where nobody measures.
+        self.stalls: Stalls | None = None
 
     def begin_forward(self) -> None:
         """Order gathers after what was issued so far (rule 4)."""
-        return None
+        if self.stalls is not None:
+            self.stalls.begin_forward()
+
+    def meet(self, call: Callable[..., None], *what: object) -> None:
+        """``call(*what)``, which may wait for the other ranks."""
+        if self.stalls is None:
+            call(*what)
+            return
+        self.stalls.wait()
+        call(*what)
+        self.stalls.waited()
+
+    @abstractmethod
+    def measure(self) -> Stalls:
+        """Begin to measure how long compute waits for other ranks; ``stalls`` is to be set to it, and to None."""
 
     @abstractmethod
     def gather(self, units: Sequence[Gatherable]) -> None:
@@ -170,7 +146,7 @@ class HostLanes(Lanes):
     def gather(self, units: Sequence[Gatherable]) -> None:
         for unit in units:
             unit.buffer.attach()
-        batch = _Batch(units, _fill(units), self._last)
+        batch = _Batch(units, fill(units), self._last)
         for unit in units:
             self._gathers[unit] = batch
 
@@ -196,7 +172,13 @@ class HostLanes(Lanes):
     def _last(self) -> Issued | None:
         return None if self.recorder is None else self.recorder.last
 
+    def measure(self) -> Stalls:
+        return HostStalls()
+
     def _end(self, works: Sequence[Work], entry: Issued | None) -> None:
+        stalls = self.stalls
+        if stalls is not None:
+            stalls.wait()
         try:
             for work in works:
                 work.wait()
@@ -204,6 +186,8 @@ class HostLanes(Lanes):
             if self.recorder is None:
                 raise
             self.recorder.refuse(error, entry)
+        if stalls is not None:
+            stalls.waited()
         if entry is not None:
             entry.ended = time.monotonic()
 
@@ -250,7 +234,11 @@ class StreamLanes(Lanes):
         # stream takes part from its first use on, and one that does not may not be waited for.
         self._gathers = self._reduces = False
 
+    def measure(self) -> Stalls:
+        return StreamStalls()
+
     def begin_forward(self) -> None:
+        super().begin_forward()
         current = self._current()
         self._gather_stream.wait_stream(current)
         self._gathers = True
@@ -274,7 +262,7 @@ class StreamLanes(Lanes):
             for unit in units:
                 with unit.allocation:
                     unit.buffer.attach()
-            for work in _fill(units):
+            for work in fill(units):
                 work.wait()
             for unit in units:
                 unit.filled()
@@ -294,7 +282,12 @@ class StreamLanes(Lanes):
         current = self._current()
         # On the stream that another unit of the batch arrived on, there is nothing left to wait for.
         if arrival.on != current.cuda_stream:
+            stalls = self.stalls
+            if stalls is not None:
+                stalls.wait()
             arrival.event.wait(current)
+            if stalls is not None:
+                stalls.waited()
             arrival.on = current.cuda_stream
         self._expect_no_more(unit)
 
@@ -344,11 +337,16 @@ class StreamLanes(Lanes):
         for _, event in self._released.values():
             event.wait(current)
         self._released.clear()
+        stalls = self.stalls
+        if stalls is not None:
+            stalls.wait()
         if self._reduces:
             current.wait_stream(self._reduce_stream)
         if self._gathers:
             # Gathers that nothing used (a wrong prefetch) must not write memory that compute gets next.
             current.wait_stream(self._gather_stream)
+        if stalls is not None:
+            stalls.waited()
         self._gathers = self._reduces = False
 
     def here(self) -> object:
@@ -369,9 +367,14 @@ class StreamLanes(Lanes):
 
     def _retire_oldest(self) -> None:
         event, takers, retire = self._reductions.popleft()
+        stalls = self.stalls
+        if stalls is not None:
+            stalls.wait()
         for stream in takers:
             # Not the current one: what is let go of goes back to the pools of these.
             event.wait(stream)
+        if stalls is not None:
+            stalls.waited()
         self._spare.append(event)
         retire()
 
@@ -415,44 +418,6 @@ class _Arrival:
     """How many units still have to arrive there."""
     on: int | None = None
     """The stream that was last ordered after it."""
-
-
-_group_of = attrgetter("gather_group")
-
-
-def _fill(units: Sequence[Gatherable]) -> Sequence[Work]:
-    """Write the own slices of attached units, and start their gathers."""
-    if len(units) == 1:
-        return (units[0].fill(),)
-    works: list[Work] = []
-    together: Iterable[tuple[Collectives | None, Iterable[Gatherable]]] = groupby(units, _group_of)
-    for group, members in together:
-        if group is None:
-            works += [unit.fill() for unit in members]
-            continue
-        gathered = list(members)
-        for unit in gathered:
-            unit.filling()
-        plain = [unit for unit in gathered if unit.encoded is None]
-        here = [unit for unit in plain if not unit.parks]
-        if here:
-            # The cast is the copy-in, as in ``fill``.
-            _torch_private.foreach_copy_([unit.buffer.own for unit in here], [unit.master for unit in here])
-        if len(here) < len(plain):
-            for unit in plain:
-                if unit.parks:
-                    unit.fetch()
-        pairs = [(unit.buffer.flat, unit.buffer.own) for unit in plain]
-        if len(plain) == len(gathered):
-            works.append(issued(group.all_gather_many(pairs), "all_gather_many", group, ""))
-            continue
-        encoded = EncodedUnits(
-            group,
-            [EncodedUnit(unit.encoded, unit.source, unit.buffer.flat) for unit in gathered if unit.encoded is not None],
-        )
-        work = issued(group.all_gather_many(pairs + encoded.pairs), "all_gather_many", group, "")
-        works.append(encoded.behind(work))
-    return works
 
 
 def _event() -> torch.cuda.Event:
