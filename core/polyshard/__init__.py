@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )
     from .engine.surface.placement import Placement
     from .engine.surface.report import MemoryReport
+    from .failures import tell_failures
     from .preemption import Preemption
     from .random_numbers import random_states, restore_random_states
     from .replicas import check_replicas
@@ -73,6 +74,7 @@ __all__ = [
     "report",
     "restore_random_states",
     "shard",
+    "tell_failures",
     "unsharded",
 ]
 
@@ -92,6 +94,7 @@ if not TYPE_CHECKING:
         "check_replicas": "replicas",
         "random_states": "random_numbers",
         "restore_random_states": "random_numbers",
+        "tell_failures": "failures",
     }
 
     def __getattr__(name: str) -> Any:

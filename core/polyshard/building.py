@@ -29,6 +29,7 @@ from .engine.step.unit import Reshard
 from .engine.surface.report import memory_report
 from .engine.transport.lanes import lanes_for
 from .engine.transport.peers import peers_of
+from .engine.transport.watch import Watch
 from .events import Events
 from .interfaces import Collectives, OffloadManager, UnitSpec
 
@@ -177,7 +178,9 @@ def _join(blueprint: Blueprint, grid: RankGrid, made: Mapping[nn.Module, Stage])
     )
     root.timeout_s = config.timeout_s
     if config.check_ranks:
-        root.recorder.peers = peers_of(grid.world)
+        peers = root.recorder.peers = peers_of(grid.world)
+        if peers is not None:
+            root.recorder.watch = Watch(root.recorder, peers, config.timeout_s)
     if config.reshard_after_forward == "auto" and blueprint.strategy is not Strategy.NO_SHARD:
         planned = PlannedMemory(lambda: memory_report(root).total_nbytes())
         meter = CudaMemory(blueprint.device) if blueprint.device.type == "cuda" else planned

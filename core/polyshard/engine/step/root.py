@@ -408,6 +408,8 @@ class Root(Step):
             torch.cuda.synchronize(self.collectives.device)
         self.phase = Phase.CLOSED
         self.checkpoint_line = None
+        if self.recorder.watch is not None:
+            self.recorder.watch.stop()
         for collectives in self.owned:
             collectives.close()
 

@@ -62,13 +62,14 @@ class Step:
         self.synchronises = True
         #: Whether the backward that runs adds to gradients: ``autograd.grad`` does not.
         self.accumulates = False
-        #: Compares each collective with the other ranks' until the first backward has ended.
         self._always = check_ranks == "always"
+        #: Compares each collective with the other ranks', always or until the first backward has ended.
         self.audit = Audit() if check_ranks and collectives.capabilities.can_communicate else None
         #: Called with what all ranks issue next; None where they do not compare it.
         self.announce = collectives.announce if check_ranks and collectives.capabilities.announces else None
         #: Remembers what was issued, and names it in errors.
         self.recorder = lanes.recorder = Recorder(collectives.rank)
+        self.recorder.sender = lanes
         #: Issues the units' reductions, those of small ones together.
         self.reducer = Reducer(batch_nbytes, lanes, audit=self.audit, announce=self.announce, recorder=self.recorder)
 
@@ -81,6 +82,7 @@ class Step:
         """Send by ``lanes`` from now on."""
         self.lanes = self.reducer.lanes = lanes
         lanes.recorder = self.recorder
+        self.recorder.sender = lanes
 
     def end_audit(self) -> None:
         """Compare no more, unless always: what follows repeats what was compared."""

@@ -1,4 +1,4 @@
-"""The first step's check that all ranks issue the same collectives."""
+"""The check that all ranks issue the same collectives: in the first step, or in all."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..planning.values import checksum
 
 
 class Audit:
-    """Compares each collective of the first forward and backward with the other ranks', before it is issued.
+    """Compares each collective with the other ranks', before it is issued.
 
-    Ranks that disagree would otherwise hang, or mix up bytes. Later steps repeat the recorded order, so the exchange is
-    paid for once.
+    Ranks that disagree would otherwise hang, or mix up bytes. Later steps mostly repeat the first, in which alone the
+    exchange is paid for unless ``check_ranks="always"`` says otherwise.
     """
 
     def __init__(self) -> None:

@@ -46,8 +46,13 @@ def write_report(rank: int, error: BaseException, operations: Sequence[Mapping[s
         }
         # A name that nobody can foresee: a link in its place would be followed.
         descriptor, path = tempfile.mkstemp(prefix=f"polyshard-rank-{rank}-", suffix=".json")
-        with os.fdopen(descriptor, "w") as stream:
-            json.dump(told, stream, indent=1)
+        try:
+            with os.fdopen(descriptor, "w") as stream:
+                json.dump(told, stream, indent=1)
+        except BaseException:
+            # Of a full disk, say: half a report misleads.
+            os.unlink(path)
+            raise
     except Exception:
         # The error that is reported must come through whatever happens here.
         return None

@@ -65,6 +65,8 @@ class Lanes(ABC):
     """Runs gathers and reductions beside compute. One instance serves all units of a root."""
 
     def __init__(self) -> None:
+        #: Whether the host waits for other ranks, where only a time limit ends that.
+        self.waiting = False
         # What is left to do for those that were issued and not retired, the oldest first.
         self._reductions: deque[Any] = deque()
         #: What was issued last in it is what is gathered or reduced next; None where nobody keeps count.
@@ -79,12 +81,16 @@ class Lanes(ABC):
 
     def meet(self, call: Callable[..., None], *what: object) -> None:
         """``call(*what)``, which may wait for the other ranks."""
-        if self.stalls is None:
+        stalls = self.stalls
+        if stalls is not None:
+            stalls.wait()
+        self.waiting = True
+        try:
             call(*what)
-            return
-        self.stalls.wait()
-        call(*what)
-        self.stalls.waited()
+        finally:
+            self.waiting = False
+        if stalls is not None:
+            stalls.waited()
 
     @abstractmethod
     def measure(self) -> Stalls:
@@ -126,6 +132,10 @@ class Lanes(ABC):
     def give_up(self) -> None:
         """Wait for all that is in flight, whatever becomes of it: whoever cleans up has an error to tell already."""
         self.drain()
+
+    def busy(self) -> bool:
+        """Whether a device has still to run what was issued here. Asked from any thread."""
+        return False
 
     def here(self) -> object:
         """Where operations that are issued now are ordered: equal for equal streams, None without streams."""
@@ -179,6 +189,7 @@ class HostLanes(Lanes):
         stalls = self.stalls
         if stalls is not None:
             stalls.wait()
+        self.waiting = True
         try:
             for work in works:
                 work.wait()
@@ -186,6 +197,8 @@ class HostLanes(Lanes):
             if self.recorder is None:
                 raise
             self.recorder.refuse(error, entry)
+        finally:
+            self.waiting = False
         if stalls is not None:
             stalls.waited()
         if entry is not None:
@@ -348,6 +361,9 @@ class StreamLanes(Lanes):
         if stalls is not None:
             stalls.waited()
         self._gathers = self._reduces = False
+
+    def busy(self) -> bool:
+        return not (self._gather_stream.query() and self._reduce_stream.query())
 
     def here(self) -> object:
         return self._current()

@@ -21,11 +21,14 @@ _LIMIT_S = 3.0
 _LOOK_EVERY_S = 0.05
 #: Words that are read, of the first ranks that failed: of thousands the others say the same.
 _MOST = 256
-_RAISED, _STANDS, _GOES_ON = "raised", "stands", "goes on"
+_RAISED, _STANDS, _SILENT, _GOES_ON = "raised", "stands", "silent", "goes on"
 
 
 class Peers:
     """The other ranks of one model, through the launcher's store. Nothing is said in a step that does not fail.
+
+    Each rank has one key for its last word. Beside these there is a list of who spoke, in order: of many ranks, those
+    are read that spoke last.
 
     Whatever goes wrong here is not told: less is known then, and the error on its way stays what it is.
     """
@@ -37,7 +40,7 @@ class Peers:
         self._rank = rank
         self._world_size = world_size
         self.spoke = False
-        """Whether the last that this rank said is that it failed."""
+        """Whether the last that this rank said is that it failed, or is stuck."""
 
     def tell(self, error: BaseException, where: str) -> None:
         """Say that this rank's program raised ``error``; ``where``: its last communication."""
@@ -46,18 +49,32 @@ class Peers:
         self.spoke = True
         _within(_LIMIT_S, lambda: self._say(said))
 
+    def tell_silence(self, where: str, silent_s: float, stack: str) -> None:
+        """Say that this rank issued nothing for ``silent_s`` seconds behind the communication ``where``."""
+        said = {"kind": _SILENT, "where": where, "silent_s": silent_s, "stack": stack}
+        self.spoke = True
+        _within(_LIMIT_S, lambda: self._say(said))
+
     def go_on(self) -> None:
-        """Take back what was said: this rank caught the error, and begins another step."""
+        """Take back what was said: this rank caught the error, or came through, and begins another step."""
         self.spoke = False
         _within(_LIMIT_S, lambda: self._say({"kind": _GOES_ON}))
 
     def ask(self, where: str) -> Mapping[int, Mapping[str, Any]]:
         """Say where this rank stood when its wait failed; returns the last words of other ranks that failed."""
-        heard: dict[int, Mapping[str, Any]] = {}
         self.spoke = True
+        return self._exchange({"kind": _STANDS, "where": where})
+
+    def hear_others(self) -> Mapping[int, Mapping[str, Any]]:
+        """The last words of other ranks that failed or are stuck."""
+        return self._exchange(None)
+
+    def _exchange(self, said: Mapping[str, Any] | None) -> Mapping[int, Mapping[str, Any]]:
+        heard: dict[int, Mapping[str, Any]] = {}
 
         def exchange() -> None:
-            self._say({"kind": _STANDS, "where": where})
+            if said is not None:
+                self._say(said)
             deadline = time.monotonic() + GRACE_S
             while True:
                 heard.update(self._hear())
@@ -70,7 +87,7 @@ class Peers:
         return dict(heard)
 
     def raised(self, heard: Mapping[int, Mapping[str, Any]]) -> str | None:
-        """Of what ``ask`` heard, the first error of a program, with its traceback; None for none."""
+        """Of what was heard, the first error of a program, with its traceback; None for none."""
         for rank, said in sorted(heard.items()):
             if said.get("kind") == _RAISED:
                 return (
@@ -80,32 +97,43 @@ class Peers:
         return None
 
     def places(self, heard: Mapping[int, Mapping[str, Any]]) -> str:
-        """Of what ``ask`` heard, a line a rank: where it stood, or that nothing came."""
+        """Of what was heard, where each rank stood, and which gave no word."""
         silent = [rank for rank in range(self._world_size) if rank != self._rank and rank not in heard]
         lines = [
             f"  rank {rank} waited, too, for its communication {said.get('where')}"
             for rank, said in sorted(heard.items())
             if said.get("kind") == _STANDS
         ]
-        if silent:
+        lines += [
+            f"  rank {rank} issued nothing for {said.get('silent_s', 0.0):.1f} s behind its communication "
+            f"{said.get('where')}. It stands in:\n{said.get('stack')}"
+            for rank, said in sorted(heard.items())
+            if said.get("kind") == _SILENT
+        ]
+        if len(heard) >= _MOST:
+            lines.append(f"  of {self._world_size} ranks, these were read")
+        elif silent:
             who = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {silent[:16]} ({len(silent)} in all)"
             lines.append(f"  {who} gave no word: stuck elsewhere, or dead. Look there first")
         return "\n".join(lines)
 
     def _say(self, said: Mapping[str, Any]) -> None:
+        # The word before the place in the list: who reads the place finds the last word, whichever it was made for.
+        self._store.set(f"{self._key}/of/{self._rank}", json.dumps(said))
         number = self._store.add(f"{self._key}/count", 1)
-        self._store.set(f"{self._key}/{number}", json.dumps({**said, "rank": self._rank}))
+        self._store.set(f"{self._key}/{number}", str(self._rank))
 
     def _hear(self) -> dict[int, Mapping[str, Any]]:
-        found: dict[int, Mapping[str, Any]] = {}
+        spoke: set[int] = set()
         count = self._store.add(f"{self._key}/count", 0)
         for number in range(max(1, count - _MOST + 1), count + 1):
             key = f"{self._key}/{number}"
             # Numbered first and written then.
             if self._store.check([key]):
-                said = json.loads(self._store.get(key))
-                found[said["rank"]] = said
-        return {rank: said for rank, said in found.items() if rank != self._rank and said["kind"] != _GOES_ON}
+                spoke.add(int(self._store.get(key)))
+        spoke.discard(self._rank)
+        words = {rank: json.loads(self._store.get(f"{self._key}/of/{rank}")) for rank in sorted(spoke)}
+        return {rank: said for rank, said in words.items() if said["kind"] != _GOES_ON}
 
 
 def _within(limit_s: float, action: Callable[[], None]) -> None:

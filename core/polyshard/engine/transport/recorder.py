@@ -26,6 +26,26 @@ class Named(Protocol):
         """The unit's name in messages."""
 
 
+class Sender(Protocol):
+    """What a recorder, and who watches it, needs of lanes. Asked from any thread."""
+
+    waiting: bool
+    """Whether the host waits for other ranks."""
+
+    def busy(self) -> bool:
+        """Whether a device has still to run what was issued."""
+
+
+class Watching(Protocol):
+    """What looks at a recorder from another thread."""
+
+    def start(self) -> None:
+        """The first communication is about to be issued."""
+
+    def stop(self) -> None:
+        """There will be no more."""
+
+
 @dataclass(eq=False, slots=True)
 class Issued:
     """One communication."""
@@ -65,6 +85,10 @@ class Recorder:
         self.last: Issued | None = None
         #: Those that share the model, where they can be asked.
         self.peers: Peers | None = None
+        #: What issues for the model.
+        self.sender: Sender | None = None
+        #: Speaks for a rank that is stuck; None where nobody could be told.
+        self.watch: Watching | None = None
         self._issued: deque[Issued] = deque(maxlen=REMEMBERED)
         self._count = 0
 
@@ -73,6 +97,9 @@ class Recorder:
         self._count += 1
         self.last = entry = Issued(self._count, operation, units, backward, time.monotonic())
         self._issued.append(entry)
+        if self._count == 1 and self.watch is not None:
+            # Not at the wrap: of a model that is sharded module by module, the outermost recorder alone is used.
+            self.watch.start()
         return entry
 
     def tell(self, error: BaseException) -> None:
