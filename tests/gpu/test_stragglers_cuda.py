@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import polyshard
 import pytest
@@ -43,11 +43,11 @@ class Slow(nn.Module):
         return x
 
 
-def find(rank: int, where: str, slow: int, capture: bool) -> list[tuple[polyshard.Straggler, ...]]:
+def find(rank: int, where: str, slow: Sequence[int], capture: bool) -> list[tuple[polyshard.Straggler, ...]]:
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Linear(256, 256), Slow(where if rank == slow else "nowhere"), nn.Linear(256, 256), nn.Linear(256, 256)
+        nn.Linear(256, 256), Slow(where if rank in slow else "nowhere"), nn.Linear(256, 256), nn.Linear(256, 256)
     )
     config = polyshard.ShardConfig(policy={"name": "module_class", "classes": [nn.Linear]}, precision="bf16")
     polyshard.shard(model.to(device), config)
@@ -59,12 +59,15 @@ def find(rank: int, where: str, slow: int, capture: bool) -> list[tuple[polyshar
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    run = polyshard.CapturedStep(model, optimizer, step) if capture else step
+    captured = polyshard.CapturedStep(model, optimizer, step) if capture else None
+    run = captured or step
     answers = []
     with polyshard.Stragglers(model, every=6, factor=2.0) as stragglers:
         for _ in range(15):
             run(batch)
             answers.append(stragglers.step())
+    if captured is not None:
+        captured.reset()
     polyshard.close(model)
     return answers
 
@@ -72,7 +75,7 @@ def find(rank: int, where: str, slow: int, capture: bool) -> list[tuple[polyshar
 @pytest.mark.parametrize("where", ["device", "host"])
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_slow_rank_is_named(where: str, slow: int) -> None:
-    for answers in RANKS.run(WORLD_SIZE, find, where, slow, False, timeout=60.0):
+    for answers in RANKS.run(WORLD_SIZE, find, where, [slow], False, timeout=60.0):
         assert [[each.rank for each in answer] for answer in answers if answer] == [[slow], [slow]]
         second = answers[13][0]
         assert second.times == 2
@@ -81,8 +84,8 @@ def test_a_slow_rank_is_named(where: str, slow: int) -> None:
 
 
 def test_steps_of_a_graph_are_not_judged() -> None:
-    assert RANKS.run(WORLD_SIZE, find, "device", 1, True, timeout=60.0) == [[()] * 15] * 2
+    assert RANKS.run(WORLD_SIZE, find, "device", [1], True, timeout=60.0) == [[()] * 15] * 2
 
 
 def test_ranks_alike_are_none() -> None:
-    assert RANKS.run(WORLD_SIZE, find, "device", -1, False, timeout=60.0) == [[()] * 15] * 2
+    assert RANKS.run(WORLD_SIZE, find, "device", [0, 1], False, timeout=60.0) == [[()] * 15] * 2

@@ -1,4 +1,4 @@
-"""Ranks that stand still over NCCL: who waits and where is told before the process is ended. CPU twin:
+"""Ranks that stand still over NCCL: who waits, and where, is told while the device waits. CPU twin:
 ``tests/test_peer_failures.py``.
 """
 
@@ -73,5 +73,5 @@ def test_where_ranks_stand_is_logged_and_reported_while_the_device_waits(tmp_pat
     report = json.loads(next(tmp_path.glob("polyshard-rank-0-*.json")).read_text())
     assert report["others"]["1"]["kind"] == "silent"
     assert any("loss.item" in line or "<string>" in line for stack in report["stacks"].values() for line in stack)
-    # The process group's own watchdog ends what its host waits for in vain.
-    assert ranks[0].returncode != 0
+    # The process group's own limit is longer, and rank 1 came in the end.
+    assert ranks[0].returncode == 0
