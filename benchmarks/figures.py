@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pages import UnusablePageError, markers, placed
 from picture import FSDP2_COLOUR, OTHER_COLOUR, POLYSHARD_COLOUR, commit_of, pyplot, save
 from summary import COLUMNS, cells, train_table
 
@@ -22,8 +23,7 @@ _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
 _PAGE = _ROOT / "docs" / "performance.md"
 _CHART = _ROOT / "docs" / "peers.svg"
-BEGIN, END = "<!-- begin: peers -->", "<!-- end: peers -->"
-_GATHERS = "<!-- begin: gathers -->", "<!-- end: gathers -->"
+BEGIN, END = markers("peers")
 _SHOWN = (
     "ms a step",
     "host ms",
@@ -37,10 +37,6 @@ _SHOWN = (
     "loss",
     "off FSDP2",
 )
-
-
-class UnusablePageError(Exception):
-    """The page has no place for the tables."""
 
 
 def read_runs(folder: Path) -> dict[str, dict[str, Any]]:
@@ -111,15 +107,6 @@ def bandwidths(report: Mapping[str, Any]) -> str:
     return f"{made}; [gathers.json](../benchmarks/results/gathers.json).\n\n" + "\n".join(table)
 
 
-def placed(page: str, tables: str, markers: tuple[str, str] = (BEGIN, END)) -> str:
-    """``page`` with ``tables`` between its markers. Raises ``UnusablePageError`` where it has not one of each."""
-    begin, end = markers
-    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
-        raise UnusablePageError(f"the page needs one line {begin} and below it one line {end}")
-    head, _, rest = page.partition(begin)
-    return f"{head}{begin}\n\n{tables}\n\n{end}{rest.partition(end)[2]}"
-
-
 def draw(report: Mapping[str, Any], chart: Path) -> None:
     """A panel for each workload; a bar is a peer's time over FSDP2's, its line the range over rounds."""
     panels = {
@@ -188,10 +175,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"nothing written: {given.results} has no peers*.json; see benchmarks/peers.py --help", file=sys.stderr)
         return 0
     try:
-        page = placed(given.page.read_text(encoding="utf-8"), markdown(runs))
+        page = placed(given.page.read_text(encoding="utf-8"), markdown(runs), (BEGIN, END))
         gathers = given.results / "gathers.json"
         if gathers.is_file():
-            page = placed(page, bandwidths(json.loads(gathers.read_text(encoding="utf-8"))), _GATHERS)
+            page = placed(page, bandwidths(json.loads(gathers.read_text(encoding="utf-8"))), markers("gathers"))
     except UnusablePageError as error:
         print(f"nothing written: {given.page}: {error}", file=sys.stderr)
         return 2

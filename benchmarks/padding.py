@@ -10,12 +10,10 @@ where that is more than one.
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from pages import markers, tell
 from polyshard.interfaces import Layout, ParameterGeometry, PluginContext, UnitGeometry
 from polyshard_layouts.blocks import Blocks
 from polyshard_layouts.flat import Flat
@@ -23,7 +21,7 @@ from polyshard_layouts.rows import Rows
 from workloads import WORKLOADS, LanguageModel
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
-BEGIN, END = "<!-- begin: padding -->", "<!-- end: padding -->"
+BEGIN, END = markers("padding")
 NAMES = ("host", "300m", "1b", "8b")
 RANKS = (2, 8, 64, 1024)
 _ITEMSIZE = 2
@@ -75,23 +73,5 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table, and write it where that is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
-    options = parser.parse_args(arguments)
-    made = table()
-    print(made)
-    if options.write:
-        text = PAGE.read_text(encoding="utf-8")
-        head, found, rest = text.partition(BEGIN)
-        _, closed, tail = rest.partition(END)
-        if not (found and closed):
-            print(f"{PAGE} has no place for the table: put '{BEGIN}' and '{END}' there.", file=sys.stderr)
-            return 1
-        PAGE.write_text(f"{head}{BEGIN}\n\n{made}\n\n{END}{tail}", encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(tell(__doc__, table, PAGE, (BEGIN, END)))

@@ -10,14 +10,13 @@ one after the other, in which no byte moves (``gather_time.Link``). The links ar
 
 from __future__ import annotations
 
-import argparse
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pages import markers, tell
 from polyshard.engine.planning.plan import plan_stages
 from polyshard.interfaces import PluginContext, PolicyContext, WrapPolicy
 from polyshard_policies.budget import Budget
@@ -29,7 +28,7 @@ from torch import nn
 from workloads import WORKLOADS, Block, LanguageModel
 
 PAGE = Path(__file__).parents[1] / "docs" / "policies.md"
-BEGIN, END = "<!-- begin: units -->", "<!-- end: units -->"
+BEGIN, END = markers("units")
 NAMES = ("host", "300m", "1b", "8b")
 _ITEMSIZE = 2
 _CONTEXT = PluginContext("units", torch.device("cpu"))
@@ -97,23 +96,5 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table, and write it where that is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
-    options = parser.parse_args(arguments)
-    made = table()
-    print(made)
-    if options.write:
-        text = PAGE.read_text(encoding="utf-8")
-        head, found, rest = text.partition(BEGIN)
-        _, closed, tail = rest.partition(END)
-        if not (found and closed):
-            print(f"{PAGE} has no place for the table: put '{BEGIN}' and '{END}' there.", file=sys.stderr)
-            return 1
-        PAGE.write_text(f"{head}{BEGIN}\n\n{made}\n\n{END}{tail}", encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(tell(__doc__, table, PAGE, (BEGIN, END)))

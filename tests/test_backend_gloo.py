@@ -180,5 +180,5 @@ def test_an_error_on_a_rank_is_raised_here() -> None:
 
 @pytest.mark.slow
 def test_a_hang_is_reported_with_stacks() -> None:
-    with pytest.raises(TimeoutError, match=r"(?s)ranks \[1\] of 2 did not answer.*hangs_on_one"):
+    with pytest.raises(TimeoutError, match=r"(?s)ranks \[1\] of 2 had not returned.*hangs_on_one"):
         run_processes(2, hangs_on_one, timeout=4.0)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import sys
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import polyshard
 import pytest
+import torch
 from fake_distribution import install
 from parity import Block, Net, adam, assert_parity, seeded, square_step, units_of
 from polyshard import ShardConfig, errors
-from polyshard.interfaces import Collectives, CollectivesDecorator, Group
+from polyshard.interfaces import Collectives, CollectivesDecorator, Group, PluginContext, ReduceOp, Work
+from polyshard.testing import CollectivesSuite, Rank, plugin_context
 from refusal import description
 from torch import nn
 
@@ -42,6 +46,49 @@ class Counting(CollectivesDecorator):
         self.counts["reduce"] += 1
         return super().reduce_scatter(out, full, op=op, scratch=scratch)
 """
+
+
+class Plain(CollectivesDecorator):
+    """Changes nothing."""
+
+    api_version = 1
+
+    def __init__(self, context: PluginContext, inner: Any = "auto") -> None:
+        super().__init__(context.construct(Group.COLLECTIVES, inner))
+
+    def around(self, inner: Collectives) -> Collectives:
+        part = copy.copy(self)
+        part.inner = inner
+        return part
+
+
+class OneByOne(Plain):
+    """Asks the inner collectives once for each operation, as whatever overrides these two does."""
+
+    api_version = 1
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
+        return super().all_gather(out, shard)
+
+    def reduce_scatter(
+        self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
+    ) -> Work:
+        return super().reduce_scatter(out, full, op=op, scratch=scratch)
+
+
+class TestPlain(CollectivesSuite):
+    decorator: ClassVar[type[Plain]] = Plain
+
+    def make(self, rank: Rank) -> Collectives:  # type: ignore[override]
+        return self.decorator(plugin_context(), rank.collectives)
+
+    def make_impatient(self, rank: Rank, timeout: timedelta) -> Collectives:
+        return self.decorator(dataclasses.replace(plugin_context(), timeout=timeout), rank.collectives)
+
+
+class TestOneByOne(TestPlain):
+    decorator = OneByOne
+    world_sizes = (2,)
 
 
 @pytest.fixture(autouse=True)

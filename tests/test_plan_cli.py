@@ -146,7 +146,7 @@ def test_a_picture_is_drawn(folder: Path) -> None:
         (("--world-size", "2", "--batch", "float32[8,64]", "--microbatches", "0"), "microbatches is 0"),
         (("--world-size", "2", "--batch", "8x64"), "'8x64' is no tensor of a batch"),
         (("--world-size", "2", "--batch", "float[8] int64[4]"), "first sizes, which count samples, are [4, 8]"),
-        (("--world-size", "2", "--batch", "plan_cli_net:batches"), "plan_cli_net has no batches"),
+        (("--world-size", "2", "--batch", "plan_cli_net:batches"), "has no batches. Did you mean 'batch'?"),
         (("--world-size", "2", "--batch", "absent_module:batch"), "importing absent_module raised ModuleNotFoundError"),
         (("--world-size", "2", "--batch", "plan_cli_net:fails"), "raised RuntimeError: no data here"),
         (("--world-size", "2", "--batch", "float32[8,7]"), "the forward of Net cannot run on the meta device"),

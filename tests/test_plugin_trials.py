@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from polyshard.interfaces import (
     CollectivesCapabilities,
     OffloadCapabilities,
     OffloadManager,
-    ReduceOp,
+    PluginContext,
     UnitSpec,
     Work,
 )
@@ -113,8 +114,6 @@ class Faulty(ThreadedCollectives):
     """Does to gathers what a case says."""
 
     def __init__(self, world: ThreadedWorld, rank: int, **faults: Any) -> None:
-        from polyshard.interfaces import PluginContext
-
         super().__init__(PluginContext("faulty", torch.device("cpu")), world, rank)
         self._gather = faults.get("gather", lambda out, shard, rank, do: do())
         self._reduction: Work | None = faults.get("reduction", COMPLETED)
@@ -122,9 +121,7 @@ class Faulty(ThreadedCollectives):
 
     @property
     def capabilities(self) -> CollectivesCapabilities:
-        from dataclasses import replace
-
-        return replace(super().capabilities, **self._capable)
+        return dataclasses.replace(super().capabilities, **self._capable)
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         found: Work = self._gather(out, shard, self.rank, lambda: super(Faulty, self).all_gather(out, shard))
@@ -207,9 +204,7 @@ def test_a_reduction_that_cannot_be_waited_for() -> None:
 
 
 def test_sound_collectives_pass_the_first_step() -> None:
-    seen: list[ReduceOp] = []
-
-    def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
         with world.lock:
             torch.manual_seed(0)
             model = nn.Linear(4, 4)
@@ -218,10 +213,8 @@ def test_sound_collectives_pass_the_first_step() -> None:
         output = model(torch.ones(1, 4))
         output.sum().backward()
         torch.testing.assert_close(output, whole(torch.ones(1, 4)))
-        seen.append(ReduceOp.MEAN)
-        return output
 
-    assert len(on_ranks(2, on_rank)) == len(seen) == 2
+    on_ranks(2, on_rank)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from polyshard_backends.threaded import ThreadedWorld
 from polyshard_plugins.block_codec import BlockCode, Number
 from polyshard_plugins.block_scaled import BlockScaled, Fp8, Int8
 from torch import nn
-from wire_cases import CASES, decoded, normal
+from wire_cases import CASES, Watched, decoded, normal
 
 CASTERS: dict[str, type[BlockScaled]] = {"int8": Int8, "fp8": Fp8}
 BLOCKS = {"policy": units_of(Block)}
@@ -197,36 +197,6 @@ def test_wrong_options_are_refused_by_name(
         polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, precision=precision))
     polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, precision="eight-bits:int8"))
     assert model(torch.ones(2, 8)).shape == (2, 8)
-
-
-class Noted(torch.autograd.Function):
-    """``x @ weight.T``, which notes the weight that forward and backward compute with."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.seen = seen
-        seen.append(weight.clone())
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        x, weight = ctx.saved_tensors
-        ctx.seen.append(weight.clone())
-        return grad @ weight, grad.T @ x, None
-
-
-class Watched(nn.Module):
-    """One weight of 24 x 40."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(normal(960).view(24, 40))
-        self.seen: list[torch.Tensor] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = Noted.apply(x, self.weight, self.seen)
-        return out
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])

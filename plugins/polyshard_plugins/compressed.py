@@ -91,15 +91,15 @@ class Compressed(CollectivesDecorator):
             )
         self._code = BlockCode(Number(number), block)
         self._min_numel, self._slices, self._replicas = min_numel, slices, replicas
+        self._capabilities = _capabilities_over(self.inner)
 
     @property
     def capabilities(self) -> CollectivesCapabilities:
-        # What is encoded is accumulated in fp32. What is not may be refused by the inner ones.
-        return replace(self.inner.capabilities, capturable=False, blends=True)
+        return self._capabilities
 
     def around(self, inner: Collectives) -> Collectives:
         part = copy.copy(self)
-        part.inner = inner
+        part.inner, part._capabilities = inner, _capabilities_over(inner)
         return part
 
     def reduce_scatter(
@@ -195,6 +195,11 @@ class _Then:
         finish, self._finish, self._work = self._finish, None, COMPLETED
         with torch.no_grad():
             finish()
+
+
+def _capabilities_over(inner: Collectives) -> CollectivesCapabilities:
+    # What is encoded is accumulated in fp32. What is not may be refused by the inner ones.
+    return replace(inner.capabilities, capturable=False, blends=True)
 
 
 def _is_count(value: object) -> bool:

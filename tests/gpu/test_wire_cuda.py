@@ -18,7 +18,7 @@ from polyshard_plugins.block_scaled import BlockScaled, Fp8, Int8
 from processes import KeptRanks
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from wire_cases import CASES, decoded, normal
+from wire_cases import CASES, Watched, decoded, normal
 
 pytestmark = pytest.mark.gpu
 
@@ -175,34 +175,6 @@ class TestFp8(PrecisionSuite):
 
     def make(self) -> PrecisionCaster:
         return caster("fp8")
-
-
-class Noted(torch.autograd.Function):
-    """``x @ weight.T``, which notes the weight that forward and backward compute with."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.seen = seen
-        seen.append(weight.clone())
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        x, weight = ctx.saved_tensors
-        ctx.seen.append(weight.clone())
-        return grad @ weight, grad.T @ x, None
-
-
-class Watched(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(normal(960).view(24, 40))
-        self.seen: list[torch.Tensor] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = Noted.apply(x, self.weight, self.seen)
-        return out
 
 
 def watched(rank: int, name: str, offload: str, infinite: bool) -> list[torch.Tensor]:

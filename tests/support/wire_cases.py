@@ -1,11 +1,13 @@
-"""Shards that a codec of eight bits must take, and what it should make of them, by formulas in fp64."""
+"""Shards that a codec of eight bits must take, what it should make of them, by formulas in fp64, and who watches it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import nn
 
 LARGEST = {"int8": 127.0, "fp8": 448.0}
 FP32_MAX = torch.finfo(torch.float32).max
@@ -78,3 +80,33 @@ def decoded(shard: torch.Tensor, name: str, block: int) -> torch.Tensor:
             steps = torch.ones(())
         out[start : start + block] = torch.round(quotients / steps) * steps * scale
     return out
+
+
+class Noted(torch.autograd.Function):
+    """``x @ weight.T``, which notes the weight that forward and backward compute with."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.seen = seen
+        seen.append(weight.clone())
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight = ctx.saved_tensors
+        ctx.seen.append(weight.clone())
+        return grad @ weight, grad.T @ x, None
+
+
+class Watched(nn.Module):
+    """One weight of 24 x 40; ``seen`` has what each forward and backward computed with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(normal(960).view(24, 40))
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = Noted.apply(x, self.weight, self.seen)
+        return out

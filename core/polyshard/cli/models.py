@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..config import did_you_mean
 from ..errors import ConfigError
+from .references import function_at
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +53,12 @@ def model_from(reference: str, arguments: Mapping[str, Any] | Sequence[Any] = ()
         ConfigError: there is no such name, it cannot be called with ``arguments``, it failed, on the meta device or
             anywhere, or it returned no module.
     """
-    factory = _factory(reference)
+    factory = function_at(reference, "--model")
+    # A module can be called, with a batch.
+    if isinstance(factory, nn.Module):
+        raise ConfigError(
+            f"--model {reference!r} is {_kind(factory)}. Name the model's class, or a function that returns it."
+        )
     positional, keywords = ((), arguments) if isinstance(arguments, Mapping) else (arguments, {})
     try:
         inspect.signature(factory).bind(*positional, **keywords)
@@ -94,33 +98,6 @@ def importing_beside(file: str) -> Iterator[None]:
         yield
     finally:
         sys.path[:] = before
-
-
-def _factory(reference: str) -> Callable[..., Any]:
-    module_name, _, path = reference.partition(":")
-    if not (module_name and path):
-        raise ConfigError(f"{reference!r} names no model. Write it as 'package.module:Factory'.")
-    try:
-        found: Any = importlib.import_module(module_name)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise ConfigError(
-            f"cannot import {module_name!r} for the model {reference!r}: {type(error).__name__}: {error}. It is looked "
-            f"for in {os.getcwd()}, beside the configuration file, and among what is installed."
-        ) from error
-    for name in path.split("."):
-        if not hasattr(found, name):
-            raise ConfigError(f"{module_name!r} has no {path!r}.{did_you_mean(name, _callables(found))}")
-        found = getattr(found, name)
-    if isinstance(found, nn.Module) or not callable(found):
-        raise ConfigError(f"{reference!r} is {_kind(found)}. Name the model's class, or a function that returns it.")
-    factory: Callable[..., Any] = found
-    return factory
-
-
-def _callables(place: object) -> list[str]:
-    return [name for name in dir(place) if callable(getattr(place, name, None))]
 
 
 def _parsed(text: str | None) -> Mapping[str, Any] | Sequence[Any]:

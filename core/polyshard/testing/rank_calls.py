@@ -11,8 +11,8 @@ import pickle
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -100,6 +100,7 @@ def _make_known(name: str, file: str) -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
+    gc.freeze()
 
 
 @dataclass(frozen=True)
@@ -149,31 +150,44 @@ def serve(
     connection: Connection,
 ) -> None:
     """Body of one process: join the group, then call what arrives until there is nothing more."""
+    with prepared(rank, folder, environ):
+        cuda = device_type == "cuda"
+        if cuda:
+            torch.cuda.set_device(rank)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            init_method=store_in(folder),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=startup_s),
+        )
+        device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+        answer_calls(Joined(rank, world_size, device), connection)
+        dist.destroy_process_group()
+
+
+@contextmanager
+def prepared(rank: int, folder: str, environ: Mapping[str, str]) -> Iterator[None]:
+    """Give this process the variables ``environ`` alone, one thread, and a file in ``folder`` for its stacks."""
     # A server that forks has the variables of its own start.
     os.environ.clear()
     os.environ.update(environ)
     with Path(folder, f"stacks{rank}").open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         torch.set_num_threads(1)
-        cuda = device_type == "cuda"
-        if cuda:
-            torch.cuda.set_device(rank)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            init_method=f"file://{Path(folder, 'store')}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=startup_s),
-        )
-        # What is imported stays, and a full collection would walk through all of torch.
-        gc.freeze()
-        device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-        _answer_calls(Joined(rank, world_size, device), connection)
-        dist.destroy_process_group()
+        yield
         faulthandler.unregister(signal.SIGUSR1)
 
 
-def _answer_calls(joined: Joined, connection: Connection) -> None:
+def store_in(folder: str) -> str:
+    """Where the processes of ``folder`` meet, for ``init_process_group``."""
+    return f"file://{Path(folder, 'store')}"
+
+
+def answer_calls(joined: Joined, connection: Connection) -> None:
+    """Call what arrives, and send back what comes of it, until the other end is closed."""
+    # What is imported stays, and a full collection would walk through all of torch.
+    gc.freeze()
     while True:
         try:
             sent = connection.recv_bytes()

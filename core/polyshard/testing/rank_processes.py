@@ -66,16 +66,19 @@ class RankProcesses:
         self._folder = tempfile.TemporaryDirectory()
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
-        context = _context()
         for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            arguments = (rank, world_size, device_type, self._folder.name, dict(os.environ), _STARTUP_S, theirs)
-            process = context.Process(target=serve, args=arguments, daemon=True)
+            ours, theirs = multiprocessing.Pipe()
+            process = self._process(rank, device_type, self._folder.name, theirs)
             process.start()
             theirs.close()
             self._connections.append(ours)
             self._processes.append(process)
         self.run(_nothing, timeout_s=_STARTUP_S)
+
+    def _process(self, rank: int, device_type: str, folder: str, connection: Connection) -> Any:
+        """What is to be started as ``rank``, and will answer at ``connection``."""
+        arguments = (rank, self.world_size, device_type, folder, dict(os.environ), _STARTUP_S, connection)
+        return _context().Process(target=serve, args=arguments, daemon=True)
 
     def run(self, fn: Callable[[Joined], T], *, timeout_s: float = 60.0) -> list[T]:
         """Call ``fn`` on every rank; return the results in rank order.
