@@ -497,7 +497,7 @@ def test_json_holds_every_unit(command: list[str], capsys: pytest.CaptureFixture
     ("changed", "words"),
     [
         ({1: "walk.toml"}, "cannot read the configuration file walk.toml"),
-        ({3: "explained_nets:Nett"}, "has no 'Nett'. Did you mean 'Net'?"),
+        ({3: "explained_nets:Nett"}, "has no Nett. Did you mean 'Net'?"),
         ({5: "0"}, "there is no world of 0 ranks"),
         ({5: "8", 6: "--device", 7: "gpu"}, "device 'gpu' is none that torch knows"),
         ({5: "8", 6: "--table", 7: "sharp"}, "has no table [sharp]. Did you mean 'shard'?"),
