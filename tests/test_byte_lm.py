@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -380,15 +380,31 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_truncated_one(tmp_path: Path
     with pytest.warns(UserWarning, match="step-00000002 is damaged"):
         directory = checkpointing.latest_checkpoint(found)
     assert directory == good
-    step, again.history = checkpointing.load_checkpoint(
-        directory, again.model, again.optimizer, run=loaded.run, digest="one"
-    )
-    assert step == 1
+    found = checkpointing.load_checkpoint(directory, again.model, again.optimizer, run=loaded.run, digest="one")
+    assert (found.step, found.draws_on) == (1, True)
+    again.history = found.history
     saved = trained(again, 2)
     assert checkpointing.latest_checkpoint(folder) == saved != bad
     assert again.history.train == [1.0, 2.0]
     for one, other in zip(first.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("ranks_before", [0, 3], ids=["none were saved", "of three ranks"])
+def test_random_numbers_that_cannot_go_on_are_told(tmp_path: Path, ranks_before: int) -> None:
+    checkpointing, settings, ranks = part("checkpointing"), part("settings"), part("ranks")
+    loaded = settings.load_settings(CONFIG, [*TINY, "shard.collectives=fake"], environ={})
+    text = torch.zeros(100, dtype=torch.uint8)
+    alone = ranks.Ranks(0, 1024, torch.device("cpu"), communicates=False)
+    training = part("training").Training(loaded, alone, part("data").Corpus(text, text, "one"))
+    states = polyshard.random_states(training.model) * ranks_before
+    extra = {"step": 1, "run": asdict(loaded.run), "digest": "one", "history": training.history.as_table()}
+    extra |= {"random": states} if ranks_before else {}
+    directory = polyshard.checkpoint.save(tmp_path, 1, training.model, training.optimizer, extra=extra)
+    drawn = torch.get_rng_state()
+    found = checkpointing.load_checkpoint(directory, training.model, training.optimizer, run=loaded.run, digest="one")
+    assert (found.step, found.draws_on) == (1, False)
+    assert torch.equal(torch.get_rng_state(), drawn)
 
 
 def test_resuming_with_another_rate_or_another_text_is_refused(tmp_path: Path) -> None:
@@ -405,7 +421,7 @@ def test_resuming_with_another_rate_or_another_text_is_refused(tmp_path: Path) -
 
     def resumed(run: Any, digest: str) -> int:
         directory = checkpointing.latest_checkpoint(folder)
-        step: int = checkpointing.load_checkpoint(directory, model, optimizer, run=run, digest=digest)[0]
+        step: int = checkpointing.load_checkpoint(directory, model, optimizer, run=run, digest=digest).step
         return step
 
     assert resumed(replace(run, output="elsewhere"), "one") == 1

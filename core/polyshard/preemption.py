@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from types import FrameType, TracebackType
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
 from .errors import ConfigError, StateError
-from .interfaces import Collectives, ReduceOp, Work
+from .interfaces import Collectives
 from .state.exchange import speaks
 from .state.resting import resting_root
+from .state.rounds import Round, summing
 
 #: Seconds within which signals are one request.
 _SAME_S = 1.0
@@ -64,7 +64,7 @@ class Preemption:
         self._told_at: float | None = None
         self._agreed = False
         self._calls = 0
-        self._round: _Round | None = None
+        self._round: Round | None = None
         self._collectives: Collectives | None = None
 
     def __enter__(self) -> Preemption:
@@ -92,7 +92,8 @@ class Preemption:
         self._entered = False
         pending, self._round = self._round, None
         if pending is not None and kind is None:
-            # Its memory is written until it ends.
+            # Communicators may be closed next. Behind an exception another rank may never come to it; what is on its
+            # way then keeps its memory by itself.
             pending.read()
 
     def request(self) -> None:
@@ -115,8 +116,8 @@ class Preemption:
         self._calls += 1
         if self._calls % self._every == 0:
             if self._round is not None:
-                self._agreed = self._round.read()
-            self._round = None if self._agreed else _Round(self._collectives, self._noted)
+                self._agreed = self._round.read()[0] > 0
+            self._round = None if self._agreed else summing(self._collectives, float(self._noted))
         return self._agreed
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -128,29 +129,3 @@ class Preemption:
             signal.signal(number, signal.SIG_DFL if former is None else former)
             os.kill(os.getpid(), number)
         self._noted = True
-
-
-class _Round:
-    """One exchange on its way."""
-
-    def __init__(self, collectives: Collectives, noted: bool) -> None:
-        device = collectives.device
-        # A dtype and a sum that every backend serves.
-        self._count = torch.full((1,), float(noted), device=device)
-        self._work: Work | None = collectives.all_reduce(self._count, op=ReduceOp.SUM)
-        self._event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._work.wait()
-            self._work = None
-            told = torch.empty(1, pin_memory=True).copy_(self._count, non_blocking=True)
-            self._count = told
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-
-    def read(self) -> bool:
-        """Whether any rank had noted a request."""
-        if self._work is not None:
-            self._work.wait()
-        if self._event is not None:
-            self._event.synchronize()
-        return self._count.item() > 0

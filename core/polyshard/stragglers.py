@@ -115,7 +115,8 @@ class Stragglers:
         self._calls = self._stalls = None
         pending, self._round = self._round, None
         if pending is not None and kind is None:
-            # Its memory is written until it ends. Behind an exception another rank may never come to it.
+            # Communicators may be closed next. Behind an exception another rank may never come to it; what is on its
+            # way then keeps its memory by itself.
             pending.read()
 
     def step(self) -> tuple[Straggler, ...]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import polyshard
 import polyshard.checkpoint
@@ -23,6 +23,16 @@ _FREE = frozenset(
 _KEPT = 2
 #: In a run's folder: the job that trained there last.
 _JOB = "job"
+
+
+class Loaded(NamedTuple):
+    """What a checkpoint says of its run."""
+
+    step: int
+    """Steps that were done."""
+    history: History
+    draws_on: bool
+    """Whether every rank draws the random numbers that it would have drawn; not with another number of ranks."""
 
 
 def run_folder(output: Path, launch: Launch, *, resume: bool) -> Path:
@@ -91,8 +101,8 @@ def load_checkpoint(
     *,
     run: RunSettings,
     digest: str,
-) -> tuple[int, History]:
-    """Load the checkpoint ``directory``; returns the steps done and what was recorded. Every rank calls it.
+) -> Loaded:
+    """Load the checkpoint ``directory``. Every rank calls it.
 
     Raises ``ConfigError`` where the run went with other settings or other text, so that its next step could not be the
     one that it would have made.
@@ -109,10 +119,14 @@ def load_checkpoint(
         raise ConfigError(
             f"{directory} was trained on other text: the standard library differs. Resume with the same Python."
         )
-    # With another number of ranks the batches are the same ones, shared out otherwise; random numbers are drawn anew.
-    with suppress(ConfigError):
-        polyshard.restore_random_states(model, extra["random"])
-    return int(extra["step"]), History.from_table(extra["history"])
+    # With another number of ranks the batches are the same ones, shared out otherwise.
+    try:
+        polyshard.restore_random_states(model, extra.get("random", []))
+    except ConfigError:
+        draws_on = False
+    else:
+        draws_on = True
+    return Loaded(int(extra["step"]), History.from_table(extra["history"]), draws_on)
 
 
 def _run_numbers(output: Path) -> list[int]:

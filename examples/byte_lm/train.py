@@ -103,14 +103,17 @@ def train(settings: Settings, ranks: Ranks, corpus: Corpus, progress: Progress, 
     assert chosen is not None
     folder, checkpoint = chosen
     if checkpoint is not None:
-        first, training.history = load_checkpoint(
+        loaded = load_checkpoint(
             checkpoint,
             training.model,
             training.optimizer,
             run=run,
             digest=corpus.digest,
         )
+        first, training.history = loaded.step, loaded.history
         progress.note(f"going on in {folder} after step {first}")
+        if not loaded.draws_on:
+            progress.note("random numbers begin anew: other ranks than these saved theirs")
 
     def save(step: int) -> None:
         saved = save_checkpoint(
@@ -125,7 +128,7 @@ def train(settings: Settings, ranks: Ranks, corpus: Corpus, progress: Progress, 
         progress.note(f"saved {saved}")
 
     last = min(run.steps, arguments.stop_after or run.steps)
-    with progress, polyshard.Preemption(training.model) as preemption:
+    with progress, polyshard.tell_failures(training.model), polyshard.Preemption(training.model) as preemption:
         done = training.train(first, last, progress, save, preemption)
     if done < last:
         progress.note(f"a signal ended the run behind step {done}, which is saved: go on with --resume")

@@ -89,7 +89,7 @@ def train(settings: Settings, ranks: Ranks, arguments: argparse.Namespace) -> in
         for note in notes:
             reporter.note(note)
         last = min(settings.training.steps, arguments.stop_after or sys.maxsize)
-        with polyshard.Preemption(training.model) as preemption:
+        with polyshard.tell_failures(training.model), polyshard.Preemption(training.model) as preemption:
             training.train(last, reporter, checkpoints, preemption)
         if training.done < last:
             reporter.note(
