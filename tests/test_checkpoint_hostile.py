@@ -337,6 +337,30 @@ def test_a_planted_pickle_does_not_run(directory: Path, tmp_path: Path) -> None:
     assert not ran.exists()
 
 
+@pytest.mark.parametrize(("name", "fits"), [("AdamW", True), ("Some", False)])
+def test_a_forged_class_of_an_optimizer_is_compared_and_not_imported(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fits: bool
+) -> None:
+    mark = tmp_path / "imported"
+    (tmp_path / "planted_optimizer.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass {name}: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    forged = {"module": "planted_optimizer", "class": name}
+    reseal(directory, lambda manifest: manifest["optimizer"]["kind"].update(forged))
+    checkpoint.verify(directory)
+    checkpoint.read(directory)
+    model, optimizer = alone(1)
+    before = values(model)
+    if fits:
+        # Classes move between versions of torch: the name alone decides.
+        checkpoint.load(directory, model, optimizer)
+    else:
+        with pytest.raises((StateError, ConfigError), match=name):
+            checkpoint.load(directory, model, optimizer)
+        assert all(torch.equal(value, before[key]) for key, value in values(model).items())
+    checkpoint.load(directory, model)
+    assert not mark.exists()
+
+
 def test_formats_of_pickles_are_read_where_they_are_trusted_alone(tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     model, optimizer = alone()

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import polyshard
 import pytest
@@ -17,9 +18,10 @@ from polyshard.catalog import PluginState, installed, resolve
 from polyshard.cli.main import main
 from polyshard.doctor import plugins, variables
 from polyshard.doctor.machine import Machine
-from polyshard.interfaces import Group
+from polyshard.interfaces import Group, resolve_class
 from processes import run_processes
 from refusal import Tower, refused, silent
+from torch import nn
 
 POLICIES = Group.POLICIES.value
 ALLOWED, DISABLE = "POLYSHARD_ALLOWED_PLUGINS", "POLYSHARD_DISABLE_PLUGINS"
@@ -65,6 +67,42 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     return Site(tmp_path)
+
+
+REFERENCES = [
+    ("policy", {"name": "module_class", "classes": ["acme_marks_one:Some"]}),
+    ("policy", {"name": "custom", "fn": "acme_marks_one:Some"}),
+    ("precision", {"name": "bf16", "leave_alone": ["acme_marks_one:Some"]}),
+]
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"), [(ALLOWED, "acme-marks"), (ALLOWED, ""), (DISABLE, "1"), (DISABLE, "yes")]
+)
+@pytest.mark.parametrize(("setting", "choice"), REFERENCES, ids=["classes", "function", "leave_alone"])
+def test_options_import_no_module_where_plugins_are_restricted(
+    site: Site, monkeypatch: pytest.MonkeyPatch, variable: str, text: str, setting: str, choice: dict[str, Any]
+) -> None:
+    monkeypatch.setenv(variable, text)
+    model = nn.Sequential(nn.Linear(2, 2))
+    config = ShardConfig.from_mapping({"strategy": "no_shard", "collectives": "fake", setting: choice})
+    words = f"names a module that the program has not imported, and {variable} is set"
+    with pytest.raises(errors.ConfigError, match=words):
+        polyshard.shard(model, config)
+    assert site.imported == set()
+    model(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("text", ["0", "off", ""])
+def test_options_import_modules_where_nothing_is_restricted(
+    site: Site, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv(DISABLE, text)
+    assert resolve_class("acme_marks_one:Some", "a test").__name__ == "Some"
+    assert site.imported == {"one"}
+    # What is imported already may be named whatever is set.
+    monkeypatch.setenv(DISABLE, "1")
+    assert resolve_class("acme_marks_one:Some", "a test").__name__ == "Some"
 
 
 @pytest.mark.parametrize(

@@ -322,11 +322,11 @@ def test_packed_sequences_keep_their_class_and_their_sizes() -> None:
         ({"leave_alone": ["LayerNorm"]}, r"Write it as 'package.module:Name'"),
         ({"leave_alone": ["torch.nowhere:X"]}, r"cannot import 'torch.nowhere'"),
         ({"leave_alone": "torch:relu"}, r"not a class"),
-        ({"leave_alone": 3}, r"a int is not a class"),
+        ({"leave_alone": 3}, r"3 is a int and not a class"),
         ({"overrides": {"a": {"parm": "fp32"}}}, r"'parm', in overrides\['a'\].*Did you mean 'param'"),
         ({"overrides": {"a": "fp32"}}, r"overrides\['a'\] of precision 'mixed' is a str"),
         ({"overrides": {"a": {"reduce": "fp16", "wire": "fp32"}}}, r"in overrides\['a'\]"),
-        ({"overrides": {3: {}}}, r"3 is not a class, in overrides\[3\]"),
+        ({"overrides": {3: {}}}, r"3 is a int and not a class, in overrides\[3\]"),
         ({"overrides": ["a"]}, r"Give a table of tables"),
     ],
 )

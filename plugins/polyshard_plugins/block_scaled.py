@@ -12,7 +12,6 @@ from polyshard.errors import ConfigError
 from polyshard.interfaces import PluginContext, PrecisionCapabilities, UnitSpec, WireSpec
 
 from .block_codec import BlockCode, Number
-from .classes import ClassSetting
 from .dtypes import DtypeSetting, resolve_dtype
 from .precision import Configured, PrecisionSettings, switch
 
@@ -48,7 +47,7 @@ class BlockScaled(Configured):
         cast_inputs: bool = True,
         cast_root_inputs: bool = True,
         keep_low_precision_grads: bool = False,
-        leave_alone: ClassSetting | Iterable[ClassSetting] = (),
+        leave_alone: type | str | Iterable[type | str] = (),
     ) -> None:
         """Options, all of which may be left out.
 

@@ -18,10 +18,11 @@ from polyshard.interfaces import (
     PrecisionCaster,
     UnitDtypes,
     UnitSpec,
+    resolve_class,
+    resolve_classes,
 )
 
 from .casts import make_input_cast, make_output_cast
-from .classes import ClassSetting, resolve_class, resolve_classes
 from .dtypes import DtypeSetting, holds, narrower, resolve_dtype
 
 
@@ -92,7 +93,7 @@ class Configured(PrecisionCaster):
         self,
         context: PluginContext,
         settings: PrecisionSettings,
-        leave_alone: ClassSetting | Iterable[ClassSetting],
+        leave_alone: type | str | Iterable[type | str],
     ) -> None:
         self._where = f"precision {context.name!r}"
         settings.check(self._where)
@@ -146,7 +147,7 @@ class _Uniform(Configured):
         context: PluginContext,
         cast_inputs: bool = True,
         reduce: DtypeSetting = None,
-        leave_alone: ClassSetting | Iterable[ClassSetting] = (),
+        leave_alone: type | str | Iterable[type | str] = (),
     ) -> None:
         """Options, all of which may be left out.
 
@@ -203,9 +204,9 @@ class Mixed(Configured):
         cast_inputs: bool = True,
         cast_root_inputs: bool = True,
         keep_low_precision_grads: bool = False,
-        leave_alone: ClassSetting | Iterable[ClassSetting] = (),
+        leave_alone: type | str | Iterable[type | str] = (),
         full_precision_in_eval: bool = False,
-        overrides: Mapping[ClassSetting, Mapping[str, Any]] | None = None,
+        overrides: Mapping[type | str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Options, all of which may be left out; ``PrecisionSettings`` says what each means.
 
@@ -268,7 +269,7 @@ def _require_wide_reduction(reduce: torch.dtype, wire: torch.dtype, where: str) 
 
 
 def _resolve_overrides(
-    settings: PrecisionSettings, overrides: Mapping[ClassSetting, Mapping[str, Any]], where: str
+    settings: PrecisionSettings, overrides: Mapping[type | str, Mapping[str, Any]], where: str
 ) -> dict[type | str, PrecisionSettings]:
     if not isinstance(overrides, Mapping):
         raise ConfigError(f"overrides of {where} is a {type(overrides).__name__}. Give a table of tables.")

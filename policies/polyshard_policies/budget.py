@@ -8,13 +8,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from polyshard.errors import ConfigError
-from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy
+from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy, resolve_classes
 from torch import nn
 
 from .division import Division, Sizes
 from .gather_time import link_of
 from .homes import STACK, Homes
-from .references import resolve_classes
 from .room import room_of
 from .traversal import UNCALLED
 

@@ -8,11 +8,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from polyshard.errors import PluginContractError
-from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy
+from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy, resolve_callable
 from torch import nn
 
+from .function_names import described
 from .recursive import RecursivePolicy, takes_recurse
-from .references import described, resolve_callable
 from .traversal import candidates
 
 

@@ -6,10 +6,9 @@ import difflib
 from collections.abc import Iterable
 
 from polyshard.errors import ConfigError
-from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy
+from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy, resolve_classes
 from torch import nn
 
-from .references import resolve_classes
 from .traversal import candidates
 
 

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from polyshard.errors import ConfigError, PluginNotFoundError
-from polyshard.interfaces import Group, PluginContext, WrapPolicy
+from polyshard.interfaces import Group, PluginContext, WrapPolicy, resolve_object
 
 from .functions import Lambda
 from .module_class import ModuleClass
-from .references import resolve
 
 #: A policy, one or several module classes, a function of a module, ``"package.module:Name"`` of one of these, or what
 #: names a plugin: ``"name"``, ``"distribution:name"``, or a table of ``name`` and options.
@@ -51,7 +50,7 @@ def _named(text: str, context: PluginContext) -> NamedPolicy:
         except PluginNotFoundError as error:
             raise PluginNotFoundError(f"{error} A class or a function is written as 'package.module:Name'.") from error
     try:
-        found = resolve(text, f"policy {context.name!r}")
+        found = resolve_object(text, f"policy {context.name!r}")
     except ConfigError as error:
         # As in a configuration, a plugin may be named with its distribution. A bare context knows no plugins.
         if context.constructor is None:

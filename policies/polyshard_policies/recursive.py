@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from polyshard.interfaces import PolicyContext, UnitPlan, WrapPolicy
 from torch import nn
 
-from .references import described
+from .function_names import described
 from .traversal import all_ignored, counted_parameters
 
 

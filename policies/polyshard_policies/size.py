@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from polyshard.errors import ConfigError
-from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy
+from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy, resolve_classes
 from torch import nn
 
 from .recursive import RecursivePolicy
-from .references import resolve_classes
 from .traversal import UNCALLED
 
 

@@ -10,12 +10,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..config import ALLOWED_PLUGINS, DISABLE_PLUGINS
 from ..errors import ConfigError
+from ..interfaces.references import ALLOWED_PLUGINS, DISABLE_PLUGINS, SWITCHED_OFF
 from .offers import BUILT_IN, Offer, normalised
 
 _ON = frozenset({"1", "true", "yes", "on"})
-_OFF = frozenset({"0", "false", "no", "off", ""})
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class Permission:
         """
         environ = os.environ if environ is None else environ
         listed, switch = environ.get(ALLOWED_PLUGINS), environ.get(DISABLE_PLUGINS, "").strip().lower()
-        if switch not in _ON | _OFF:
+        if switch not in _ON | SWITCHED_OFF:
             raise ConfigError(
                 f"environment variable {DISABLE_PLUGINS} must be 1 or 0, not {environ[DISABLE_PLUGINS]!r}."
             )

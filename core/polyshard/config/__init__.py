@@ -1,6 +1,6 @@
 """What a user decides about sharding, and where each decision came from."""
 
-from .environment import ALLOWED_PLUGINS, DISABLE_PLUGINS, ENVIRONMENT_PREFIX, NO_SETTINGS
+from .environment import ENVIRONMENT_PREFIX, NO_SETTINGS
 from .origin import Origin, Source
 from .plugin_spec import GROUP_OF_SETTING, PluginChoice, PluginSpec
 from .shard_config import FILE_FIELDS, ShardConfig
@@ -8,8 +8,6 @@ from .strategy import Strategy
 from .suggestions import did_you_mean
 
 __all__ = [
-    "ALLOWED_PLUGINS",
-    "DISABLE_PLUGINS",
     "ENVIRONMENT_PREFIX",
     "FILE_FIELDS",
     "GROUP_OF_SETTING",

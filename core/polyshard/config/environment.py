@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError
+from ..interfaces.references import ALLOWED_PLUGINS, DISABLE_PLUGINS
 from .origin import Origin, Source, Sources, sources_in
 from .plugin_spec import GROUP_OF_SETTING
 from .suggestions import did_you_mean, listed
@@ -15,8 +16,6 @@ from .suggestions import did_you_mean, listed
 #: Environment variables that start with this override settings.
 ENVIRONMENT_PREFIX = "POLYSHARD_"
 
-#: Which installed plugins may be imported (``catalog/permission.py``).
-ALLOWED_PLUGINS, DISABLE_PLUGINS = "POLYSHARD_ALLOWED_PLUGINS", "POLYSHARD_DISABLE_PLUGINS"
 #: The variables with the prefix that are no settings: no file and no configuration can set them.
 NO_SETTINGS = frozenset({ALLOWED_PLUGINS, DISABLE_PLUGINS})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..catalog import Installed, PluginState
-from ..config import ALLOWED_PLUGINS, DISABLE_PLUGINS
+from ..interfaces.references import ALLOWED_PLUGINS, DISABLE_PLUGINS
 from .finding import Finding, Level, Section
 
 #: Those that a longer name still reaches.

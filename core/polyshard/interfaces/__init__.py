@@ -44,6 +44,7 @@ from .precision import (
     WireSpec,
 )
 from .quantities import bytes_of
+from .references import resolve_callable, resolve_class, resolve_classes, resolve_object
 from .unit import UnitSpec
 from .versions import CURRENT_API, OLDEST_API, Group
 
@@ -83,4 +84,8 @@ __all__ = [
     "Work",
     "WrapPolicy",
     "bytes_of",
+    "resolve_callable",
+    "resolve_class",
+    "resolve_classes",
+    "resolve_object",
 ]

@@ -1,13 +1,25 @@
-"""``"package.module:Name"``: how a file names a class or a function."""
+"""``"package.module:Name"``: how a file names a class or a function, for options of plugins.
+
+[Note: what options may import]
+A name in a file is code that runs. Where the variables that restrict plugins are set, configuration is not trusted with
+that: options then name what the program has imported itself, and nothing is imported for them.
+"""
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import os
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from polyshard.errors import ConfigError
+from ..errors import ConfigError
+
+#: Which installed plugins may be imported (``catalog/permission.py``).
+ALLOWED_PLUGINS, DISABLE_PLUGINS = "POLYSHARD_ALLOWED_PLUGINS", "POLYSHARD_DISABLE_PLUGINS"
+#: What leaves such a variable that is a switch off.
+SWITCHED_OFF = frozenset({"0", "false", "no", "off", ""})
 
 
 def resolve_class(value: type | str, where: str) -> type:
@@ -15,7 +27,7 @@ def resolve_class(value: type | str, where: str) -> type:
 
     ``where`` names the setting in messages. Raises ``ConfigError`` for what is not a class or cannot be imported.
     """
-    found = resolve(value, where) if isinstance(value, str) else value
+    found = resolve_object(value, where) if isinstance(value, str) else value
     if not isinstance(found, type):
         raise ConfigError(
             f"{value!r} is a {type(found).__name__} and not a class, in {where}. "
@@ -33,7 +45,7 @@ def resolve_classes(value: type | str | Iterable[type | str], where: str) -> tup
 
 def resolve_callable(value: Callable[..., Any] | str, where: str) -> Callable[..., Any]:
     """The function that ``value`` is or names. Raises ``ConfigError`` for what cannot be called or imported."""
-    found = resolve(value, where) if isinstance(value, str) else value
+    found = resolve_object(value, where) if isinstance(value, str) else value
     if not callable(found):
         raise ConfigError(
             f"{value!r} is a {type(found).__name__} and cannot be called, in {where}. "
@@ -42,22 +54,18 @@ def resolve_callable(value: Callable[..., Any] | str, where: str) -> Callable[..
     return found
 
 
-def described(function: Callable[..., Any]) -> str:
-    """``"package.module:name"`` of a function, or of what a ``functools.partial`` calls; of an object, its class."""
-    found: Any = getattr(function, "func", function)
-    named = found if hasattr(found, "__qualname__") else type(found)
-    return f"{named.__module__}:{named.__qualname__}"
-
-
-def resolve(reference: str, where: str) -> Any:
+def resolve_object(reference: str, where: str) -> Any:
     """The object that ``reference`` names; a dotted name after the colon goes into classes.
 
-    Raises ``ConfigError`` where there is no colon, no such module, or no such name in it; a failure to import is
+    Raises ``ConfigError`` where there is no colon, no such module, or no such name in it, and for a module that is not
+    imported yet where ``POLYSHARD_ALLOWED_PLUGINS`` or ``POLYSHARD_DISABLE_PLUGINS`` is set; a failure to import is
     chained.
     """
     module_name, colon, path = reference.partition(":")
     if not (module_name and colon and path):
         raise ConfigError(f"{reference!r} does not name an object, in {where}. Write it as 'package.module:Name'.")
+    if module_name not in sys.modules:
+        _refuse_import(module_name, reference, where)
     try:
         found: Any = importlib.import_module(module_name)
     except ImportError as error:
@@ -71,3 +79,17 @@ def resolve(reference: str, where: str) -> Any:
             raise ConfigError(f"{module_name!r} has no {path!r}, asked for in {where}. {hint}")
         found = getattr(found, name)
     return found
+
+
+def _refuse_import(module_name: str, reference: str, where: str) -> None:
+    variable = next((each for each in (DISABLE_PLUGINS, ALLOWED_PLUGINS) if _restricts(each)), None)
+    if variable is not None:
+        raise ConfigError(
+            f"{reference!r}, in {where}, names a module that the program has not imported, and {variable} is set: "
+            f"options import nothing then. Import {module_name!r} in the program where it is trusted."
+        )
+
+
+def _restricts(variable: str) -> bool:
+    text = os.environ.get(variable)
+    return text is not None and (variable == ALLOWED_PLUGINS or text.strip().lower() not in SWITCHED_OFF)
