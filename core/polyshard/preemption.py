@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from .engine.step.root import Root
 from .errors import ConfigError, StateError
-from .interfaces import Collectives
 from .state.exchange import speaks
 from .state.resting import resting_root
 from .state.rounds import Round, summing
@@ -65,7 +65,7 @@ class Preemption:
         self._agreed = False
         self._calls = 0
         self._round: Round | None = None
-        self._collectives: Collectives | None = None
+        self._root: Root | None = None
 
     def __enter__(self) -> Preemption:
         """Raises ``StateError`` outside of the main thread, where signals cannot be taken, and inside of itself."""
@@ -76,7 +76,7 @@ class Preemption:
                 "A Preemption was entered outside of the main thread, where Python takes no signals. Enter it in the "
                 "main thread, or give signals=() and call request()."
             )
-        self._collectives = resting_root(self._model, "Preemption").collectives
+        self._root = resting_root(self._model, "Preemption")
         for each in self._signals:
             self._former[each] = signal.signal(each, self._note)
         self._entered = True
@@ -107,17 +107,19 @@ class Preemption:
             StateError: outside of the ``with``.
             CollectiveError: another rank did not come.
         """
-        if not self._entered or self._collectives is None:
+        root = self._root
+        if not self._entered or root is None:
             raise StateError("requested() was called outside of 'with polyshard.Preemption(model)'.")
-        if not speaks(self._collectives):
+        if not speaks(root.collectives):
             return self._noted
         if self._agreed:
             return True
         self._calls += 1
         if self._calls % self._every == 0:
             if self._round is not None:
-                self._agreed = self._round.read()[0] > 0
-            self._round = None if self._agreed else summing(self._collectives, float(self._noted))
+                with root.recorder.during("exchange of requests to end"):
+                    self._agreed = self._round.read()[0] > 0
+            self._round = None if self._agreed else summing(root.collectives, float(self._noted))
         return self._agreed
 
     def _note(self, number: int, frame: FrameType | None) -> None:

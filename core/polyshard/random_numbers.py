@@ -24,9 +24,12 @@ def random_states(model: nn.Module) -> list[dict[str, Any]]:
     Raises:
         StateError: inside a step, or ``model`` is not the outermost sharded module.
     """
-    collectives = resting_root(model, "random_states()").collectives
-    own = own_state(collectives.device)
-    return list(collectives.all_gather_object(own)) if speaks(collectives) else [own]
+    root = resting_root(model, "random_states()")
+    own = own_state(root.collectives.device)
+    if not speaks(root.collectives):
+        return [own]
+    with root.meeting("exchange of random states", (root.collectives,)):
+        return list(root.collectives.all_gather_object(own))
 
 
 def restore_random_states(model: nn.Module, states: Sequence[Mapping[str, Any]]) -> None:

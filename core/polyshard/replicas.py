@@ -41,8 +41,12 @@ def check_replicas(model: nn.Module) -> None:
         StateError: inside a step, or ``model`` is not the outermost sharded module.
     """
     root = resting_root(model, "check_replicas()")
-    if not speaks(root.collectives) or root.collectives.world_size == 1:
-        return
+    if speaks(root.collectives):
+        with root.meeting("comparison of replicas", (root.collectives,)):
+            _compare(model, root)
+
+
+def _compare(model: nn.Module, root: Root) -> None:
     groups: dict[Collectives, list[Unit]] = {}
     for unit in root.units:
         if unit.grid.replicate is not None:

@@ -137,7 +137,9 @@ class Stragglers:
         found: tuple[Straggler, ...] = ()
         if self._round is not None:
             pending, self._round = self._round, None
-            found = self._judge(pending.read(), root)
+            with root.recorder.during("exchange of step times"):
+                told = pending.read()
+            found = self._judge(told, root)
         if self._calls is None:
             self._begin(root)
             return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
+import math
 import os
 import random
 import struct
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from mmap import mmap
 from pathlib import Path
+from typing import Literal
 
 import polyshard
 import torch
@@ -51,6 +53,40 @@ class At(enum.IntEnum):
     """All is done."""
 
 
+class Kind(enum.Enum):
+    """What one rank does wrong."""
+
+    RAISE = "raise"
+    """The program raises."""
+    OUT_OF_MEMORY = "out of memory"
+    """The device's allocator raises."""
+    SKIP = "skip"
+    """A block is left out of one step's forward, and so of its backward."""
+    AGAIN = "again"
+    """One more forward and backward than the others make."""
+    NOT_FINITE = "not finite"
+    """A batch is not a number."""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One, of one rank."""
+
+    rank: int
+    step: int
+    kind: Kind
+    at: At
+    """Where the program raises; of the other kinds, FORWARD."""
+    block: int
+    """Index of the block that is concerned, of the model's children."""
+
+    def fail(self) -> None:
+        """Raise what the mistake comes to."""
+        if self.kind is Kind.OUT_OF_MEMORY:
+            raise torch.OutOfMemoryError("planned: out of memory, tried to allocate 2.00 GiB")
+        raise ValueError(f"planned in {self.at.name}")
+
+
 @dataclass(frozen=True)
 class Job:
     """One run."""
@@ -63,6 +99,13 @@ class Job:
     keep: int | None = None
     timeout_s: float = 5.0
     seed: int = 0
+    mistake: Mistake | None = None
+    check_ranks: bool | Literal["always"] = True
+
+    def planned(self, rank: int, step: int) -> Mistake | None:
+        """What ``rank`` does wrong in ``step``."""
+        mistake = self.mistake
+        return mistake if mistake is not None and (mistake.rank, mistake.step) == (rank, step) else None
 
 
 class Places:
@@ -99,15 +142,39 @@ class Block(nn.Module):
         return y
 
 
-def build(seed: int = 0) -> nn.Module:
+class Chain(nn.Sequential):
+    """What ranks train: one after the other, but for a child that is left out, or that raises."""
+
+    mistake: Mistake | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        planned = self.mistake
+        for index, child in enumerate(self):
+            here = planned is not None and planned.block == index
+            if here and planned is not None and planned.kind is Kind.SKIP:
+                continue
+            if here and planned is not None and planned.at is At.FORWARD and planned.kind in _RAISES:
+                planned.fail()
+            x = child(x)
+            if here and planned is not None and planned.at is At.BACKWARD:
+                fails = planned.fail
+                x.register_hook(lambda gradient, fails=fails: fails())
+        return x
+
+
+_RAISES = (Kind.RAISE, Kind.OUT_OF_MEMORY)
+
+
+def build(seed: int = 0) -> Chain:
     """The model, whole."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(5, 11), Block(11, 17), Block(11, 3), Block(11, 29), nn.Linear(11, 1))
+    return Chain(nn.Linear(5, 11), Block(11, 17), Block(11, 3), Block(11, 29), nn.Linear(11, 1))
 
 
-def config(timeout_s: float) -> polyshard.ShardConfig:
+def config(timeout_s: float, check_ranks: bool | Literal["always"] = True) -> polyshard.ShardConfig:
     """How it is sharded."""
-    return polyshard.ShardConfig(policy={"name": "module_class", "classes": [Block]}, timeout_s=timeout_s)
+    policy = {"name": "module_class", "classes": [Block]}
+    return polyshard.ShardConfig(policy=policy, timeout_s=timeout_s, check_ranks=check_ranks)
 
 
 def run_rank(rank: int, job: Job, store: Path) -> None:
@@ -139,23 +206,54 @@ def _train(rank: int, job: Job, store: Path) -> None:
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(store), job.ranks), rank=rank, world_size=job.ranks, timeout=timeout
     )
-    model = polyshard.shard(build(job.seed), config(job.timeout_s))
+    model = polyshard.shard(build(job.seed), config(job.timeout_s, job.check_ranks))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     torch.manual_seed(1000 + rank)
     random.seed(2000 + rank)
     first, losses, saved = _resumed(rank, job, model, optimizer)
+    with polyshard.tell_failures(model):
+        saved = _train_on(rank, job, places, model, optimizer, first, losses, saved)
+    with polyshard.unsharded(model):
+        state = {name: value.detach().clone() for name, value in model.named_parameters()}
+    (job.folder / f"end-{rank}.json").write_text(
+        json.dumps({"digest": digest(state), "losses": losses if rank == 0 else []})
+    )
+    places.tell(rank, job.steps, At.END, saved)
+
+
+def _train_on(
+    rank: int,
+    job: Job,
+    places: Places,
+    model: Chain,
+    optimizer: torch.optim.Optimizer,
+    first: int,
+    losses: list[float],
+    saved: int,
+) -> int:
+    """The steps from ``first`` on; returns the step of the last save that was waited for."""
     pending: checkpoint.PendingSave | None = None
     for step in range(first, job.steps):
         places.tell(rank, step, At.BETWEEN, saved)
+        mistake = job.planned(rank, step)
+        model.mistake = mistake
+        if mistake is not None and mistake.at is At.BETWEEN:
+            mistake.fail()
         # As long as a loader takes.
         time.sleep(0.004)
         batch = torch.tensor([[random.random() for _ in range(5)] for _ in range(4)])
+        if mistake is not None and mistake.kind is Kind.NOT_FINITE:
+            batch[1, 2] = math.nan
         places.tell(rank, step, At.FORWARD, saved)
+        if mistake is not None and mistake.kind is Kind.AGAIN:
+            model(batch).square().mean().backward()
         loss = model(batch).square().mean()
         places.tell(rank, step, At.BACKWARD, saved)
         loss.backward()
         places.tell(rank, step, At.OPTIMIZER, saved)
-        polyshard.clip_grad_norm_(model, 1.0)
+        polyshard.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+        if mistake is not None and mistake.at is At.OPTIMIZER:
+            mistake.fail()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -173,12 +271,7 @@ def _train(rank: int, job: Job, store: Path) -> None:
             saved, pending = done, None
     if pending is not None:
         pending.result()
-    with polyshard.unsharded(model):
-        state = {name: value.detach().clone() for name, value in model.named_parameters()}
-    (job.folder / f"end-{rank}.json").write_text(
-        json.dumps({"digest": digest(state), "losses": losses if rank == 0 else []})
-    )
-    places.tell(rank, job.steps, At.END, saved)
+    return saved
 
 
 def _resumed(rank: int, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, list[float], int]:

@@ -70,8 +70,16 @@ def load(
         PolyshardError: the save in the background failed, and nobody has been told yet.
     """
     owner = resting_root(model, "checkpoint.load()")
-    collectives, directory = owner.collectives, Path(directory)
-    history = History.of(owner)
+    with owner.meeting("load of a checkpoint", (owner.collectives,)):
+        extra = _load(owner, Path(directory), model, optimizer, pickles=pickles, frozen=frozen)
+    owner.events.on_load(model, Path(directory))
+    return extra
+
+
+def _load(
+    owner: Root, directory: Path, model: nn.Module, optimizer: Optimizers | None, *, pickles: bool, frozen: bool
+) -> Mapping[str, Any]:
+    collectives, history = owner.collectives, History.of(owner)
     history.settle(owner)
     with together(collectives, f"Opening the checkpoint {directory}"):
         marker = Marker.read(directory)
@@ -99,7 +107,6 @@ def load(
         restore_casters(owner, content.precision)
         if coordinates(collectives):
             history.line = Line.from_loaded(directory, marker)
-    owner.events.on_load(model, directory)
     return content.extra
 
 
@@ -169,7 +176,15 @@ def load_dcp(
         OSError: reading failed; the model may hold parts of what was read.
     """
     owner = resting_root(model, "checkpoint.load_dcp()")
-    collectives, directory = owner.collectives, Path(directory)
+    with owner.meeting("load of a checkpoint", (owner.collectives,)):
+        _load_dcp(owner, Path(directory), model, optimizer, keys)
+    owner.events.on_load(model, Path(directory))
+
+
+def _load_dcp(
+    owner: Root, directory: Path, model: nn.Module, optimizer: Optimizers | None, keys: DcpKeys | None
+) -> None:
+    collectives = owner.collectives
     joint = None if optimizer is None else Joint(optimizer)
     with together(collectives, f"Opening the directory {directory}"), _readable(directory, collectives):
         groups = [] if joint is None else _names(owner, joint)
@@ -187,7 +202,6 @@ def load_dcp(
         if restore is not None:
             source.read(restore.targets)
             restore.commit()
-    owner.events.on_load(model, directory)
 
 
 def _metadata(directory: Path) -> Any:

@@ -78,7 +78,7 @@ def save(
     """
     owner = resting_root(model, "checkpoint.save()")
     collectives = owner.collectives
-    with ExitStack() as stack:
+    with owner.meeting("save of a checkpoint", (owner.collectives,)), ExitStack() as stack:
         task = _prepared(owner, Path(root), step, model, optimizer, extra, keep, stack, frozen=frozen)
         writing = plan_writing(task.path, task.state, task.document, collectives)
         files, manifest = write_all(writing, collectives)
@@ -117,7 +117,7 @@ def async_save(
     """
     owner = resting_root(model, "checkpoint.async_save()")
     collectives = owner.collectives
-    with ExitStack() as stack:
+    with owner.meeting("save of a checkpoint", (owner.collectives,)), ExitStack() as stack:
         task = _prepared(owner, Path(root), step, model, optimizer, extra, keep, stack, frozen=frozen)
         writing = plan_writing(task.path, task.state, task.document, collectives)
         with together(collectives, f"Copying {task.described}"):

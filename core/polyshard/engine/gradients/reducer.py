@@ -161,7 +161,8 @@ class Reducer:
             input.gradients = its
             if self.audit is not None:
                 what = each.spec.label, "reduce", input.layout.padded_numel, input.dtype
-                self.lanes.meet(self.audit.agree, each.grid.world, *what)
+                with self._recorder.during("comparison of a reduction", (each.spec,), True):
+                    self.lanes.meet(self.audit.agree, each.grid.world, *what)
         room = self.room[way]
         if self._waiting and (
             way is not self._way or self._nbytes + nbytes > room or self._waiting[0].goes_with != members[0].goes_with

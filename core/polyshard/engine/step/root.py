@@ -313,7 +313,8 @@ class Root(Step):
         presence = self._presence_of_gradients()
         if presence is not None:
             if self.announce is not None:
-                self.lanes.meet(self.announce, "end of a backward")
+                with self.recorder.during("end of a backward", backward=True):
+                    self.lanes.meet(self.announce, "end of a backward")
             presence.exchange(self.lanes)
         self.lanes.drain()
         for offload in self._parking:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from ...interfaces import Collectives
@@ -77,6 +79,16 @@ class Step:
     def rank(self) -> int:
         """This process's rank among all that share the model."""
         return self.collectives.rank
+
+    @contextmanager
+    def meeting(self, operation: str, groups: Iterable[Collectives | None]) -> Iterator[None]:
+        """Communications between steps, in ``groups``, which are announced where that is done."""
+        with self.recorder.during(operation):
+            if self.announce is not None:
+                for group in groups:
+                    if group is not None:
+                        self.lanes.meet(group.announce, operation)
+            yield
 
     def use_lanes(self, lanes: Lanes) -> None:
         """Send by ``lanes`` from now on."""

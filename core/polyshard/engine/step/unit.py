@@ -425,7 +425,9 @@ class Unit:
             return
         audit.gathered.add(self.name)
         sent = None if self.parks or self.encoded is not None else self.master
-        audit.compare_gathered(shard, self.name, self.buffer.flat, self.buffer.own, sent)
+        assert self.step is not None
+        with self.step.recorder.during("comparison of a gather", (self.spec,), self.step.phase is Phase.BACKWARD):
+            audit.compare_gathered(shard, self.name, self.buffer.flat, self.buffer.own, sent)
 
     def show(self) -> None:
         """Let modules see whole parameters."""

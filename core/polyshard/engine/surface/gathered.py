@@ -46,7 +46,8 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
     refusals = ExitStack()
     try:
         for unit in root.units:
-            flats[unit] = _expose_whole(unit)
+            with root.meeting(f"gather of whole '{unit.spec.label}'", (unit.grid.shard,)):
+                flats[unit] = _expose_whole(unit)
             for parameter in unit.parameters:
                 if parameter.original.requires_grad:
                     hook = partial(_refuse_gradient, parameter, root.rank)

@@ -28,6 +28,14 @@ def clip_grad_norm(
         NonFiniteError: ``error_if_nonfinite``, and the norm is infinite or not a number; on all ranks.
     """
     refuse_order(norm_type, "clip_grad_norm_", root.rank)
+    shards = dict.fromkeys(unit.grid.shard for unit in root.units)
+    with root.meeting("norm of gradients", shards):
+        return _clip(root, module, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+
+def _clip(
+    root: Root, module: nn.Module, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+) -> torch.Tensor:
     device = root.collectives.device
     groups: dict[Collectives | None, list[torch.Tensor]] = {}
     managed: set[nn.Parameter] = set()

@@ -169,9 +169,10 @@ class GradientUtilities:
         for finding in findings.values():
             worst = torch.maximum(worst, finding.to(device))
         groups = dict.fromkeys(group for unit in units for group in (unit.grid.shard, unit.grid.replicate))
-        for group in groups:
-            if group is not None:
-                group.all_reduce(worst, op=ReduceOp.MAX).wait()
+        with found[0].root.meeting("findings of a GradScaler", groups):
+            for group in groups:
+                if group is not None:
+                    group.all_reduce(worst, op=ReduceOp.MAX).wait()
         # A rank that holds no element of anything has found nothing, which torch would take for a mistake. One finding
         # alone: fused optimizers are told the sum over devices, and skip a step where that is 1.
         return {device: worst}
@@ -197,7 +198,8 @@ class GradientUtilities:
             if tensor is not None:
                 group.append(tensor)
         wide = accumulator(each.unit for each, _ in cut)
-        norms = group_norms(groups, order, wide, first.collectives.device)
+        with first.meeting("norm of gradients", groups):
+            norms = group_norms(groups, order, wide, first.collectives.device)
         others = [tensor for each, tensor in pairs if not _is_cut(each) and tensor is not None]
         # The norm of norms is the norm. Torch's own counts what is whole, and raises where that is asked for.
         return self._total_norm([*norms, *others], order, error_if_nonfinite, foreach)

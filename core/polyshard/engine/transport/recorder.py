@@ -54,7 +54,8 @@ class Issued:
     """Of those of this model on this rank, from 1 on: equal on ranks that go the same way."""
     operation: str
     units: Sequence[Named]
-    backward: bool
+    backward: bool | None
+    """Whether a backward issued it; None outside of steps, and of both."""
     at: float
     """``time.monotonic`` when it was begun."""
     ended: float | None = None
@@ -66,15 +67,19 @@ class Issued:
             "number": self.number,
             "operation": self.operation,
             "units": [unit.label for unit in self.units],
-            "phase": "backward" if self.backward else "forward",
+            "phase": self._phase,
             "at": self.at,
             "ended": self.ended,
         }
 
+    @property
+    def _phase(self) -> str | None:
+        return None if self.backward is None else "backward" if self.backward else "forward"
+
     def __str__(self) -> str:
         names = ", ".join(f"'{unit.label}'" for unit in self.units)
         about = f" of {names}" if names else ""
-        return f"number {self.number}, {self.operation}{about}, in {'backward' if self.backward else 'forward'}"
+        return f"number {self.number}, {self.operation}{about}" + (f", in {self._phase}" if self._phase else "")
 
 
 class Recorder:
@@ -92,7 +97,7 @@ class Recorder:
         self._issued: deque[Issued] = deque(maxlen=REMEMBERED)
         self._count = 0
 
-    def issue(self, operation: str, units: Sequence[Named], backward: bool) -> Issued:
+    def issue(self, operation: str, units: Sequence[Named] = (), backward: bool | None = None) -> Issued:
         """A communication of ``units`` begins; to be called before anything of it is compared or sent."""
         self._count += 1
         self.last = entry = Issued(self._count, operation, units, backward, time.monotonic())
@@ -111,6 +116,14 @@ class Recorder:
     def issued(self) -> tuple[Issued, ...]:
         """What is remembered, the oldest first."""
         return tuple(self._issued)
+
+    @contextmanager
+    def during(self, operation: str, units: Sequence[Named] = (), backward: bool | None = None) -> Iterator[None]:
+        """One communication, or several that are one to whoever calls, made and waited for inside."""
+        entry = self.issue(operation, units, backward)
+        with self.placing(entry):
+            yield
+        entry.ended = time.monotonic()
 
     @contextmanager
     def placing(self, entry: Issued | None) -> Iterator[None]:
