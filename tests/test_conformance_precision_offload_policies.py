@@ -9,6 +9,7 @@ import pytest
 import torch
 from polyshard.interfaces import OffloadManager, PrecisionCaster, WrapPolicy
 from polyshard.testing import ListenerSuite, OffloadSuite, PolicySuite, PrecisionSuite, plugin_context
+from polyshard_plugins.finite import Finite
 from polyshard_plugins.offload import CpuOffload, NoOffload
 from polyshard_plugins.precision import Bf16, Fp16, Fp32, Mixed, Unchanged
 from polyshard_plugins.trace import Trace
@@ -121,6 +122,11 @@ class TestCustom(PolicySuite):
 class TestOr(PolicySuite):
     def make(self) -> WrapPolicy:
         return Or(CONTEXT, [torch.nn.LayerNorm, Custom(CONTEXT, keeps_linears_gathered)])
+
+
+class TestFinite(ListenerSuite):
+    def make(self) -> object:
+        return Finite(plugin_context())
 
 
 class TestTrace(ListenerSuite):

@@ -51,7 +51,10 @@ def before_shard(model: torch.nn.Module, config: ShardConfig) -> None:
 
 @hookspec
 def after_shard(model: torch.nn.Module) -> None:
-    """``model`` is sharded; its parameters are this rank's shards."""
+    """``model`` is sharded; its parameters are this rank's shards.
+
+    Forward hooks may be put on its modules that look and return None. Nothing else of it may be changed.
+    """
 
 
 @hookspec

@@ -8,6 +8,7 @@ import pytest
 import torch
 from polyshard.interfaces import OffloadManager, PrecisionCaster, WrapPolicy
 from polyshard.testing import ListenerSuite, OffloadSuite, PolicySuite, PrecisionSuite, plugin_context
+from polyshard_plugins.finite import Finite
 from polyshard_plugins.offload import CpuOffload, NoOffload
 from polyshard_plugins.precision import Bf16, Fp16, Fp32
 from polyshard_plugins.trace import Trace
@@ -66,6 +67,13 @@ class TestSize(PolicySuite):
 
     def make(self) -> WrapPolicy:
         return Size(plugin_context(device=CUDA), min_num_params=250)
+
+
+class TestFinite(ListenerSuite):
+    device = CUDA
+
+    def make(self) -> object:
+        return Finite(plugin_context(device=CUDA))
 
 
 class TestTrace(ListenerSuite):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from contextlib import redirect_stdout
 
 from ..config import ShardConfig
 from ..errors import ConfigError
@@ -93,7 +95,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise ConfigError("--batch-size is of no use without --batch, which says what a sample is.")
     if arguments.microbatches != 1 and not arguments.batch:
         raise ConfigError("--microbatches is of no use without --batch: no forward is run.")
-    with importing_beside(arguments.file):
+    # What modules of the user's print would stand in front of the JSON.
+    with importing_beside(arguments.file), redirect_stdout(sys.stderr):
         batch, samples = _batch_of(arguments)
         device = find_device(arguments.device) if arguments.device else None
         memory = _memory_of(arguments.device_memory)

@@ -103,7 +103,7 @@ class Watched(Listener):
             self._calls.pop()
         if before is not None and model is not None:
             try:
-                before.check(model, call)
+                before.check(model, call, may_hook=call == "after_shard")
             except AssertionError as error:
                 self.changes.append(str(error))
 

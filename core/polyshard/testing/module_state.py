@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,18 +30,42 @@ class ModuleState:
         trained = {name: each.requires_grad for name, each in tensors.items()}
         return cls(attributes, trained, {name: each.detach().clone() for name, each in tensors.items() if values})
 
-    def check(self, root: nn.Module, by: str = "it") -> None:
-        """Compare it with what it is now; ``by``: who may have changed it."""
+    def check(self, root: nn.Module, by: str = "it", *, may_hook: bool = False) -> None:
+        """Compare it with what it is now.
+
+        ``by``: who may have changed it. ``may_hook``: it may have added forward hooks.
+        """
         now = ModuleState.of(root, values=bool(self.values))
         assert now.attributes.keys() == self.attributes.keys(), f"{by} changed which modules there are"
         for name, before in self.attributes.items():
             after = now.attributes[name]
-            changed = [key for key in before.keys() | after.keys() if not _same(before.get(key), after.get(key))]
+            changed = [
+                key
+                for key in before.keys() | after.keys()
+                if not _same(before.get(key), after.get(key))
+                and not (may_hook and key in _HOOKS and _extends(before[key], after[key]))
+            ]
             assert not changed, f"{by} changed {', '.join(sorted(changed))} of module {name!r}"
         for name, trained in self.trained.items():
             assert now.trained[name] is trained, f"{by} changed requires_grad of {name}"
         for name, value in self.values.items():
             assert torch.equal(now.values[name], value), f"{by} changed values of {name}"
+
+
+#: Where modules keep forward hooks.
+_HOOKS = frozenset(
+    {
+        "_forward_hooks",
+        "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called",
+        "_forward_pre_hooks",
+        "_forward_pre_hooks_with_kwargs",
+    }
+)
+
+
+def _extends(before: Mapping[int, Any], after: Mapping[int, Any]) -> bool:
+    return all(key in after and after[key] is hook for key, hook in before.items())
 
 
 def _held(value: Any) -> Any:

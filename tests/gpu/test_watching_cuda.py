@@ -1,0 +1,97 @@
+"""Replicas and outputs that go wrong on a device.
+
+CPU twins: ``tests/test_replicas.py``, ``tests/test_finite_listener.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+
+import polyshard
+import pytest
+import torch
+from polyshard.errors import NonFiniteError, RankMismatchError
+from polyshard.interfaces import PluginContext
+from polyshard_plugins.finite import Finite
+from processes import KeptRanks
+from torch import nn
+
+pytestmark = pytest.mark.gpu
+
+WORLD_SIZE = max(1, min(torch.cuda.device_count(), 2))
+RANKS = KeptRanks("nccl")
+POLICY = {"name": "module_class", "classes": [nn.Linear]}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_ranks() -> Iterator[None]:
+    yield
+    RANKS.close()
+
+
+def net(device: torch.device) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64), nn.GELU(), nn.Linear(64, 8)).to(device)
+
+
+def compare(rank: int, dtype: torch.dtype) -> tuple[str, int]:
+    """What is found of a flipped bit, and how often nothing was found of none."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    model = polyshard.shard(net(device).to(dtype), polyshard.ShardConfig(strategy="no_shard", policy=POLICY))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    sound = 0
+    for _ in range(3):
+        model(torch.randn(16, 64, device=device, dtype=dtype)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        polyshard.check_replicas(model)
+        sound += 1
+    if rank == 1:
+        held = model[2].weight.detach().view(-1)
+        held.view({4: torch.int32, 2: torch.int16}[dtype.itemsize])[123] ^= 1 << 5
+    try:
+        polyshard.check_replicas(model)
+    except RankMismatchError as error:
+        return str(error), sound
+    finally:
+        polyshard.close(model)
+    return "", sound
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second rank that holds the same")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_flipped_bit_of_a_replica_is_named(dtype: torch.dtype) -> None:
+    for text, sound in RANKS.run(WORLD_SIZE, compare, dtype, timeout=60.0):
+        assert sound == 3
+        assert "Parameter '2.weight' of unit '2' differs between ranks that hold the same of it" in text
+        assert "[0], [1] agree among themselves" in text
+
+
+def spoil(rank: int) -> str:
+    device = torch.device("cuda", torch.cuda.current_device())
+    watch = Finite(PluginContext("finite", device, rank=rank))
+    model = net(device)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*(NO_SHARD|registering it failed)")
+        polyshard.shard(model, polyshard.ShardConfig(policy=POLICY, precision="bf16", listeners=[watch]))
+        batch = torch.ones(16, 64, device=device)
+        model(batch).sum().backward()
+        watch.check(model)
+        with torch.no_grad():
+            for parameter in model[2].parameters():
+                parameter.fill_(math.inf)
+        model(batch).sum().backward()
+    try:
+        watch.check(model)
+    except NonFiniteError as error:
+        return str(error)
+    finally:
+        polyshard.close(model)
+    return ""
+
+
+def test_the_first_unit_that_is_not_finite_is_named() -> None:
+    for rank, text in enumerate(RANKS.run(WORLD_SIZE, spoil, timeout=60.0)):
+        assert f"The output of unit '2' was not finite in step 2 (rank {rank}), and 1 more after it." in text
