@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import polyshard
 import pytest
 import torch
 from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, units_of
 from polyshard.errors import RankMismatchError
+from polyshard.testing import plugin_context
+from polyshard_backends.gloo import GlooCollectives
 from polyshard_backends.threaded import ThreadedWorld
 from processes import RankPool
 from torch import nn
@@ -81,3 +87,48 @@ def test_processes_are_told_too(way: int) -> None:
         for text in pool.run(diverge, way):
             assert "rank 0: all_gather of " in text
             assert "rank 1: all_gather of " in text
+
+
+def announce_against_an_object(rank: int) -> str:
+    """One rank sends an object where the others announce what they gather."""
+    model = polyshard.shard(seeded(Net), polyshard.ShardConfig(timeout_s=5, policy=units_of(Block)))
+    for _ in range(2):
+        model(draw(4, 3, rank=rank)).sum().backward()
+    call: Callable[[], Any] = (
+        partial(polyshard.random_states, model) if rank == 1 else partial(model, draw(4, 3, rank=rank))
+    )
+    with pytest.raises(RankMismatchError) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_ranks_that_send_objects_and_ranks_that_gather_are_told_apart() -> None:
+    with RankPool(3) as pool:
+        for rank, text in enumerate(pool.run(announce_against_an_object)):
+            assert f"(rank {rank})" in text
+            assert "  rank 1: exchange of random states" in text
+            assert "  rank 2: all_gather of " in text
+
+
+def objects_against_announcements(rank: int) -> str:
+    collectives = GlooCollectives(plugin_context())
+    assert collectives.all_gather_object({"rank": rank}) == [{"rank": each} for each in range(3)]
+    collectives.announce("the same")
+    call: Callable[[], Any] = (
+        partial(collectives.all_gather_object, "x" * 5000)
+        if rank == 2
+        else partial(collectives.announce, "all_gather of '0', " + "and many more, " * 200)
+    )
+    with pytest.raises(RankMismatchError) as caught:
+        call()
+    # What was told apart leaves the group as it was.
+    assert collectives.all_gather_object(rank) == [0, 1, 2]
+    return str(caught.value)
+
+
+def test_a_group_goes_on_behind_what_was_told_apart() -> None:
+    with RankPool(3) as pool:
+        for text in pool.run(objects_against_announcements):
+            assert "  rank 0: all_gather of '0', and many more, " in text
+            assert "  rank 2: exchange of an object" in text
+            assert len(text) < 3000

@@ -179,7 +179,7 @@ def test_units_that_would_gain_nothing_travel_as_they_compute() -> None:
         ({"compute": "int8"}, "no dtype has the name 'int8', in compute"),
         ({"reduce": "bf16", "wire": "fp32"}, "cannot hold gradients that travel in torch.float32"),
         ({"cast_inputs": "yes"}, "'yes' is neither true nor false, in cast_inputs"),
-        ({"leave_alone": "LayerNorm"}, "'LayerNorm' does not name a class, in leave_alone"),
+        ({"leave_alone": "LayerNorm"}, "'LayerNorm' does not name an object, in leave_alone"),
         ({"blok": 64}, "Did you mean 'block'"),
     ],
     ids=str,

@@ -37,6 +37,12 @@ _CAPABILITIES = CollectivesCapabilities(
     exchanges=True,
 )
 
+#: What tells the length of an object from the checksum of an announcement: ranks that part may send one against the
+#: other, and a checksum would be taken for a length.
+_OBJECT = 1 << 62
+#: Of an announcement, bytes that are told where ranks differ.
+_TEXT_NBYTES = 1024
+
 
 class _GlooWork:
     """An operation in flight, and the local part that follows it."""
@@ -94,16 +100,38 @@ class GlooCollectives(ProcessGroupCollectives):
         return _CAPABILITIES
 
     def announce(self, what: str) -> None:
-        mine = torch.tensor([zlib.crc32(what.encode())])
+        mine = zlib.crc32(what.encode())
+        if any(each != mine for each in self._heads(mine)):
+            raise self._refusal(what)
+
+    def _lengths(self, mine: int) -> list[int]:
+        heads = self._heads(_OBJECT | mine)
+        if not all(each & _OBJECT for each in heads):
+            raise self._refusal("exchange of an object")
+        return [each ^ _OBJECT for each in heads]
+
+    def _heads(self, mine: int) -> list[int]:
+        """Every rank's number: of what it announces, or of the bytes that it sends next."""
         everyone = torch.empty(self._world_size, dtype=torch.int64)
-        self.all_gather(everyone, mine).wait()
-        if bool((everyone == mine).all()):
-            return
-        listed = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(self.all_gather_object(what)))
-        raise RankMismatchError(
+        self.all_gather(everyone, torch.tensor([mine])).wait()
+        return [int(each) for each in everyone.tolist()]
+
+    def _refusal(self, what: str) -> RankMismatchError:
+        """Why this rank goes no further, on every rank: some are about to do something else than ``what``."""
+        # All have seen that they differ, so none announces anything in between.
+        texts = self._texts(what)
+        listed = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
+        return RankMismatchError(
             f"Ranks are about to issue different collectives (rank {self._rank}):\n{listed}\n"
             "Let every rank run the same modules in the same order; one that caught an exception goes on from there."
         )
+
+    def _texts(self, mine: str) -> list[str]:
+        encoded = mine.encode()[:_TEXT_NBYTES].ljust(_TEXT_NBYTES)
+        everyone = torch.empty(self._world_size * _TEXT_NBYTES, dtype=torch.uint8)
+        self.all_gather(everyone, torch.frombuffer(bytearray(encoded), dtype=torch.uint8)).wait()
+        rows = everyone.view(self._world_size, _TEXT_NBYTES)
+        return [row.numpy().tobytes().decode(errors="replace").rstrip() for row in rows]
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         check_slices("all_gather", out, shard, self._rank, self._world_size)

@@ -304,15 +304,19 @@ class ProcessGroupCollectives(Collectives):
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         pickled = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-        sizes = torch.empty(self._world_size, dtype=torch.int64, device=self.device)
-        self.all_gather(sizes, torch.tensor([pickled.numel()], device=self.device)).wait()
-        lengths = sizes.tolist()
+        lengths = self._lengths(pickled.numel())
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: pickled.numel()].copy_(pickled)
         everything = torch.empty(self._world_size * padded.numel(), dtype=torch.uint8, device=self.device)
         self.all_gather(everything, padded.to(self.device)).wait()
         rows = everything.cpu().view(self._world_size, padded.numel())
         return [pickle.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
+
+    def _lengths(self, mine: int) -> list[int]:
+        """How many bytes each rank's object has."""
+        sizes = torch.empty(self._world_size, dtype=torch.int64, device=self.device)
+        self.all_gather(sizes, torch.tensor([mine], device=self.device)).wait()
+        return [int(size) for size in sizes.tolist()]
 
     def _translated(self, error: Exception, operation: str) -> CollectiveError:
         return translated(error, operation, self._rank, self._context.timeout.total_seconds())

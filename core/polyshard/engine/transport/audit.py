@@ -36,10 +36,6 @@ class Audit:
         if not world.capabilities.can_communicate:
             return
         mine = f"{operation} of unit '{unit}', {numel} elements of {dtype}"
-        if world.capabilities.announces:
-            # Objects travel as their sizes first, which ranks that announce something else would take for that.
-            world.announce(mine)
-            return
         everyone = world.all_gather_object(mine)
         if any(other != mine for other in everyone):
             listed = "\n".join(f"  rank {rank}: {what}" for rank, what in enumerate(everyone))
@@ -61,8 +57,6 @@ class Audit:
         """
         if not group.capabilities.can_communicate:
             return
-        if group.capabilities.announces:
-            group.announce(f"comparison of the gather of unit '{unit}'")
         kept = sent is None or bool(checksum(own) == checksum(sent.to(own.dtype)))
         everyone: list[Any] = group.all_gather_object([f"gather of unit '{unit}'", int(checksum(buffer)), kept])
         if any(each[0] != everyone[0][0] for each in everyone):
