@@ -189,6 +189,14 @@ def test_wrong_uses_are_refused_and_the_model_trains_on() -> None:
     train(model)
 
 
+def test_handlers_are_put_back_where_one_signal_cannot_be_taken() -> None:
+    model = alone()
+    with pytest.raises(OSError, match="Invalid argument"):
+        polyshard.Preemption(model, signals=(signal.SIGTERM, signal.SIGKILL)).__enter__()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    train(model)
+
+
 def test_another_thread_is_refused_signals_and_may_ask_without() -> None:
     model = alone()
     found: list[Any] = []

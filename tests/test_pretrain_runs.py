@@ -206,6 +206,7 @@ def test_another_number_of_ranks_and_compiled_blocks_see_the_same_text(whole: Ru
     ended = start(1, [*arguments(folder), *words, "--accept-changes"])
     assert ended.codes == [0], ended
     assert "accepted: there were 2 ranks and are 1" in ended.output
+    assert "random numbers begin anew: states are of 2 rank(s), of 1" in ended.output
     expected, found = scalars(whole.folder, "loss/train"), scalars(folder, "loss/train")
     assert found == pytest.approx(expected, abs=1e-5)
     assert "tokens/s  memory" in ended.output

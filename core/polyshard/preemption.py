@@ -77,18 +77,20 @@ class Preemption:
                 "main thread, or give signals=() and call request()."
             )
         self._root = resting_root(self._model, "Preemption")
-        for each in self._signals:
-            self._former[each] = signal.signal(each, self._note)
+        try:
+            for each in self._signals:
+                self._former[each] = signal.signal(each, self._note)
+        except BaseException:
+            # One of them cannot be taken, as SIGKILL: nobody would put back the others.
+            self._put_back()
+            raise
         self._entered = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for each, former in self._former.items():
-            # None: a handler that was not installed from Python, and cannot be put back from there.
-            signal.signal(each, signal.SIG_DFL if former is None else former)
-        self._former.clear()
+        self._put_back()
         self._entered = False
         pending, self._round = self._round, None
         if pending is not None and kind is None:
@@ -121,6 +123,12 @@ class Preemption:
                     self._agreed = self._round.read()[0] > 0
             self._round = None if self._agreed else summing(root.collectives, float(self._noted))
         return self._agreed
+
+    def _put_back(self) -> None:
+        for each, former in self._former.items():
+            # None: a handler that was not installed from Python, and cannot be put back from there.
+            signal.signal(each, signal.SIG_DFL if former is None else former)
+        self._former.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -79,6 +79,10 @@ def train(settings: Settings, ranks: Ranks, arguments: argparse.Namespace) -> in
             require_same(changes, directory)
         training.go_on(progress, changes)
         notes += [f"going on from {directory}", *(f"accepted: {change}" for change in changes.values())]
+        if len(progress.random) != ranks.world_size:
+            notes.append(
+                f"random numbers begin anew: states are of {len(progress.random)} rank(s), of {ranks.world_size}"
+            )
     reporter = make_reporter(
         settings.training.steps,
         shown=ranks.is_first,
