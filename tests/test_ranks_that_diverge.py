@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -108,6 +109,43 @@ def test_ranks_that_send_objects_and_ranks_that_gather_are_told_apart() -> None:
             assert f"(rank {rank})" in text
             assert "  rank 1: exchange of random states" in text
             assert "  rank 2: all_gather of " in text
+
+
+def watch_on_one_rank(rank: int, how: str) -> str:
+    """Rank 0 alone calls what all ranks have to."""
+    model = polyshard.shard(seeded(Net), polyshard.ShardConfig(timeout_s=5, policy=units_of(Block)))
+    # In the first steps ranks compare more than they announce.
+    model(draw(4, 3, rank=rank)).sum().backward()
+    watch = polyshard.Preemption(model, ()) if how == "requested" else polyshard.Stragglers(model, every=1)
+    entered = watch if rank == 0 or how != "enter" else nullcontext()
+
+    def train() -> None:
+        with entered:
+            for _ in range(4):
+                model(draw(4, 3, rank=rank)).sum().backward()
+                if rank == 0 and isinstance(watch, polyshard.Preemption):
+                    watch.requested()
+                elif rank == 0 and how == "step":
+                    watch.step()  # type: ignore[union-attr]
+
+    with pytest.raises(RankMismatchError) as caught:
+        train()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("requested", "exchange of requests to end"),
+        ("enter", "exchange of the names of machines"),
+        ("step", "exchange of step times"),
+    ],
+)
+def test_what_all_ranks_have_to_call_and_one_does_alone_is_told(how: str, words: str) -> None:
+    with RankPool(2) as pool:
+        for text in pool.run(watch_on_one_rank, how):
+            assert f"  rank 0: {words}" in text
+            assert "  rank 1: all_gather of " in text
 
 
 def objects_against_announcements(rank: int) -> str:

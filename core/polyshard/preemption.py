@@ -107,6 +107,7 @@ class Preemption:
 
         Raises:
             StateError: outside of the ``with``.
+            RankMismatchError: another rank does something else, where the collectives compare that.
             CollectiveError: another rank did not come.
         """
         root = self._root
@@ -118,10 +119,10 @@ class Preemption:
             return True
         self._calls += 1
         if self._calls % self._every == 0:
-            if self._round is not None:
-                with root.recorder.during("exchange of requests to end"):
+            with root.meeting("exchange of requests to end", (root.collectives,)):
+                if self._round is not None:
                     self._agreed = self._round.read()[0] > 0
-            self._round = None if self._agreed else summing(root.collectives, float(self._noted))
+                self._round = None if self._agreed else summing(root.collectives, float(self._noted))
         return self._agreed
 
     def _put_back(self) -> None:

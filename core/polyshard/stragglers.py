@@ -102,7 +102,8 @@ class Stragglers:
             raise StateError("A Stragglers was entered twice. Enter it once, around the loop of training.")
         root = resting_root(self._model, "Stragglers")
         if speaks(root.collectives):
-            self._hosts = root.collectives.all_gather_object(socket.gethostname())
+            with root.meeting("exchange of the names of machines", (root.collectives,)):
+                self._hosts = root.collectives.all_gather_object(socket.gethostname())
         self._root = root
         return self
 
@@ -127,6 +128,7 @@ class Stragglers:
 
         Raises:
             StateError: outside of the ``with``.
+            RankMismatchError: another rank does something else, where the collectives compare that.
             CollectiveError: another rank did not come.
         """
         root = self._root
@@ -137,9 +139,7 @@ class Stragglers:
         found: tuple[Straggler, ...] = ()
         if self._round is not None:
             pending, self._round = self._round, None
-            with root.recorder.during("exchange of step times"):
-                told = pending.read()
-            found = self._judge(told, root)
+            found = self._judge(pending.read(), root)
         if self._calls is None:
             self._begin(root)
             return found
@@ -148,7 +148,8 @@ class Stragglers:
             self._stalls.stop()
             root.lanes.stalls = None
         if self._calls == self._every:
-            self._round = gathering(root.collectives, self._measurement())
+            with root.meeting("exchange of step times", (root.collectives,)):
+                self._round = gathering(root.collectives, self._measurement())
             self._begin(root)
         return found
 
