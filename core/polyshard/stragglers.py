@@ -60,7 +60,8 @@ class Stragglers:
                     print(slow)
 
     Of each ``every`` steps, the first ten at most are measured, or the first half. What each rank measured is exchanged
-    at the last of them, and read at the call after that, which thereby waits for nothing.
+    at the last of them, and read at the call after that, which thereby waits for nothing; with ``every=1`` each call
+    waits for the device.
 
     A rank's own time is a step's without what compute spent waiting for gathers, reductions, and the comparison of what
     ranks issue. Waits in the program's own collectives count as its own.
