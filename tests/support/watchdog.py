@@ -37,6 +37,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     limit = float(item.config.getini("deadlock_timeout"))
     if limit <= 0:
         return (yield)
+    marker = item.get_closest_marker("timeout")
+    if marker is not None and marker.args:
+        # A test that says that it takes longer.
+        limit = max(limit, float(marker.args[0]) + 60)
     faulthandler.dump_traceback_later(limit, exit=True, file=item.config.stash[_STDERR])
     try:
         return (yield)
