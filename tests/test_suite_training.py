@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from polyshard.errors import PluginContractError
-from polyshard.interfaces import UnitSpec
+from polyshard.interfaces import PolicyContext, UnitPlan, UnitSpec
 from polyshard.testing import plugin_context
 from polyshard.testing.communication import collectives_noted
 from polyshard.testing.training import Trained, Training
 from polyshard_plugins.offload import CpuOffload
+from polyshard_policies.simple import Always
+from torch import nn
 
 
 class HalfOfIt(CpuOffload):
@@ -26,6 +29,30 @@ class HalfOfIt(CpuOffload):
 def test_two_ranks_train_as_the_model_by_itself() -> None:
     training = Training()
     training.sharded(dict).check(training.reference(), 1e-6)
+
+
+class Draws(Always):
+    """Draws random numbers on one rank, as long as the other may be building its model."""
+
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        for _ in range(50):
+            torch.rand(1)
+            time.sleep(0.001)
+        return super().plan(root, context)
+
+
+def slowly_built() -> nn.Module:
+    parts = []
+    for _ in range(20):
+        parts.append(nn.Linear(6, 6))
+        time.sleep(0.001)
+    return nn.Sequential(nn.Embedding(10, 6), *parts)
+
+
+def test_a_plugin_that_draws_random_numbers_changes_no_other_ranks_model() -> None:
+    training = Training(slowly_built)
+    sharded = training.sharded(lambda: {"policy": Draws(plugin_context())})
+    sharded.check(training.reference(), 1e-4)
 
 
 def test_one_rank_trains_as_the_model_by_itself_and_a_faulty_plugin_does_not() -> None:

@@ -98,8 +98,12 @@ class Training:
         if self.device.type != "cpu":
             return self.alone(settings)
 
+        # Before there are ranks: threads share one generator of random numbers, so that what a plugin draws on one rank
+        # would change what another builds.
+        starts = [self._start(part) for part in self.batch().chunk(RANKS)]
+
         def on_rank(rank: Rank) -> Trained:
-            return self._on_rank(rank.collectives, rank.rank, rank.world_size, settings, rank.lock)
+            return self._from(starts[rank.rank], rank.collectives, settings, rank.lock)
 
         return run_ranks(RANKS, on_rank)[0]
 
@@ -108,7 +112,9 @@ class Training:
 
         Pretended ranks would gather what no model holds, and train what no reference does.
         """
-        return self._on_rank(_ALONE, 0, 1, lambda: {"strategy": "no_shard", **settings()}, nullcontext())
+        return self._from(
+            self._start(self.batch()), _ALONE, lambda: {"strategy": "no_shard", **settings()}, nullcontext()
+        )
 
     def reference_scores(self) -> torch.Tensor:
         """What the model that is not sharded makes of the batch, in eval mode."""
@@ -122,24 +128,21 @@ class Training:
         close(model)
         return scores
 
-    def _on_rank(
-        self,
-        collectives: PluginChoice,
-        rank: int,
-        ranks: int,
-        settings: Settings,
-        lock: AbstractContextManager[Any],
+    def _start(self, batch: torch.Tensor) -> _Start:
+        model = seeded(self.build, self.device)
+        return _Start(model, _values(model), batch.to(self.device))
+
+    def _from(
+        self, start: _Start, collectives: PluginChoice, settings: Settings, lock: AbstractContextManager[Any]
     ) -> Trained:
         with lock:
-            model = seeded(self.build, self.device)
-            before = _values(model)
             config = self._config(collectives, settings)
-        shard(model, config)
-        self._steps(model, self.batch().to(self.device).chunk(ranks)[rank])
-        with unsharded(model):
-            after = _values(model)
-        close(model)
-        return Trained(before, after)
+        shard(start.model, config)
+        self._steps(start.model, start.batch)
+        with unsharded(start.model):
+            after = _values(start.model)
+        close(start.model)
+        return Trained(start.before, after)
 
     def _config(self, collectives: PluginChoice, settings: Settings) -> ShardConfig:
         chosen: dict[str, Any] = {"policy": _UNITS, **settings()}
@@ -161,6 +164,15 @@ class Training:
         with torch.no_grad():
             scores: torch.Tensor = model(self.batch().to(self.device))
         return scores.clone()
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What a rank is given."""
+
+    model: nn.Module
+    before: Values
+    batch: torch.Tensor
 
 
 _ALONE = {"name": "polyshard:fake"}
