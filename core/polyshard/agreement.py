@@ -53,6 +53,10 @@ def agree(
     Raises:
         RankMismatchError: another rank failed, or reports something else.
     """
+    if _stands_alone(collectives, process_group):
+        if error is not None:
+            raise error
+        return
     message = json.dumps([_READY, report] if error is None else [_FAILED, f"{type(error).__name__}: {error}"])
     everyone: list[str] | None = None
     store = _store_of(collectives, process_group)
@@ -60,7 +64,7 @@ def agree(
         group = process_group if isinstance(process_group, torch.distributed.ProcessGroup) else None
         ranks = torch.distributed.get_process_group_ranks(group)
         everyone = _through_store(store, ranks, message, error is not None, timeout)
-    elif collectives is not None and collectives.capabilities.can_communicate:
+    elif collectives is not None:
         everyone = list(collectives.all_gather_object(message))
     if error is not None:
         raise error
@@ -68,6 +72,12 @@ def agree(
         # Without collectives there is an error.
         assert collectives is not None
         _compare([json.loads(text) for text in everyone], json.loads(message), collectives.rank)
+
+
+def _stands_alone(collectives: Collectives | None, process_group: Any | None) -> bool:
+    """Whether there is nobody that ``agree`` would compare with."""
+    communicates = collectives is not None and collectives.capabilities.can_communicate
+    return not communicates and _store_of(collectives, process_group) is None
 
 
 def _store_of(collectives: Collectives | None, process_group: Any | None) -> Any | None:

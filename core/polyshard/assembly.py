@@ -218,7 +218,16 @@ def _together(config: ShardConfig, collectives: Collectives, process_group: Any 
         raise error
 
 
-def _plan(request: Request, plugins: ChosenPlugins, shards: int) -> list[PlannedStage]:
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """The stages of a request, the root's first."""
+
+    stages: list[PlannedStage]
+    modules: list[list[nn.Module]]
+    """For each stage, the modules inside it that no inner stage owns."""
+
+
+def _plan(request: Request, plugins: ChosenPlugins, shards: int) -> _Planned:
     module, rank = request.module, plugins.collectives.rank
     refuse_broken(module, "shard()")
     if request.composes:
@@ -237,10 +246,11 @@ def _plan(request: Request, plugins: ChosenPlugins, shards: int) -> list[Planned
     chosen = plugins.policy.plan(
         module, PolicyContext(request.ignored_modules, request.ignored_parameters, shards, plugins.context.device)
     )
+    names = {inner: name for name, inner in module.named_modules()}
     if isinstance(chosen, Mapping):
         alone = {
             inner: dict[str, Any]()
-            for name, inner in module.named_modules()
+            for inner, name in names.items()
             if inner not in chosen and inner is not module and leaves_alone(plugins.caster, inner, name, rank)
         }
         chosen = {**chosen, **alone}
@@ -253,11 +263,12 @@ def _plan(request: Request, plugins: ChosenPlugins, shards: int) -> list[Planned
         # Where nothing is gathered, one unit around the others costs nothing.
         divides=request.config.split_root and shards > 1,
     )
-    own = {inner for modules in _own_modules(planned, request) for inner in modules}
-    named = {inner: name for name, inner in module.named_modules() if inner in own}
+    owned = _own_modules(planned, request)
+    own = {inner for modules in owned for inner in modules}
+    named = {inner: name for inner, name in names.items() if inner in own}
     refuse_uninitializable(planned, named, request.initializer, rank)
     _refuse_irreducible(planned, plugins.collectives)
-    return planned
+    return _Planned(planned, owned)
 
 
 def _refuse_pieces(request: Request, rank: int) -> None:
@@ -306,12 +317,11 @@ class Drafted:
 _OVERRIDDEN = {"precision": Group.PRECISION, "offload": Group.OFFLOAD, "layout": Group.LAYOUTS}
 
 
-def _draft(
-    request: Request, plugins: ChosenPlugins, planned: Sequence[PlannedStage], shards: int
-) -> tuple[Drafted, ...]:
+def _draft(request: Request, plugins: ChosenPlugins, planned: _Planned, shards: int) -> tuple[Drafted, ...]:
     rank, device = plugins.collectives.rank, plugins.context.device
     drafted = []
-    for stage, modules in zip(planned, _own_modules(planned, request), strict=True):
+    travelled: dict[torch.dtype, int] = {}
+    for stage, modules in zip(planned.stages, planned.modules, strict=True):
         own = {
             key: plugins.override(group, stage.overrides[key])
             for key, group in _OVERRIDDEN.items()
@@ -333,6 +343,7 @@ def _draft(
             offload,
             layout,
             plugins.events,
+            travelled,
             is_root=stage.governing is request.module,
             rank=rank,
         )
@@ -380,19 +391,18 @@ def _compares(config: ShardConfig, collectives: Collectives) -> bool:
     return config.check_ranks and collectives.capabilities.can_communicate and collectives.world_size > 1
 
 
-def _values(request: Request, planned: Sequence[PlannedStage], collectives: Collectives) -> list[list[Any]]:
+def _values(request: Request, planned: _Planned, collectives: Collectives) -> list[list[Any]]:
     config = request.config
     if not _compares(config, collectives):
         return []
-    found = described_values(planned, compare=not config.sync_module_states)
+    found = described_values(planned.stages, compare=not config.sync_module_states)
     if config.sync_module_states:
-        own = {inner for modules in _own_modules(planned, request) for inner in modules}
+        own = {inner for modules in planned.modules for inner in modules}
         found += described_buffers(named for named in request.module.named_modules() if named[1] in own)
     return found
 
 
 def _own_modules(planned: Sequence[PlannedStage], request: Request) -> list[list[nn.Module]]:
-    """For each stage, the modules inside it that no inner stage owns."""
     others = {stage.module for stage in planned} | set(request.ignored_modules)
     found = []
     for stage in planned:

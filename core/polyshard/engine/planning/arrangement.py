@@ -50,9 +50,9 @@ def _fault(unit: UnitGeometry, answer: Any, buffers: Any) -> str:
         return f"{answer!r}, which is no sequence of Arrangements. Return one for each buffer, nearly always one"
     taken: set[int] = set()
     for each in buffers:
-        known = range(len(unit.parameters))
-        if not _are_numbers(each.order) or not all(index in known for index in each.order):
-            return f"the order {each.order!r}, of {len(known)} parameters. Answer a tuple of their indices, from 0"
+        known = len(unit.parameters)
+        if not _are_numbers(each.order) or max(each.order, default=-1) >= known:
+            return f"the order {each.order!r}, of {known} parameters. Answer a tuple of their indices, from 0"
         for index in each.order:
             if index in taken:
                 return f"'{unit.parameters[index].name}' twice. Let each parameter lie in one buffer, once"
@@ -65,7 +65,7 @@ def _fault(unit: UnitGeometry, answer: Any, buffers: Any) -> str:
 
 def _are_numbers(values: Any) -> bool:
     """Whether ``values`` is a tuple of ints that are not negative, and not bools."""
-    return isinstance(values, tuple) and all(type(each) is int and each >= 0 for each in values)
+    return isinstance(values, tuple) and {*map(type, values)} <= {int} and min(values, default=0) >= 0
 
 
 def _fault_of(unit: UnitGeometry, arrangement: Arrangement) -> str:

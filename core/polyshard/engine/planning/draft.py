@@ -82,11 +82,14 @@ def draft_stage(
     offload: OffloadManager,
     layout: NamedLayout,
     events: Events,
+    travelled: dict[torch.dtype, int],
     *,
     is_root: bool,
     rank: int,
 ) -> Draft:
     """Lay out the units of ``stage`` for so many ``shards``, and ask plugins all there is to ask.
+
+    ``travelled``, of the stages before and then of this one too: bytes in which an element of a dtype travelled last.
 
     Raises:
         PluginContractError: a plugin answered what its contract does not allow.
@@ -95,12 +98,15 @@ def draft_stage(
     groups: list[tuple[ManagedParameter, ...]] = []
     for group in stage.groups:
         suffix = _suffix(group) if units else ""
-        # Alignment follows from what travels, which the caster tells from a spec: ask with the master's layout first.
-        itemsize = group[0].original.dtype.itemsize
+        # Alignment follows from what travels, which the caster tells from a spec. Most units travel as the one before
+        # them: a layout for that saves asking, checking and laying out twice.
+        dtype = group[0].original.dtype
+        itemsize = travelled.get(dtype, dtype.itemsize)
         geometry = _geometry(stage, group, suffix, shards, itemsize)
         buffers = layout.arrange(geometry, rank)
         dtypes = dtypes_of(caster, _spec(stage, group, buffers[0][1], device, suffix, is_root), rank)
         travels = min(dtypes.compute.itemsize, dtypes.wire.itemsize)
+        travelled[dtype] = travels
         if travels != itemsize:
             buffers = layout.arrange(dataclasses.replace(geometry, itemsize=travels), rank)
         for number, (order, flat) in enumerate(buffers):

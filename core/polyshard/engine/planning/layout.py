@@ -127,7 +127,7 @@ def laid_out(parameters: Sequence[ParameterGeometry], arrangement: Arrangement, 
     for index, offset in zip(arrangement.order, arrangement.offsets, strict=True):
         each = parameters[index]
         slots.append(Slot(offset, each.numel, each.shape, each.stride, index in arrangement.by_rows))
-    return FlatLayout(tuple(slots), max(slot.end for slot in slots), arrangement.shard_numel, shards)
+    return FlatLayout(tuple(slots), slots[-1].end, arrangement.shard_numel, shards)
 
 
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:

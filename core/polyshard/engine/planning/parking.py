@@ -24,5 +24,7 @@ def decide_parking(drafts: Sequence[Draft], rank: int) -> tuple[Draft, ...]:
 
 
 def _marked(draft: Draft, parked: frozenset[UnitSpec]) -> Draft:
+    if not parked:
+        return draft
     units = tuple(dataclasses.replace(unit, parked=unit.spec in parked) for unit in draft.units)
     return dataclasses.replace(draft, units=units)

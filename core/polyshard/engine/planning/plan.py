@@ -43,6 +43,16 @@ class PlannedStage:
         return self.module if self.host is None else self.host
 
 
+@dataclass(slots=True)
+class _Uses:
+    """Of one parameter."""
+
+    owners: list[nn.Module]
+    """The chosen modules that contain all of them, the innermost last."""
+    sites: list[tuple[nn.Module, str]]
+    names: list[str]
+
+
 def plan_stages(
     root: nn.Module,
     chosen: UnitPlan,
@@ -75,46 +85,47 @@ def plan_stages(
         for unit in module.__dict__[STAGE_ATTRIBUTE].units
         for managed in unit.parameters
     }
-    owners: dict[nn.Parameter, list[nn.Module]] = {}
-    sites: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    aliases: dict[nn.Parameter, list[str]] = {}
+    uses: dict[nn.Parameter, _Uses] = {}
     for prefix, module, chain in _walk(root, overrides, ignored):
         for key, parameter in module._parameters.items():
-            if parameter is None or parameter in skipped:
+            # Hashing a parameter runs Python: models of many are asked about what is empty nearly always.
+            if parameter is None or (skipped and parameter in skipped):
                 continue
             name = f"{prefix}.{key}" if prefix else key
-            if parameter in claimed:
+            if claimed and parameter in claimed:
                 raise AlreadyShardedError(
                     f"Parameter '{name}' is shared with a module that is sharded already (rank {rank}). "
                     "Shard the module that contains all of its uses in one call."
                 )
-            owners[parameter] = (
-                [owner for owner in owners[parameter] if owner in chain] if parameter in owners else list(chain)
-            )
             site = (module, key)
-            if site not in sites.setdefault(parameter, []):
-                sites[parameter].append(site)
-            aliases.setdefault(parameter, []).append(name)
-    if not owners and not claimed:
+            there = uses.get(parameter)
+            if there is None:
+                uses[parameter] = _Uses(list(chain), [site], [name])
+                continue
+            there.owners = [owner for owner in there.owners if owner in chain]
+            if site not in there.sites:
+                there.sites.append(site)
+            there.names.append(name)
+    if not uses and not claimed:
         raise EmptyUnitError(
             f"There is nothing to shard: {type(root).__name__} has no parameters (rank {rank}). "
             "Pass a module that has some, or leave it as it is."
         )
-    _check_device(aliases, rank)
+    _check_device(uses, rank)
     inner = {module for module in names if module is not root and STAGE_ATTRIBUTE in module.__dict__}
-    inner |= {owning[-1] for owning in owners.values() if owning[-1] is not root}
-    owned = {parameter: sites[parameter] for parameter, owning in owners.items() if owning[-1] is root}
+    inner |= {found.owners[-1] for found in uses.values() if found.owners[-1] is not root}
+    owned = {parameter: found.sites for parameter, found in uses.items() if found.owners[-1] is root}
     parts = find_parts(root, inner, owned) if divides and inner else []
     for part in parts:
         for user in part.modules():
             for parameter in user._parameters.values():
                 if parameter in owned:
-                    owners[parameter].append(part)
+                    uses[parameter].owners.append(part)
     groups: dict[nn.Module, dict[tuple[torch.dtype, bool], list[ManagedParameter]]] = {}
-    for parameter, owning in owners.items():
-        managed = ManagedParameter(parameter, tuple(aliases[parameter]), tuple(sites[parameter]))
+    for parameter, found in uses.items():
+        managed = ManagedParameter(parameter, tuple(found.names), tuple(found.sites))
         kind = (parameter.dtype, parameter.requires_grad)
-        groups.setdefault(owning[-1], {}).setdefault(kind, []).append(managed)
+        groups.setdefault(found.owners[-1], {}).setdefault(kind, []).append(managed)
     stages = []
     for module, name in names.items():
         if module is root or module in groups:
@@ -146,7 +157,7 @@ def parameters_to_shard(
     found: dict[nn.Parameter, str] = {}
     for prefix, module, _ in _walk(root, {}, _inside(ignored_modules)):
         for key, parameter in module._parameters.items():
-            if parameter is not None and parameter not in skipped:
+            if parameter is not None and not (skipped and parameter in skipped):
                 found.setdefault(parameter, f"{prefix}.{key}" if prefix else key)
     return found
 
@@ -226,9 +237,12 @@ def _walk(
         if module is root or module in chosen:
             chain = (*chain, module)
         found.append((prefix, module, chain))
+        if not module._modules:
+            return
+        around = above | {module}
         for key, child in module._modules.items():
             if child is not None:
-                visit(f"{prefix}.{key}" if prefix else key, child, chain, above | {module})
+                visit(f"{prefix}.{key}" if prefix else key, child, chain, around)
 
     visit("", root, (), frozenset())
     return found
@@ -243,9 +257,12 @@ def names_in(root: nn.Module) -> Callable[[ManagedParameter], tuple[str, ...]]:
             return
         paths.setdefault(module, []).append((len(order), prefix))
         order.append(module)
+        if not module._modules:
+            return
+        around = above | {module}
         for key, child in module._modules.items():
             if child is not None:
-                visit(f"{prefix}.{key}" if prefix else key, child, above | {module})
+                visit(f"{prefix}.{key}" if prefix else key, child, around)
 
     order: list[nn.Module] = []
     visit("", root, frozenset())
@@ -308,11 +325,11 @@ def _inside(modules: Collection[nn.Module]) -> set[nn.Module]:
     return {inner for module in modules for inner in module.modules()}
 
 
-def _check_device(aliases: Mapping[nn.Parameter, list[str]], rank: int) -> None:
+def _check_device(uses: Mapping[nn.Parameter, _Uses], rank: int) -> None:
     kinds: dict[str, str] = {}
-    for parameter, names in aliases.items():
+    for parameter, found in uses.items():
         if not parameter.is_meta:
-            kinds.setdefault(str(parameter.device), names[0])
+            kinds.setdefault(str(parameter.device), found.names[0])
     if len(kinds) > 1:
         listed = ", ".join(f"'{name}' on {device}" for device, name in kinds.items())
         raise DeviceError(
