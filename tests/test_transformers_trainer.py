@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from polyshard.errors import ConfigError
 from processes import KeptRanks
 from torch import nn
 from transformers_runs import (
@@ -155,6 +157,64 @@ def test_a_resumed_run_is_the_one_that_never_stopped(ranks: KeptRanks, tmp_path:
         assert_equal(found["parameters best"], found["read best"])
 
 
+def preempt_and_resume(rank: int, folder: str) -> dict[str, Any]:
+    """Eight steps with dropout; and again, where rank 1 alone is signalled in the third, and from there to the end."""
+    quiet()
+    from polyshard.transformers import PreemptionCallback
+    from transformers import TrainerCallback
+
+    class Signalled(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3 and rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    class Fails(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            raise ArithmeticError("a callback's own")
+
+    def model() -> Any:
+        return make_model("gpt2", dropout=0.2)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with launched(rank, 2):
+        straight = sharded_trainer(model(), folder, "gpt2", max_steps=8)
+        straight.train()
+        preemption = PreemptionCallback()
+        stopped = sharded_trainer(model(), folder, "gpt2", max_steps=8, callbacks=[Signalled(), preemption])
+        stopped.train()
+        found = {
+            "stopped": (preemption.preempted, preemption.exit_code, stopped.state.global_step),
+            "saved": sorted(path.name for path in Path(folder).glob("checkpoint-*")),
+        }
+        again = sharded_trainer(model(), folder, "gpt2", max_steps=8, callbacks=[preemption])
+        again.train(resume_from_checkpoint=True)
+        found |= {
+            "straight": curve(straight),
+            "again": curve(again),
+            "parameters": parameters(straight.model),
+            "parameters again": parameters(again.model),
+            "preempted again": preemption.preempted,
+        }
+        fails = sharded_trainer(model(), folder, "gpt2", max_steps=8, callbacks=[preemption, Fails()])
+        with pytest.raises(ArithmeticError):
+            fails.train()
+        with pytest.raises(ConfigError, match="enable_jit_checkpoint saves on each rank behind its own signal"):
+            sharded_trainer(model(), folder, "gpt2", max_steps=8, enable_jit_checkpoint=True)
+    found["handler put back"] = signal.getsignal(signal.SIGTERM) == before
+    return found
+
+
+def test_a_signal_of_one_rank_ends_all_with_a_checkpoint_to_go_on_from(ranks: KeptRanks, tmp_path: Path) -> None:
+    for found in ranks.run(2, preempt_and_resume, str(tmp_path / "run")):
+        assert found["stopped"] == (True, 75, 4)
+        assert found["saved"] == ["checkpoint-4"]
+        assert len(found["straight"]) == 8
+        assert found["again"] == found["straight"]
+        assert_equal(found["parameters again"], found["parameters"])
+        assert not found["preempted again"]
+        assert found["handler put back"]
+
+
 def assert_equal(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
     assert mine.keys() == theirs.keys()
     for name, value in theirs.items():
@@ -199,7 +259,6 @@ def train_adapters(rank: int, folder: str) -> dict[str, Any]:
     import polyshard
     from polyshard import checkpoint
     from polyshard.checkpoint import latest
-    from polyshard.errors import ConfigError
     from transformers import AutoModelForCausalLM
 
     base = f"{folder}/base"

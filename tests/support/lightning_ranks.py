@@ -74,7 +74,8 @@ def lightnings_warnings() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
         # Runs that resume, and save nothing themselves.
         warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`")
-        # Lightning's own use of torch.
+        # Lightning's and torchdata's own use of torch.
+        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
         warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.* is deprecated")
         yield
 

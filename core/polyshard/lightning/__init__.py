@@ -11,7 +11,8 @@ these are not.
 
 from ._settings import StateDictType
 from .fabric import PolyshardFabricStrategy
+from .preemption import PreemptionCallback
 from .registry import register
 from .trainer import PolyshardStrategy
 
-__all__ = ["PolyshardFabricStrategy", "PolyshardStrategy", "StateDictType", "register"]
+__all__ = ["PolyshardFabricStrategy", "PolyshardStrategy", "PreemptionCallback", "StateDictType", "register"]

@@ -5,6 +5,14 @@ Needs ``polyshard[transformers]``. Nothing else in polyshard imports it.
 
 from .generation import register_generate
 from .initialization import initializer_of
+from .preemption import PreemptionCallback
 from .trainer import PolyshardMixin, PolyshardSeq2SeqTrainer, PolyshardTrainer
 
-__all__ = ["PolyshardMixin", "PolyshardSeq2SeqTrainer", "PolyshardTrainer", "initializer_of", "register_generate"]
+__all__ = [
+    "PolyshardMixin",
+    "PolyshardSeq2SeqTrainer",
+    "PolyshardTrainer",
+    "PreemptionCallback",
+    "initializer_of",
+    "register_generate",
+]

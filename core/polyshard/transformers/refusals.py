@@ -38,6 +38,12 @@ def refuse_arguments(args: Any) -> None:
                 f"TrainingArguments.{name} is set, and PolyshardTrainer shards the model itself. Leave {name} out, or "
                 "use transformers.Trainer."
             )
+    if getattr(args, "enable_jit_checkpoint", False):
+        raise ConfigError(
+            "TrainingArguments.enable_jit_checkpoint saves on each rank behind its own signal: one that was signalled "
+            "alone, or a step earlier, would wait for the others in the save. Leave it out, and give the trainer "
+            "callbacks=[polyshard.transformers.PreemptionCallback()]."
+        )
     if args.n_gpu > 1:
         raise ConfigError(
             f"One process sees {args.n_gpu} GPUs, over which Trainer would replicate the model. Start one process a "

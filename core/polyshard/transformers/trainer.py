@@ -27,6 +27,7 @@ from .export import export
 from .generation import register_generate
 from .initialization import initializer_of
 from .precision import with_precision
+from .preemption import PreemptionCallback
 from .refusals import (
     refuse_arguments,
     refuse_dropped_layers,
@@ -81,6 +82,16 @@ class PolyshardMixin(TrainerHooks):
             on_device(self.shard_config, self.args.device, "Trainer", self.args.process_index)
         super().create_accelerator_and_postprocess()
         ShardedAccelerator.adopt(self.accelerator, scales_loss=self.args.mixed_precision == "fp16")
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``Trainer``, whose callbacks are not told where training fails."""
+        try:
+            return super().train(*args, **kwargs)
+        except BaseException as error:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, PreemptionCallback):
+                    callback.leave(error)
+            raise
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """As ``Trainer``: six for each number of the main input and parameter, embeddings aside, of the whole model."""
