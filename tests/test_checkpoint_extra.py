@@ -193,6 +193,8 @@ REFUSED: list[tuple[Any, str]] = [
     ({"objects": np.array([Object()])}, r"^extra\['objects'\] is of numpy\.ndarray"),
     ({Object(): 1}, r"^the key .* of extra is of .*Object"),
     ({"huge": 1 << 20_000}, r"^extra\['huge'\] is of builtins\.int"),
+    (3, r"^extra is int, and a checkpoint names what it holds\. Give a mapping"),
+    ([("step", 3)], r"^extra is list"),
     ({"generator": torch.Generator()}, r"^extra\['generator'\] is of torch.*Generator"),
 ]
 

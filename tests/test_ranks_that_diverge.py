@@ -170,3 +170,38 @@ def test_a_group_goes_on_behind_what_was_told_apart() -> None:
             assert "  rank 0: all_gather of '0', and many more, " in text
             assert "  rank 2: exchange of an object" in text
             assert len(text) < 3000
+
+
+def clip_otherwise(rank: int, how: str) -> tuple[str, float]:
+    """Rank 1 clips to another norm than the others; then all clip alike."""
+    model = polyshard.shard(seeded(Net), polyshard.ShardConfig(timeout_s=5, policy=units_of(Block)))
+    for turn in range(2):
+        model(draw(4, 3, rank=rank, turn=turn)).sum().backward()
+    first = rank == 0
+    torchs = partial(nn.utils.clip_grad_norm_, list(model.parameters()), 1.0)
+    ways: dict[str, Callable[[], torch.Tensor]] = {
+        "torch": partial(nn.utils.clip_grad_norm_, model.parameters(), 1.0 if first else 2.0),
+        "order": partial(torchs, norm_type=2.0 if first else 1.0),
+        "error": partial(torchs, error_if_nonfinite=first),
+        "polyshard": partial(polyshard.clip_grad_norm_, model, 1.0 if first else 2.0),
+    }
+    with pytest.raises(RankMismatchError) as caught:
+        ways[how]()
+    torchs()
+    return str(caught.value), polyshard.clip_grad_norm_(model, 1.0).item()
+
+
+@pytest.mark.parametrize(
+    ("how", "mine", "other"),
+    [
+        ("torch", "of order 2.0, at most 1.0", "of order 2.0, at most 2.0"),
+        ("polyshard", "of order 2.0, at most 1.0", "of order 2.0, at most 2.0"),
+        ("order", "of order 2.0, at most 1.0", "of order 1.0, at most 1.0"),
+        ("error", "of order 2.0, at most 1.0, finite or an error", "of order 2.0, at most 1.0"),
+    ],
+)
+def test_ranks_that_clip_otherwise_are_told(how: str, mine: str, other: str) -> None:
+    with RankPool(2) as pool:
+        for text, norm in pool.run(clip_otherwise, how):
+            assert f"  rank 0: norm of gradients {mine}\n  rank 1: norm of gradients {other}\n" in text
+            assert norm == pytest.approx(1.0, rel=1e-5)

@@ -33,9 +33,9 @@ class Preemption:
                     sys.exit(preemption.exit_code)
 
     [Note: agreement without waiting]
-    What ranks know is summed up by a collective that is issued at one call of ``requested`` and read at a later one,
+    What ranks know is summed up by a collective that is issued at one call of ``requested`` and read at the next one,
     when it has long ended: the host does not wait for it, and all ranks read the same at the same call. A signal is
-    thus followed one call later, or ``every`` calls later where it came right behind an exchange.
+    thus followed at the call behind the next exchange, at most ``every + 1`` calls after it came.
 
     A second signal ends the process at once, as it would have without. Within a second it counts as the first:
     schedulers signal every process, and launchers pass on what they got themselves.
@@ -118,11 +118,14 @@ class Preemption:
         if self._agreed:
             return True
         self._calls += 1
-        if self._calls % self._every == 0:
+        pending, self._round = self._round, None
+        exchanges = self._calls % self._every == 0
+        if pending is not None or exchanges:
             with root.meeting("exchange of requests to end", (root.collectives,)):
-                if self._round is not None:
-                    self._agreed = self._round.read()[0] > 0
-                self._round = None if self._agreed else summing(root.collectives, float(self._noted))
+                if pending is not None:
+                    self._agreed = pending.read()[0] > 0
+                if exchanges and not self._agreed:
+                    self._round = summing(root.collectives, float(self._noted))
         return self._agreed
 
     def _put_back(self) -> None:

@@ -23,6 +23,7 @@ from ..state.resting import resting_root
 from ..state.restore import ModelRestore, OptimizerRestore
 from ..state.source import Source
 from . import pickled as old
+from .arguments import path_of, told
 from .casters import restore_casters
 from .folder import Line
 from .foreign import DcpKeys, ForeignSource
@@ -71,7 +72,7 @@ def load(
     """
     owner = resting_root(model, "checkpoint.load()")
     with owner.meeting("load of a checkpoint", (owner.collectives,)):
-        extra = _load(owner, Path(directory), model, optimizer, pickles=pickles, frozen=frozen)
+        extra = _load(owner, directory, model, optimizer, pickles=pickles, frozen=frozen)
     owner.events.on_load(model, Path(directory))
     return extra
 
@@ -81,7 +82,10 @@ def _load(
 ) -> Mapping[str, Any]:
     collectives, history = owner.collectives, History.of(owner)
     history.settle(owner)
-    with together(collectives, f"Opening the checkpoint {directory}"):
+    called: dict[str, object] = {}
+    with together(collectives, f"Opening the checkpoint {directory}", called):
+        directory = path_of(directory, "directory")
+        called.update(optimizer=told(optimizer), frozen=frozen, pickles=pickles)
         marker = Marker.read(directory)
         if not pickles:
             require_no_pickles(directory, marker)
@@ -177,7 +181,7 @@ def load_dcp(
     """
     owner = resting_root(model, "checkpoint.load_dcp()")
     with owner.meeting("load of a checkpoint", (owner.collectives,)):
-        _load_dcp(owner, Path(directory), model, optimizer, keys)
+        _load_dcp(owner, directory, model, optimizer, keys)
     owner.events.on_load(model, Path(directory))
 
 
@@ -185,8 +189,12 @@ def _load_dcp(
     owner: Root, directory: Path, model: nn.Module, optimizer: Optimizers | None, keys: DcpKeys | None
 ) -> None:
     collectives = owner.collectives
-    joint = None if optimizer is None else Joint(optimizer)
-    with together(collectives, f"Opening the directory {directory}"), _readable(directory, collectives):
+    called: dict[str, object] = {}
+    opening = f"Opening the directory {directory}"
+    with together(collectives, opening, called), _readable(directory, collectives):
+        directory = path_of(directory, "directory")
+        called.update(optimizer=told(optimizer), keys=keys)
+        joint = None if optimizer is None else Joint(optimizer)
         groups = [] if joint is None else _names(owner, joint)
         source = ForeignSource(directory, _metadata(directory), keys or DcpKeys(), groups)
         identity = hashlib.sha256((directory / _METADATA).read_bytes()).hexdigest()

@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 
 from ..engine.step.root import Root
-from ..errors import ConfigError
 from ..state.agreement import together
 from ..state.contents import frozen_names, model_state, names_of, optimizer_state
 from ..state.exchange import coordinates, from_first, speaks
@@ -23,6 +22,7 @@ from ..state.places import MODEL, OPTIMIZER
 from ..state.resting import resting_root
 from ..state.sharded import CheckpointTensor
 from ..state.source import listed
+from .arguments import mapping_of, number_of, path_of, told
 from .attempt import Attempt, attempt_in
 from .casters import caster_states
 from .finite import not_finite
@@ -79,7 +79,7 @@ def save(
     owner = resting_root(model, "checkpoint.save()")
     collectives = owner.collectives
     with owner.meeting("save of a checkpoint", (owner.collectives,)), ExitStack() as stack:
-        task = _prepared(owner, Path(root), step, model, optimizer, extra, keep, stack, frozen=frozen)
+        task = _prepared(owner, root, step, model, optimizer, extra, keep, stack, frozen=frozen)
         writing = plan_writing(task.path, task.state, task.document, collectives)
         files, manifest = write_all(writing, collectives)
         with together(collectives, f"Committing {task.described}"):
@@ -118,7 +118,7 @@ def async_save(
     owner = resting_root(model, "checkpoint.async_save()")
     collectives = owner.collectives
     with owner.meeting("save of a checkpoint", (owner.collectives,)), ExitStack() as stack:
-        task = _prepared(owner, Path(root), step, model, optimizer, extra, keep, stack, frozen=frozen)
+        task = _prepared(owner, root, step, model, optimizer, extra, keep, stack, frozen=frozen)
         writing = plan_writing(task.path, task.state, task.document, collectives)
         with together(collectives, f"Copying {task.described}"):
             writing = writing.detached()
@@ -195,7 +195,7 @@ class _Task:
 
 def _prepared(
     owner: Root,
-    root: Path,
+    root: str | Path,
     step: int,
     model: nn.Module,
     optimizer: Optimizers | None,
@@ -219,14 +219,18 @@ def _prepared(
             "Whoever loads it goes on with them.",
             stacklevel=3,
         )
-    with together(collectives, f"Preparing {what}"):
-        if step < 0 or (keep is not None and keep < 1):
-            raise ConfigError(f"step must not be negative and keep at least 1, but they are {step} and {keep}.")
+    called: dict[str, object] = {}
+    with together(collectives, f"Preparing {what}", called):
+        root = path_of(root, "root")
+        step = number_of(step, "step", 0)
+        keep = None if keep is None else number_of(keep, "keep", 1)
+        beside = mapping_of(extra, "extra")
+        called.update(step=step, keep=keep, frozen=frozen, optimizer=told(optimizer))
         state = _state(owner, model, optimizer, frozen=frozen)
         if coordinates(collectives):
             kind = None if optimizer is None else described(Joint(optimizer))
             aliases = {other: names[0] for names in names_of(model).values() for other in names[1:]}
-            document = Document.of(state, aliases, kind, caster_states(owner), extra or {})
+            document = Document.of(state, aliases, kind, caster_states(owner), beside)
             history.claim(root)
             line = history.line_in(root)
             target = root / line.target(step).name

@@ -81,13 +81,16 @@ class Step:
         return self.collectives.rank
 
     @contextmanager
-    def meeting(self, operation: str, groups: Iterable[Collectives | None]) -> Iterator[None]:
-        """Communications between steps, in ``groups``, which are announced where that is done."""
+    def meeting(self, operation: str, groups: Iterable[Collectives | None], told: str = "") -> Iterator[None]:
+        """Communications between steps, in ``groups``, which are announced where that is done.
+
+        ``told``: what else must be alike on all ranks, to be announced with ``operation``.
+        """
         with self.recorder.during(operation):
             if self.announce is not None:
                 for group in groups:
                     if group is not None:
-                        self.lanes.meet(group.announce, operation)
+                        self.lanes.meet(group.announce, f"{operation}{told}")
             yield
 
     def use_lanes(self, lanes: Lanes) -> None:

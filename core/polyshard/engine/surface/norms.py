@@ -29,8 +29,16 @@ def clip_grad_norm(
     """
     refuse_order(norm_type, "clip_grad_norm_", root.rank)
     shards = dict.fromkeys(unit.grid.shard for unit in root.units)
-    with root.meeting("norm of gradients", shards):
+    told = told_of(norm_type, max_norm, error_if_nonfinite=error_if_nonfinite)
+    with root.meeting("norm of gradients", shards, told):
         return _clip(root, module, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+
+def told_of(norm_type: float, max_norm: float | None = None, *, error_if_nonfinite: bool = False) -> str:
+    """What ranks compare of a norm beside that there is one: each scales its own pieces by what it was given."""
+    # A tensor would have to be waited for.
+    most = f", at most {float(max_norm)}" if isinstance(max_norm, int | float) else ""
+    return f" of order {float(norm_type)}{most}{', finite or an error' if error_if_nonfinite else ''}"
 
 
 def _clip(

@@ -28,7 +28,7 @@ from ..step.unit import Unit
 from .host_scaling import in_reach
 from .inner_backward import follow_inner_backwards
 from .live_roots import Found, live_roots
-from .norms import accumulator, group_norms, refuse_order
+from .norms import accumulator, group_norms, refuse_order, told_of
 from .optimizer_check import OptimizerCheck
 from .state_dicts import guard_state_dicts
 from .whole_functions import guard_whole_functions
@@ -105,7 +105,13 @@ class GradientUtilities:
         if not any(map(_is_cut, found)):
             return self._clip(given, max_norm, norm_type, error_if_nonfinite, foreach)
         total = self._norm(
-            [tensor.grad for tensor in given], found, norm_type, error_if_nonfinite, foreach, "clip_grad_norm_"
+            [tensor.grad for tensor in given],
+            found,
+            norm_type,
+            error_if_nonfinite,
+            foreach,
+            "clip_grad_norm_",
+            max_norm,
         )
         torch.nn.utils.clip_grads_with_norm_(given, max_norm, total, foreach)
         return total
@@ -185,6 +191,7 @@ class GradientUtilities:
         error_if_nonfinite: bool,
         foreach: bool | None,
         call: str,
+        max_norm: float | None = None,
     ) -> torch.Tensor:
         pairs = list(zip(found, tensors, strict=True))
         cut = [(each, tensor) for each, tensor in pairs if each is not None and _is_cut(each)]
@@ -198,7 +205,8 @@ class GradientUtilities:
             if tensor is not None:
                 group.append(tensor)
         wide = accumulator(each.unit for each, _ in cut)
-        with first.meeting("norm of gradients", groups):
+        told = told_of(order, max_norm, error_if_nonfinite=error_if_nonfinite)
+        with first.meeting("norm of gradients", groups, told):
             norms = group_norms(groups, order, wide, first.collectives.device)
         others = [tensor for each, tensor in pairs if not _is_cut(each) and tensor is not None]
         # The norm of norms is the norm. Torch's own counts what is whole, and raises where that is asked for.
