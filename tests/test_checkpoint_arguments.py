@@ -80,6 +80,55 @@ def test_ranks_that_save_otherwise_are_told_and_nothing_is_written(
     assert {path.name for path in tmp_path.iterdir()} - {".job-lock"} == {"step-00000007"}
 
 
+def test_a_setting_that_one_rank_alone_has_is_told(tmp_path: Path) -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> str:
+        model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
+        optimizer = adam(model)
+        if rank == 1:
+            optimizer.param_groups[0]["initial_lr"] = 0.25
+        with pytest.raises(RankMismatchError) as refused:
+            checkpoint.save(tmp_path, 1, model, optimizer)
+        return str(refused.value)
+
+    for rank, text in enumerate(on_ranks(RANKS, on_rank)):
+        own, other = ("0.25", "left out on rank 0, left out on rank 2") if rank == 1 else ("left out", "0.25 on rank 1")
+        assert f"'initial_lr of the optimizer's group 0' is {own} on rank {rank}, and {other}." in text
+
+
+def test_settings_may_stand_in_any_order(tmp_path: Path) -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> str:
+        model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
+        optimizer = adam(model)
+        group = optimizer.param_groups[0]
+        items = list(group.items())
+        group.clear()
+        group.update(items if rank else reversed(items))
+        return checkpoint.save(tmp_path, 1, model, optimizer).name
+
+    assert on_ranks(RANKS, on_rank) == ["step-00000001"] * RANKS
+
+
+def test_ranks_whose_learning_rates_drifted_apart_are_told(tmp_path: Path) -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> str:
+        model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
+        optimizer = two_groups(model)
+        # A schedule that looks at the rank's own loss.
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        for loss in (1.0, 2.0 if rank == 2 else 0.5):
+            step(model, optimizer, rank)
+            plateau.step(loss)
+        with pytest.raises(RankMismatchError) as refused:
+            checkpoint.save(tmp_path, 1, model, optimizer)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.001
+        checkpoint.save(tmp_path, 1, model, optimizer)
+        return str(refused.value)
+
+    told = on_ranks(RANKS, on_rank)
+    assert "'lr of the optimizer's group 0' is 0.001 on rank 0, and 0.0005 on rank 2" in told[0]
+    assert "'lr of the optimizer's group 0' is 0.0005 on rank 2, and 0.001 on rank 0, 0.001 on rank 1" in told[2]
+
+
 DIFFERENT_LOADS: list[tuple[Mapping[str, Any], str]] = [
     ({"make": None}, "'optimizer' is 'AdamW of 2 group(s)' on rank 0, and 'None' on rank 1"),
     ({"frozen": False}, "'frozen' is True on rank 0, and False on rank 1"),

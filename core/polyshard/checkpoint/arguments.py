@@ -72,3 +72,25 @@ def told(optimizer: Optimizers | None) -> str:
     kinds = [kinds] if isinstance(kinds, Mapping) else kinds
     groups = [own.stop - own.start for _, own in joint.parts()]
     return ", ".join(f"{kind['class']} of {number} group(s)" for kind, number in zip(kinds, groups, strict=True))
+
+
+def settings_told(optimizer: Optimizers | None) -> dict[str, object]:
+    """What ranks compare of the settings of each group: a learning rate, say, that drifted apart on a rank's own loss.
+
+    Each rank steps its own pieces by its own settings, so that where they differ the model is a mixture. Of others than
+    numbers, words, None and tuples of these nothing is said.
+    """
+    if optimizer is None:
+        return {}
+    return {
+        f"{name} of the optimizer's group {index}": value
+        for index, group in enumerate(Joint(optimizer).groups)
+        for name, value in group.items()
+        if _is_plain(value)
+    }
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)

@@ -22,7 +22,7 @@ from ..state.places import MODEL, OPTIMIZER
 from ..state.resting import resting_root
 from ..state.sharded import CheckpointTensor
 from ..state.source import listed
-from .arguments import mapping_of, number_of, path_of, told
+from .arguments import mapping_of, number_of, path_of, settings_told, told
 from .attempt import Attempt, attempt_in
 from .casters import caster_states
 from .finite import not_finite
@@ -226,6 +226,7 @@ def _prepared(
         keep = None if keep is None else number_of(keep, "keep", 1)
         beside = mapping_of(extra, "extra")
         called.update(step=step, keep=keep, frozen=frozen, optimizer=told(optimizer))
+        called.update(settings_told(optimizer))
         state = _state(owner, model, optimizer, frozen=frozen)
         if coordinates(collectives):
             kind = None if optimizer is None else described(Joint(optimizer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -10,6 +11,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ..errors import CheckpointDamagedError, CollectiveError, PolyshardError, RankMismatchError
 from ..interfaces import Collectives
 from .exchange import speaks
+
+#: How many ranks a message lists.
+_SHOWN = 4
 
 
 @contextmanager
@@ -41,7 +45,9 @@ def together(collectives: Collectives, what: str, called: Mapping[str, object] |
     if failure is not None:
         mine = (f"{type(failure).__name__}: {failure}", isinstance(failure, CheckpointDamagedError))
     arguments = {name: repr(value) for name, value in (called or {}).items()}
-    everyone = list(collectives.all_gather_object((mine, arguments))) if speaks(collectives) else []
+    # Settings of many parameter groups are long, and nearly always alike.
+    digest = hashlib.sha256(repr(sorted(arguments.items())).encode(errors="replace")).hexdigest()
+    everyone = list(collectives.all_gather_object((mine, digest))) if speaks(collectives) else []
     if failure is not None:
         raise failure
     failures = [f"  rank {rank}: {each[0]}" for rank, (each, _) in enumerate(everyone) if each is not None]
@@ -50,10 +56,23 @@ def together(collectives: Collectives, what: str, called: Mapping[str, object] |
         raise (CheckpointDamagedError if is_damage else RankMismatchError)(
             f"{what} failed on other ranks, so it was given up on rank {collectives.rank} too:\n" + "\n".join(failures)
         )
-    for name, own in arguments.items():
-        others = [f"{each[name]} on rank {rank}" for rank, (_, each) in enumerate(everyone) if each[name] != own]
-        if others:
-            raise RankMismatchError(
-                f"{what} was given up: '{name}' is {own} on rank {collectives.rank}, and {', '.join(others)}. Call it "
-                "with the same on every rank."
-            )
+    if any(each != digest for _, each in everyone):
+        _refuse_other_arguments(collectives, what, arguments)
+
+
+def _refuse_other_arguments(collectives: Collectives, what: str, arguments: dict[str, str]) -> None:
+    """Raise on all ranks, naming the first argument that differs: they have all seen that one does."""
+    everyone = collectives.all_gather_object(arguments)
+    names = dict.fromkeys(name for each in everyone for name in each)
+    name = next(name for name in names if len({each.get(name) for each in everyone}) > 1)
+    own = arguments.get(name, "left out")
+    others = [
+        f"{each.get(name, 'left out')} on rank {rank}"
+        for rank, each in enumerate(everyone)
+        if each.get(name, "left out") != own
+    ]
+    more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+    raise RankMismatchError(
+        f"{what} was given up: '{name}' is {own} on rank {collectives.rank}, and {', '.join(others[:_SHOWN])}{more}. "
+        "Call it with the same on every rank."
+    )
