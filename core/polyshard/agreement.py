@@ -53,7 +53,7 @@ def agree(
     Raises:
         RankMismatchError: another rank failed, or reports something else.
     """
-    if _stands_alone(collectives, process_group):
+    if stands_alone(collectives, process_group):
         if error is not None:
             raise error
         return
@@ -74,7 +74,7 @@ def agree(
         _compare([json.loads(text) for text in everyone], json.loads(message), collectives.rank)
 
 
-def _stands_alone(collectives: Collectives | None, process_group: Any | None) -> bool:
+def stands_alone(collectives: Collectives | None, process_group: Any | None) -> bool:
     """Whether there is nobody that ``agree`` would compare with."""
     communicates = collectives is not None and collectives.capabilities.can_communicate
     return not communicates and _store_of(collectives, process_group) is None

@@ -16,7 +16,7 @@ from torch import nn
 
 from . import catalog
 from ._version import __version__
-from .agreement import agree
+from .agreement import agree, stands_alone
 from .building import Blueprint, build, close_groups, give_up, prepare
 from .chosen_plugins import ChosenPlugins, construct_plugins, group_of
 from .compared import kind_of, rows_of
@@ -116,7 +116,8 @@ def shard_module(request: Request) -> Root:
             *_own_code(config, collectives),
             ["strategy", strategy.value, shard_lists, replicate_lists],
             *([name, getattr(config, name)] for name in _COMPARED),
-            *(row for each in drafted for row in each.rows()),
+            # Some thirty lists a unit, for others alone.
+            *(() if stands_alone(collectives, process_group) else (row for each in drafted for row in each.rows())),
             *_values(request, planned, collectives),
         ]
     except Exception as raised:
@@ -305,12 +306,13 @@ class Drafted:
     draft: Draft
     overrides: dict[str, catalog.Constructed[Any]]
     """The plugins that the policy named for it, by setting."""
+    fingerprints: tuple[Any, ...]
+    """Of these plugins: asked for where nobody compares them, too, so that one that cannot answer shows everywhere."""
 
     def rows(self) -> list[list[Any]]:
         """What ranks compare of it."""
-        compared: list[Any] = [["reshard_after_forward", self.draft.stage.overrides.get("reshard_after_forward")]]
-        compared += [catalog.fingerprint(each) for each in self.overrides.values()]
-        return rows_of(self.draft, compared)
+        releases = ["reshard_after_forward", self.draft.stage.overrides.get("reshard_after_forward")]
+        return rows_of(self.draft, [releases, *self.fingerprints])
 
 
 #: The plugins that a policy may name for a unit.
@@ -347,9 +349,9 @@ def _draft(request: Request, plugins: ChosenPlugins, planned: _Planned, shards: 
             is_root=stage.governing is request.module,
             rank=rank,
         )
-        drafted.append(Drafted(draft, own))
+        drafted.append(Drafted(draft, own, tuple(map(catalog.fingerprint, own.values()))))
     parked = decide_parking([each.draft for each in drafted], rank)
-    return tuple(Drafted(draft, each.overrides) for draft, each in zip(parked, drafted, strict=True))
+    return tuple(Drafted(draft, each.overrides, each.fingerprints) for draft, each in zip(parked, drafted, strict=True))
 
 
 def draft_module(request: Request, plugins: ChosenPlugins, strategy: Strategy, shards: int) -> tuple[Drafted, ...]:

@@ -256,14 +256,17 @@ class Gradients:
         if flat._is_view():
             flat = flat.data
         views = self._split(flat)
-        for owner, view in zip(self._owners, views, strict=True):
-            if owner.requires_grad:
-                owner.grad = view
         self._delivered = None
         if all(map(_is_trained, self._owners)):
+            for owner, view in zip(self._owners, views, strict=True):
+                owner.grad = view
             self._delivered = TensorWeakRef(flat)
             self._shown = list(map(id, views))
             self._addresses = list(map(torch.Tensor.data_ptr, views))
+            return
+        for owner, view in zip(self._owners, views, strict=True):
+            if owner.requires_grad:
+                owner.grad = view
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         if self._strided or self.grid.shard is None:
