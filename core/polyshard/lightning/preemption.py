@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,9 +20,10 @@ class PreemptionCallback(Callback):  # type: ignore[misc]
         trainer.fit(module, data, ckpt_path=PreemptionCallback.newest("checkpoints"))
 
     ``fit`` writes ``preempted-step=<step>.ckpt`` and raises ``SystemExit(75)``: the process ends with that code where
-    nobody catches it. Validation runs before only where the step is the last of an epoch. From the first batch of
-    ``fit`` to its end this callback takes the signals in place of Lightning, which broadcasts inside of its handler:
-    where one rank alone was signalled, it would wait there for the others.
+    nobody catches it. Validation runs before only where the step is the last of an epoch. From its first batch, of
+    training or of the validation ahead of it, to the end of ``fit`` this callback takes the signals in place of
+    Lightning, which broadcasts inside of its handler: where one rank alone was signalled, it would wait there for the
+    others. A second signal goes to who took them before ``fit``, and so ends the process where nobody did.
     """
 
     exit_code: ClassVar[int] = Preemption.exit_code
@@ -42,6 +44,8 @@ class PreemptionCallback(Callback):  # type: ignore[misc]
         self._every = every
         self._running: Preemption | None = None
         self._step = 0
+        # Of each signal, before Lightning has taken it.
+        self._former: dict[signal.Signals, Any] = {}
 
     @staticmethod
     def newest(folder: str | Path) -> str | None:
@@ -54,10 +58,19 @@ class PreemptionCallback(Callback):  # type: ignore[misc]
         if self._running is not None:
             self._running.request()
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Look who takes the signals: Lightning does next."""
+        if stage == "fit":
+            self._former = {each: signal.getsignal(each) for each in self._signals}
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the signals; a request is followed behind the first step."""
+        self._enter(pl_module)
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the signals."""
         self._step = trainer.global_step
-        self._running = Preemption(pl_module, self._signals, every=self._every).__enter__()
+        self._enter(pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -86,6 +99,17 @@ class PreemptionCallback(Callback):  # type: ignore[misc]
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Put back who took the signals before."""
         self._leave(exception)
+
+    def _enter(self, module: LightningModule) -> None:
+        if self._running is not None:
+            return
+        preemption = Preemption(module, self._signals, every=self._every)
+        if threading.current_thread() is threading.main_thread():
+            # Else a second signal would go to Lightning. At the end of fit it puts back all that it found.
+            for number, former in self._former.items():
+                if former is not None:
+                    signal.signal(number, former)
+        self._running = preemption.__enter__()
 
     def _end_if_told(self, trainer: Trainer) -> None:
         # Between batches whose gradients are accumulated there is nothing that a checkpoint could go on from.
