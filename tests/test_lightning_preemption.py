@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning
+import polyshard
 import pytest
 import torch
-from lightning_ranks import BATCH, CONFIG, Pairs, Regression, lightnings_warnings, on_ranks, trainer
+from lightning_ranks import (
+    BATCH,
+    CONFIG,
+    Pairs,
+    Regression,
+    built,
+    lightnings_warnings,
+    loader,
+    on_ranks,
+    trainer,
+)
 from polyshard.errors import ConfigError
-from polyshard.lightning import PolyshardStrategy, PreemptionCallback
+from polyshard.lightning import PolyshardFabricStrategy, PolyshardStrategy, PreemptionCallback
 from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -94,6 +106,96 @@ def test_a_signal_of_one_rank_ends_all_with_a_checkpoint_to_go_on_from(
         assert len(found["straight"]) == 3 * BATCHES
         assert found["stopped"] == found["straight"][:last]
         assert found["resumed"] == found["straight"][last:]
+
+
+class SignalledTwice(lightning.Callback):
+    """Rank 1 alone is told to end in the validation ahead of training, and again in the first batch."""
+
+    def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:
+        self._tell(trainer)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            # Within a second signals are one request.
+            time.sleep(1.1 if trainer.global_rank == 1 else 0.0)
+            self._tell(trainer)
+
+    def _tell(self, trainer: Any) -> None:
+        if trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def signal_twice(rank: int, folder: str) -> dict[str, Any]:
+    heard: list[int] = []
+    module = Regression()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        runs = trainer(folder, callbacks=[SignalledTwice(), PreemptionCallback(folder)], max_epochs=1)
+        with pytest.raises(SystemExit) as ended:
+            runs.fit(module, batches(), batches())
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    newest = PreemptionCallback.newest(folder)
+    return {"code": ended.value.code, "heard": heard, "newest": newest, "steps": len(module.losses)}
+
+
+def test_a_second_signal_goes_to_who_took_them_before_fit(tmp_path: Path) -> None:
+    for rank, found in enumerate(on_ranks(signal_twice, str(tmp_path))):
+        # One more each behind fit: who took them before does so again.
+        assert found["heard"] == [signal.SIGTERM] * (1 + rank)
+        assert found["code"] == 75
+        assert found["newest"] == str(tmp_path / "preempted-step=00000002.ckpt")
+        assert found["steps"] == 2
+
+
+def fabric_loop(rank: int, folder: str, *, resumes: bool, told_behind: int | None = None) -> tuple[Any, ...]:
+    """Losses, parameters, and the code that a program would exit with; on two ranks, to the end or the signal."""
+    fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy=PolyshardFabricStrategy(CONFIG))
+    fabric.launch()
+    # A loader draws from the same random numbers as the dropout when it begins.
+    data = list(loader(8, torch.float32))
+    torch.manual_seed(99 if resumes else rank)
+    model = fabric.setup_module(built(dropout=0.5))
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    state = {"model": model, "optimizer": optimizer, "step": 0, "random": polyshard.random_states(model.module)}
+    if resumes:
+        fabric.load(folder, state)
+        polyshard.restore_random_states(model.module, state["random"])
+    losses, code = [], None
+    with polyshard.Preemption(model.module) as preemption:
+        for step in range(state["step"], 8):
+            x, y = data[step]
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if (rank, step) == (1, told_behind):
+                os.kill(os.getpid(), signal.SIGTERM)
+            if preemption.requested():
+                state |= {"step": step + 1, "random": polyshard.random_states(model.module)}
+                fabric.save(folder, state)
+                code = preemption.exit_code
+                break
+    return losses, [each.detach().clone() for each in model.module.parameters()], code
+
+
+def preempt_fabric(rank: int, folder: str) -> list[tuple[Any, ...]]:
+    return [
+        fabric_loop(rank, folder, resumes=False),
+        fabric_loop(rank, folder, resumes=False, told_behind=2),
+        fabric_loop(rank, folder, resumes=True),
+    ]
+
+
+def test_a_loop_of_fabrics_ends_and_goes_on(tmp_path: Path) -> None:
+    for straight, stopped, resumed in on_ranks(preempt_fabric, str(tmp_path / "saved")):
+        assert (straight[2], stopped[2], resumed[2]) == (None, 75, None)
+        assert len(straight[0]) == 8
+        assert stopped[0] == straight[0][:4]
+        assert resumed[0] == straight[0][4:]
+        assert all(map(torch.equal, resumed[1], straight[1]))
 
 
 def refuse(rank: int, folder: str) -> list[float]:

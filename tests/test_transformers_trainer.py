@@ -215,6 +215,90 @@ def test_a_signal_of_one_rank_ends_all_with_a_checkpoint_to_go_on_from(ranks: Ke
         assert found["handler put back"]
 
 
+#: Losses fall with each epoch: the best model is the first that is evaluated.
+_FIRST_IS_BEST = {"metric_for_best_model": "loss", "greater_is_better": True, "save_total_limit": 1}
+_BY_EPOCH = {"max_steps": -1, "num_train_epochs": 3, "eval_strategy": "epoch"}
+_BY_STEPS = {"max_steps": 18, "eval_strategy": "steps", "eval_steps": 4}
+
+
+def preempt_among_evaluations(rank: int, folder: str, told: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """Three epochs of six steps; and again, where rank 1 alone is signalled, and from there to the end."""
+    quiet()
+    from polyshard.transformers import PreemptionCallback
+    from transformers import TrainerCallback
+
+    class Signalled(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if (rank, state.global_step) == (1, told):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    class Follows(TrainerCallback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.saved: list[int] = []
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.saved.append(state.global_step)
+
+    def run(to: str, callbacks: list[Any], resumes: bool) -> dict[str, Any]:
+        follows = Follows()
+        trainer = sharded_trainer(
+            make_model("gpt2", dropout=0.2), f"{folder}-{to}", "gpt2", samples=24, callbacks=[follows, *callbacks],
+            **settings,
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=resumes)
+        best = trainer.state.best_model_checkpoint
+        return {
+            "curve": curve(trainer),
+            "evaluations": [
+                (entry["step"], entry["eval_loss"]) for entry in trainer.state.log_history if "eval_loss" in entry
+            ],
+            "parameters": parameters(trainer.model),
+            "best": best and Path(best).name,
+            "saved": follows.saved,
+        }
+
+    with launched(rank, 2):
+        preemption = PreemptionCallback()
+        return {
+            "straight": run("straight", [], False),
+            "stopped": run("stopped", [Signalled(), preemption], False),
+            "preempted": preemption.preempted,
+            "left": sorted(path.name for path in Path(f"{folder}-stopped").glob("checkpoint-*")),
+            "again": run("stopped", [preemption], True),
+        }
+
+
+@pytest.mark.parametrize(
+    ("told", "settings", "ends", "evaluated"),
+    [
+        # Inside of an epoch, behind which there would be an evaluation and a checkpoint.
+        (8, {**_BY_EPOCH, "save_strategy": "epoch", "load_best_model_at_end": True}, 9, [6]),
+        # Behind the last step of an epoch: the evaluation comes first.
+        (11, {**_BY_EPOCH, "save_strategy": "epoch"}, 12, [6, 12]),
+        # It alone would decide on the checkpoint.
+        (11, {**_BY_EPOCH, "save_strategy": "best"}, 13, [6, 12]),
+        (7, {**_BY_STEPS, "save_strategy": "best", "load_best_model_at_end": True}, 8, [4, 8]),
+    ],
+    ids=["epoch", "end of epoch", "best of epochs", "best"],
+)
+def test_an_end_that_was_asked_for_saves_once_and_evaluates_what_was_due(
+    ranks: KeptRanks, tmp_path: Path, told: int, settings: dict[str, Any], ends: int, evaluated: list[int]
+) -> None:
+    settings = {**_FIRST_IS_BEST, **settings}
+    for found in ranks.run(2, preempt_among_evaluations, str(tmp_path / "run"), told, settings):
+        straight, stopped, again = found["straight"], found["stopped"], found["again"]
+        assert found["preempted"]
+        assert stopped["saved"].count(ends) == 1
+        assert stopped["saved"][-1] == ends
+        # The best one is kept beside it, as ever.
+        assert f"checkpoint-{ends}" in found["left"]
+        assert [step for step, _ in stopped["evaluations"]] == evaluated
+        assert stopped["best"] == straight["best"]
+        for key in ("curve", "evaluations", "best"):
+            assert again[key] == straight[key], key
+        assert_equal(again["parameters"], straight["parameters"])
+
+
 def assert_equal(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
     assert mine.keys() == theirs.keys()
     for name, value in theirs.items():

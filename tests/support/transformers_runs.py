@@ -102,16 +102,17 @@ def shard_config(**settings: Any) -> Any:
 
 
 def sharded_trainer(model: Any, folder: str, family: str, **settings: Any) -> Any:
-    """``settings``: of the arguments, and what the trainer itself takes."""
+    """``settings``: of the arguments, and what the trainer itself takes; ``samples``: how many it learns from."""
     from polyshard.transformers import PolyshardSeq2SeqTrainer, PolyshardTrainer
 
     own = ("shard", "save_frozen", "optimizers", "callbacks", "compute_metrics")
+    count = settings.pop("samples", 96)
     extra = {"shard": shard_config(), **{key: settings.pop(key) for key in own if key in settings}}
     made = PolyshardSeq2SeqTrainer if family == "t5" else PolyshardTrainer
     return made(
         model=model,
         args=arguments(folder, ddp_backend="gloo", **settings),
-        train_dataset=samples(family, equal=family == "t5"),
+        train_dataset=samples(family, count, equal=family == "t5"),
         # The loss of an evaluation is the mean of its batches'.
         eval_dataset=samples(family, 16, equal=True),
         **extra,
