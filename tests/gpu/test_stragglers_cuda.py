@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 
@@ -43,7 +44,22 @@ class Slow(nn.Module):
         return x
 
 
-def find(rank: int, where: str, slow: Sequence[int], capture: bool) -> list[tuple[polyshard.Straggler, ...]]:
+Found = tuple[list[tuple[polyshard.Straggler, ...]], list[str]]
+
+
+class Told(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def find(rank: int, where: str, slow: Sequence[int], capture: bool) -> Found:
+    """The answer of each of fifteen steps, and what was logged."""
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -61,21 +77,23 @@ def find(rank: int, where: str, slow: Sequence[int], capture: bool) -> list[tupl
 
     captured = polyshard.CapturedStep(model, optimizer, step) if capture else None
     run = captured or step
-    answers = []
+    answers, told = [], Told()
+    logging.getLogger("polyshard.stragglers").addHandler(told)
     with polyshard.Stragglers(model, every=6, factor=2.0) as stragglers:
         for _ in range(15):
             run(batch)
             answers.append(stragglers.step())
     if captured is not None:
         captured.reset()
+    logging.getLogger("polyshard.stragglers").removeHandler(told)
     polyshard.close(model)
-    return answers
+    return answers, told.texts
 
 
 @pytest.mark.parametrize("where", ["device", "host"])
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_slow_rank_is_named(where: str, slow: int) -> None:
-    for answers in RANKS.run(WORLD_SIZE, find, where, [slow], False, timeout=60.0):
+    for answers, _ in RANKS.run(WORLD_SIZE, find, where, [slow], False, timeout=60.0):
         assert [[each.rank for each in answer] for answer in answers if answer] == [[slow], [slow]]
         second = answers[13][0]
         assert second.times == 2
@@ -84,8 +102,15 @@ def test_a_slow_rank_is_named(where: str, slow: int) -> None:
 
 
 def test_steps_of_a_graph_are_not_judged() -> None:
-    assert RANKS.run(WORLD_SIZE, find, "device", [1], True, timeout=60.0) == [[()] * 15] * 2
+    found = RANKS.run(WORLD_SIZE, find, "device", [1], True, timeout=60.0)
+    assert [answers for answers, _ in found] == [[()] * 15] * 2
+    # Both windows, of which the second is of replays alone: two ranks that wait for each other would be alike.
+    assert [texts for _, texts in found] == [
+        ["Stragglers saw no step: those that a CUDA graph replays cannot be measured."],
+        [],
+    ]
 
 
 def test_ranks_alike_are_none() -> None:
-    assert RANKS.run(WORLD_SIZE, find, "device", [0, 1], False, timeout=60.0) == [[()] * 15] * 2
+    found = RANKS.run(WORLD_SIZE, find, "device", [0, 1], False, timeout=60.0)
+    assert found == [([()] * 15, [])] * 2

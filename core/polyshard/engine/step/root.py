@@ -117,6 +117,9 @@ class Root(Step):
             unit.hide()
         self.begin_gathers()
         self.schedule.begin_forward()
+        # Not where gathers begin: a CUDA graph that replays begins some, and measures nothing.
+        if self.lanes.stalls is not None:
+            self.lanes.stalls.begin_forward()
         for caster in self._encoding:
             caster.prepare([unit.spec for unit in self.units if unit.caster is caster], self.collectives)
         if self.events.active:
