@@ -52,37 +52,45 @@ class Signalled(lightning.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def batches() -> StatefulDataLoader:
+def batches(shuffles: bool = False, epoch: int = 0) -> StatefulDataLoader:
     """Of this rank, which it goes on with in the middle of an epoch."""
     pairs = Pairs(BATCHES * BATCH * 2, torch.float64)
     # A loader without a generator of its own draws from the one of the dropout, whenever it begins.
     own = torch.Generator()
-    sampler = DistributedSampler(pairs, shuffle=False)
+    sampler = DistributedSampler(pairs, shuffle=shuffles)
+    sampler.set_epoch(epoch)
     return StatefulDataLoader(pairs, batch_size=BATCH, sampler=sampler, generator=own)
 
 
-def preempt_and_resume(rank: int, folder: str, form: str, accumulates: int) -> dict[str, Any]:
+class Shuffled(Regression):
+    """Sees data in another order in each epoch."""
+
+    def train_dataloader(self) -> StatefulDataLoader:
+        return batches(shuffles=True, epoch=self.trainer.fit_loop.epoch_progress.current.processed)
+
+
+def preempt_and_resume(rank: int, folder: str, form: str, accumulates: int, told: int) -> dict[str, Any]:
     settings = {"max_epochs": 3, "accumulate_grad_batches": accumulates}
     strategy = PolyshardStrategy(CONFIG, state_dict_type=form)
     before = signal.getsignal(signal.SIGTERM)
     torch.manual_seed(rank)
-    straight = Regression(dropout=0.5)
-    trainer(folder, strategy, **settings).fit(straight, batches())
+    straight = Shuffled(dropout=0.5)
+    trainer(folder, strategy, **settings).fit(straight)
 
     torch.manual_seed(rank)
-    stopped = Regression(dropout=0.5)
-    callbacks = [Signalled(2), PreemptionCallback(folder)]
+    stopped = Shuffled(dropout=0.5)
+    callbacks = [Signalled(told), PreemptionCallback(folder)]
     strategy = PolyshardStrategy(CONFIG, state_dict_type=form)
     with pytest.raises(SystemExit) as ended:
-        trainer(folder, strategy, callbacks=callbacks, **settings).fit(stopped, batches())
+        trainer(folder, strategy, callbacks=callbacks, **settings).fit(stopped)
     put_back = signal.getsignal(signal.SIGTERM) == before
 
     torch.manual_seed(99)
-    resumed = Regression(dropout=0.5)
+    resumed = Shuffled(dropout=0.5)
     newest = PreemptionCallback.newest(folder)
     strategy = PolyshardStrategy(CONFIG, state_dict_type=form)
     again = trainer(folder, strategy, callbacks=[PreemptionCallback(folder)], **settings)
-    again.fit(resumed, batches(), ckpt_path=newest)
+    again.fit(resumed, ckpt_path=newest)
     return {
         "code": ended.value.code,
         "put back": put_back and signal.getsignal(signal.SIGTERM) == before,
@@ -93,13 +101,22 @@ def preempt_and_resume(rank: int, folder: str, form: str, accumulates: int) -> d
     }
 
 
-@pytest.mark.parametrize(("form", "accumulates", "last"), [("sharded", 1, 10), ("full", 1, 10), ("sharded", 3, 12)])
+@pytest.mark.parametrize(
+    ("form", "accumulates", "told", "last"),
+    [
+        ("sharded", 1, 2, 10),
+        ("full", 1, 2, 10),
+        # Of three batches a step: signalled behind the ninth batch in all, told behind the twelfth.
+        ("sharded", 3, 2, 12),
+        # Told behind an epoch.
+        ("sharded", 1, 4, 12),
+    ],
+)
 def test_a_signal_of_one_rank_ends_all_with_a_checkpoint_to_go_on_from(
-    tmp_path: Path, form: str, accumulates: int, last: int
+    tmp_path: Path, form: str, accumulates: int, told: int, last: int
 ) -> None:
-    # Of three batches a step: signalled behind the ninth batch in all, told behind the twelfth.
     assert PreemptionCallback.newest(tmp_path) is None
-    for found in on_ranks(preempt_and_resume, str(tmp_path), form, accumulates):
+    for found in on_ranks(preempt_and_resume, str(tmp_path), form, accumulates, told):
         assert found["code"] == 75
         assert found["put back"]
         assert found["newest"] == str(tmp_path / f"preempted-step={last // accumulates:08d}.ckpt")
