@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,38 @@ def resume(rank: int, folder: Path, precision: str) -> None:
 @pytest.mark.parametrize("precision", ["no", "fp16"])
 def test_a_run_that_resumes_is_the_run_that_never_stopped(tmp_path: Path, precision: str) -> None:
     on_ranks(2, resume, tmp_path / "state", precision)
+
+
+# An end that was asked for.
+
+
+def preempt(rank: int, folder: Path) -> list[dict[str, torch.Tensor]]:
+    """Parameters behind six steps at once, and of a run that is told to end on rank 1 alone and goes on."""
+    with launched():
+        accelerator, models, optimizers = prepared(seeded(Net))
+        steps(accelerator, models, optimizers, 0, 6)
+        found = [whole(models[0])]
+        forget()
+        accelerator, models, optimizers = prepared(seeded(Net))
+        with polyshard.Preemption(models[0]) as preemption:
+            for step in range(6):
+                steps(accelerator, models, optimizers, step, step + 1)
+                if (rank, step) == (1, 2):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                if preemption.requested():
+                    accelerator.save_state(folder)
+                    break
+        assert step == 3
+        forget()
+        accelerator, models, optimizers = prepared(seeded(Net, seed=1))
+        accelerator.load_state(folder)
+        steps(accelerator, models, optimizers, 4, 6)
+        return [*found, whole(models[0])]
+
+
+def test_a_signal_of_one_rank_ends_all_with_a_state_to_go_on_from(tmp_path: Path) -> None:
+    for straight, resumed in on_ranks(2, preempt, tmp_path / "state"):
+        torch.testing.assert_close(resumed, straight, **SAME)
 
 
 # Another number of ranks.
