@@ -359,3 +359,26 @@ def test_a_rank_that_pretends_beside_one_that_communicates() -> None:
 
 def test_ranks_that_all_pretend_go_on() -> None:
     assert run_processes(2, all_pretend) == [True, True]
+
+
+def come_late(rank: int) -> tuple[str, list[float]]:
+    """Rank 0 comes when the others have given up; then all come, twice, and train."""
+    if rank == 0:
+        time.sleep(2.5)
+    with pytest.raises(errors.RankMismatchError) as late:
+        polyshard.shard(seeded(Net), ShardConfig(timeout_s=1.0))
+    found = []
+    for _ in range(2):
+        model = polyshard.shard(seeded(Net), ShardConfig(timeout_s=20.0))
+        found.append(square_step(model, 0, 0)[0].item())
+    return str(late.value), found
+
+
+def test_ranks_that_missed_each_other_may_all_call_again() -> None:
+    late, *others = run_processes(3, come_late)
+    expected = square_step(seeded(Net), 0, 0)[0].item()
+    for _, found in (late, *others):
+        assert found == [pytest.approx(expected, rel=1e-6)] * 2
+    assert "Sharding failed on other ranks, so it was given up here too:" in late[0]
+    assert "rank 1: Ranks [0] did not come within 1 s, rank 1 waited, and gave up." in late[0]
+    assert all("Ranks [0] did not come to shard their model within 1 s" in text for text, _ in others)

@@ -156,9 +156,13 @@ class _Exchange:
                     self._read(missing)
                     if not self._missing():
                         break
+                    waited = f"within {self._timeout.total_seconds():g} s, rank {self._me} waited"
+                    # One that comes later would take this rank for ready, go on alone to the next exchange, and count
+                    # one more than the others from then on.
+                    gone = f"Ranks {self._missing()} did not come {waited}, and gave up."
+                    self._store.set(self._key(self._me), json.dumps([_FAILED, gone]))
                     raise RankMismatchError(
-                        f"Ranks {self._missing()} did not come to shard their model within "
-                        f"{self._timeout.total_seconds():.0f} s, rank {self._me} waited. "
+                        f"Ranks {self._missing()} did not come to shard their model {waited}. "
                         "Let every rank shard the same model; see the other ranks' logs. One that shards by itself, "
                         "with collectives that only pretend, needs check_ranks=False."
                     ) from error
