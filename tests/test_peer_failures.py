@@ -148,6 +148,39 @@ def test_an_exception_between_steps_is_told_where_that_is_asked_for() -> None:
     assert "fail_between_steps" in text
 
 
+class WordlessError(Exception):
+    """Of a program, whose words cannot be had."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def fail_without_words(rank: int) -> str:
+    """Rank 1 raises what cannot be printed; what each rank caught."""
+    model = polyshard.shard(seeded(lambda: Net(5)), polyshard.ShardConfig(timeout_s=2, policy=units_of(Block)))
+    try:
+        with polyshard.tell_failures(model):
+            for step in range(2):
+                if (rank, step) == (1, 1):
+                    raise WordlessError
+                model(draw(4, 3, rank=rank)).sum().backward()
+    except WordlessError as error:
+        time.sleep(4)
+        return type(error).__name__
+    except CollectiveError as error:
+        remove_report(str(error))
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_an_exception_whose_words_cannot_be_had_is_told_and_stays_what_it_is() -> None:
+    with RankPool(2) as pool:
+        text, own = pool.run(fail_without_words)
+    assert own == "WordlessError"
+    assert text.startswith("PeerFailedError")
+    assert "Rank 1 raised WordlessError, whose words cannot be told: its __str__ raised RuntimeError" in text
+
+
 def fail_and_go_on(rank: int) -> str:
     """Rank 1 raises before anything is gathered and comes back; then rank 0 waits for it in vain."""
     model = polyshard.shard(seeded(lambda: Net(5)), polyshard.ShardConfig(timeout_s=2, policy=units_of(Block)))

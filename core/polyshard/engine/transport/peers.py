@@ -45,7 +45,7 @@ class Peers:
     def tell(self, error: BaseException, where: str) -> None:
         """Say that this rank's program raised ``error``; ``where``: its last communication."""
         trace = "".join(traceback.format_exception(error))
-        said = {"kind": _RAISED, "where": where, "error": f"{type(error).__name__}: {error}", "trace": trace}
+        said = {"kind": _RAISED, "where": where, "error": _words(error), "trace": trace}
         self.spoke = True
         _within(_LIMIT_S, lambda: self._say(said))
 
@@ -134,6 +134,14 @@ class Peers:
         spoke.discard(self._rank)
         words = {rank: json.loads(self._store.get(f"{self._key}/of/{rank}")) for rank in sorted(spoke)}
         return {rank: said for rank, said in words.items() if said["kind"] != _GOES_ON}
+
+
+def _words(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as failed:
+        # The program's error is on its way, and another one must not take its place.
+        return f"{type(error).__name__}, whose words cannot be told: its __str__ raised {type(failed).__name__}"
 
 
 def _within(limit_s: float, action: Callable[[], None]) -> None:
