@@ -250,7 +250,6 @@ class StreamLanes(Lanes):
         return StreamStalls()
 
     def begin_forward(self) -> None:
-        super().begin_forward()
         current = self._current()
         self._gather_stream.wait_stream(current)
         self._gathers = True
