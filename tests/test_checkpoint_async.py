@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,8 +108,11 @@ def test_a_failure_comes_out_once_and_leaves_no_checkpoint(
         failing.add(str(full_on))
         pending = checkpoint.async_save(tmp_path, 1, model, optimizer)
         expected = OSError if rank == full_on else RankMismatchError
-        with pytest.raises(expected, match=r"No space left on device"):
+        with pytest.raises(expected, match=r"No space left on device") as told:
             _ = pending.result(20) if asked else checkpoint.save(tmp_path, 2, model, optimizer)
+        # A save that tells of the one before is not made.
+        notes = "".join(getattr(told.value, "__notes__", ()))
+        assert ("What was called now, which tells of it, was not begun" in notes) is not asked
         train(model, optimizer, 1)
         failing.clear()
         assert checkpoint.save(tmp_path, 3, model, optimizer) == tmp_path / "step-00000003"
@@ -118,6 +122,39 @@ def test_a_failure_comes_out_once_and_leaves_no_checkpoint(
     on_ranks(2, body)
     assert checkpoint.latest(tmp_path) == tmp_path / "step-00000003"
     assert {path.name for path in tmp_path.iterdir()} == {".job-lock", "step-00000003"}
+
+
+def test_a_failure_that_nobody_asks_for_is_logged(
+    tmp_path: Path, failing: set[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    failing.add("1")
+
+    def body(rank: int, world: ThreadedWorld) -> None:
+        model, optimizer = made(rank, world)
+        pending = checkpoint.async_save(tmp_path, 1, model, optimizer)
+        while not pending.done():
+            time.sleep(0.01)
+
+    on_ranks(2, body)
+    told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    where = f"The save of {tmp_path / 'step-00000001'} in the background failed on rank"
+    # On the rank whose disk is full, and on the one that commits.
+    assert sorted(text[: len(where) + 2] for text in told) == [f"{where} 0", f"{where} 1"]
+    assert all("No space left on device" in text for text in told)
+
+
+def test_a_program_may_go_elsewhere_while_a_relative_folder_is_written(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model = polyshard.shard(nn.Linear(3, 2), polyshard.ShardConfig(collectives="fake", strategy="no_shard"))
+    pending = checkpoint.async_save(Path("run"), 1, model)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    gate.set()
+    assert pending.result(20) == Path("run") / "step-00000001"
+    checkpoint.verify(tmp_path / "run" / "step-00000001")
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_a_save_waits_for_the_one_before_and_keep_counts_both(tmp_path: Path) -> None:

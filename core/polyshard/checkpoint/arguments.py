@@ -59,32 +59,36 @@ def mapping_of(given: object, name: str) -> Mapping[str, Any]:
     )
 
 
-def told(optimizer: Optimizers | None) -> str:
-    """What ranks compare of optimizers: their classes, and how many groups each has.
+def joint_of(optimizer: Optimizers | None) -> Joint | None:
+    """The argument ``optimizer`` as one.
 
     Raises:
         ConfigTypeError: there is something else among them.
     """
-    if optimizer is None:
+    return None if optimizer is None else Joint(optimizer)
+
+
+def told(joint: Joint | None) -> str:
+    """What ranks compare of optimizers: their classes, and how many groups each has."""
+    if joint is None:
         return "None"
-    joint = Joint(optimizer)
     kinds = described(joint)
     kinds = [kinds] if isinstance(kinds, Mapping) else kinds
     groups = [own.stop - own.start for _, own in joint.parts()]
     return ", ".join(f"{kind['class']} of {number} group(s)" for kind, number in zip(kinds, groups, strict=True))
 
 
-def settings_told(optimizer: Optimizers | None) -> dict[str, object]:
+def settings_told(joint: Joint | None) -> dict[str, object]:
     """What ranks compare of the settings of each group: a learning rate, say, that drifted apart on a rank's own loss.
 
     Each rank steps its own pieces by its own settings, so that where they differ the model is a mixture. Of others than
     numbers, words, None and tuples of these nothing is said.
     """
-    if optimizer is None:
+    if joint is None:
         return {}
     return {
         f"{name} of the optimizer's group {index}": value
-        for index, group in enumerate(Joint(optimizer).groups)
+        for index, group in enumerate(joint.groups)
         for name, value in group.items()
         if _is_plain(value)
     }

@@ -63,13 +63,17 @@ class History:
         if pending is None:
             return
         what = f"The save of {pending.directory} in the background"
-        # Parts come first: the rank that commits may be waiting for a note that cannot be written.
-        for ask in (pending.own_failure, pending.failure):
-            if not self._is_whole(owner, pending, ask(), what):
-                return
-        with together(owner.collectives, what):
-            if not pending.told:
-                pending.result()
+        try:
+            # Parts come first: the rank that commits may be waiting for a note that cannot be written.
+            for ask in (pending.own_failure, pending.failure):
+                if not self._is_whole(owner, pending, ask(), what):
+                    return
+            with together(owner.collectives, what):
+                if not pending.told:
+                    pending.result()
+        except Exception as error:
+            error.add_note(f"{what} failed. What was called now, which tells of it, was not begun: call it again.")
+            raise
 
     def _is_whole(self, owner: Root, pending: PendingSave, failure: BaseException | None, what: str) -> bool:
         """Whether no rank failed; where one did, raise on all, unless all have been told."""

@@ -23,7 +23,7 @@ from ..state.resting import resting_root
 from ..state.restore import ModelRestore, OptimizerRestore
 from ..state.source import Source
 from . import pickled as old
-from .arguments import path_of, told
+from .arguments import joint_of, path_of, told
 from .casters import restore_casters
 from .folder import Line
 from .foreign import DcpKeys, ForeignSource
@@ -85,7 +85,8 @@ def _load(
     called: dict[str, object] = {}
     with together(collectives, f"Opening the checkpoint {directory}", called):
         directory = path_of(directory, "directory")
-        called.update(optimizer=told(optimizer), frozen=frozen, pickles=pickles)
+        joint = joint_of(optimizer)
+        called.update(optimizer=told(joint), frozen=frozen, pickles=pickles)
         marker = Marker.read(directory)
         if not pickles:
             require_no_pickles(directory, marker)
@@ -97,8 +98,8 @@ def _load(
     with together(collectives, f"Matching the checkpoint {directory}"), _readable(directory, collectives):
         targets = ModelRestore(content.source, model, collectives.rank, frozen=frozen).targets
         restore = None
-        if optimizer is not None:
-            restore = OptimizerRestore(content.source, owner, Joint(optimizer), content.kind)
+        if joint is not None:
+            restore = OptimizerRestore(content.source, owner, joint, content.kind)
     with together(collectives, f"Reading the checkpoint {directory}"), _readable(directory, collectives):
         if restore is None:
             content.source.read(targets)
@@ -193,8 +194,8 @@ def _load_dcp(
     opening = f"Opening the directory {directory}"
     with together(collectives, opening, called), _readable(directory, collectives):
         directory = path_of(directory, "directory")
-        called.update(optimizer=told(optimizer), keys=keys)
-        joint = None if optimizer is None else Joint(optimizer)
+        joint = joint_of(optimizer)
+        called.update(optimizer=told(joint), keys=keys)
         groups = [] if joint is None else _names(owner, joint)
         source = ForeignSource(directory, _metadata(directory), keys or DcpKeys(), groups)
         identity = hashlib.sha256((directory / _METADATA).read_bytes()).hexdigest()

@@ -8,6 +8,7 @@ waits for all notes and commits, and others see the checkpoint appear under its 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ from ..errors import CollectiveTimeoutError, PolyshardError, RankMismatchError, 
 from . import disk
 from .documents import a_count, a_list, a_text, an_object, checked, parse, render
 from .marker import MARKER, Marker
+
+_LOGGER = logging.getLogger(__name__)
 
 #: Seconds between looks: first and last.
 _SOON, _LATER = 0.01, 0.5
@@ -236,6 +239,11 @@ class PendingSave:
             # No Exception to Python, torch's CheckpointException among them: it would pass by the caller's handlers.
             self._failure = PolyshardError(f"Writing {self.directory} failed (rank {self._rank}): {error}")
             self._failure.__cause__ = error
+        if self._failure is not None:
+            # Before anybody asks: of a program's last save nobody may.
+            _LOGGER.error(
+                "The save of %s in the background failed on rank %d: %s", self.directory, self._rank, self._failure
+            )
         self._written.set()
         # Copies of the state are not kept until somebody asks.
         self._work = _nothing

@@ -17,12 +17,12 @@ from ..state.agreement import together
 from ..state.contents import frozen_names, model_state, names_of, optimizer_state
 from ..state.exchange import coordinates, from_first, speaks
 from ..state.kind import described
-from ..state.optimizers import Joint, Optimizers
+from ..state.optimizers import Optimizers
 from ..state.places import MODEL, OPTIMIZER
 from ..state.resting import resting_root
 from ..state.sharded import CheckpointTensor
 from ..state.source import listed
-from .arguments import mapping_of, number_of, path_of, settings_told, told
+from .arguments import joint_of, mapping_of, number_of, path_of, settings_told, told
 from .attempt import Attempt, attempt_in
 from .casters import caster_states
 from .finite import not_finite
@@ -85,8 +85,8 @@ def save(
         with together(collectives, f"Committing {task.described}"):
             if task.commit is not None:
                 task.commit.run(files, manifest)
-    owner.events.on_save(model, task.target)
-    return task.target
+    owner.events.on_save(model, task.named)
+    return task.named
 
 
 def async_save(
@@ -125,7 +125,7 @@ def async_save(
         notes = Notes(task.path, collectives.rank, owner.timeout_s)
         ranks = collectives.world_size if speaks(collectives) else 1
         pending = PendingSave(
-            task.target,
+            task.named,
             collectives.rank,
             partial(_in_background, writing, notes, task.commit, ranks, stack.pop_all()),
             partial(_ended, owner, model, task, notes),
@@ -186,6 +186,8 @@ class _Task:
     """Where it is written."""
     target: Path
     """Where it will be."""
+    named: Path
+    """The same, as the caller names the folder."""
     identity: str
     state: dict[str, Any]
     document: Document | None
@@ -222,26 +224,29 @@ def _prepared(
     called: dict[str, object] = {}
     with together(collectives, f"Preparing {what}", called):
         root = path_of(root, "root")
+        # A program may go elsewhere while a thread writes.
+        here = root.absolute()
         step = number_of(step, "step", 0)
         keep = None if keep is None else number_of(keep, "keep", 1)
         beside = mapping_of(extra, "extra")
-        called.update(step=step, keep=keep, frozen=frozen, optimizer=told(optimizer))
-        called.update(settings_told(optimizer))
+        joint = joint_of(optimizer)
+        called.update(step=step, keep=keep, frozen=frozen, optimizer=told(joint))
+        called.update(settings_told(joint))
         state = _state(owner, model, optimizer, frozen=frozen)
         if coordinates(collectives):
-            kind = None if optimizer is None else described(Joint(optimizer))
+            kind = None if joint is None else described(joint)
             aliases = {other: names[0] for names in names_of(model).values() for other in names[1:]}
             document = Document.of(state, aliases, kind, caster_states(owner), beside)
-            history.claim(root)
-            line = history.line_in(root)
-            target = root / line.target(step).name
-            attempt = stack.enter_context(attempt_in(root))
+            history.claim(here)
+            line = history.line_in(here)
+            target = here / line.target(step).name
+            attempt = stack.enter_context(attempt_in(here))
             complete = collectives.world_size == 1 or speaks(collectives)
             commit = _Commit(history, attempt, target, line, step, collectives.world_size, complete, not broken, keep)
     # Names alone: one file system may be mounted at several places.
     mine = None if commit is None else (commit.attempt.path.name, commit.target.name, commit.attempt.identity)
     path, name, identity = from_first(collectives, mine)
-    return _Task(what, root / path, root / name, identity, state, document, commit)
+    return _Task(what, here / path, here / name, root / name, identity, state, document, commit)
 
 
 def _in_background(
@@ -279,7 +284,7 @@ def _ended(owner: Root, model: nn.Module, task: _Task, notes: Notes, deadline: f
     """Wait for what rank 0 makes of it."""
     if task.commit is None:
         notes.await_end(task.target, task.identity, deadline)
-    owner.events.on_save(model, task.target)
+    owner.events.on_save(model, task.named)
 
 
 def _state(owner: Root, model: nn.Module, optimizer: Optimizers | None, *, frozen: bool) -> dict[str, Any]:
