@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -358,5 +359,4 @@ def shard_late(rank: int) -> str:
 def test_a_rank_that_never_shards_is_named(processes: RankPool) -> None:
     texts = run(processes, shard_late)
     for rank in (0, 2):
-        assert "Ranks [1] did not come to shard their model within 1 s" in texts[rank]
-        assert f"rank {rank} waited" in texts[rank]
+        assert re.search(r"Ranks \[1\] did not come to shard their model within 1 s, rank [02] waited", texts[rank])

@@ -72,10 +72,11 @@ def test_ranks_that_were_seeded_differently_are_refused_by_name(strategy: str, w
         polyshard.shard(model, config(rank, world, **STRATEGIES[strategy]))
         return str(caught.value)
 
-    for at, text in enumerate(ThreadedWorld(world_size).run(rank)):
-        others = [other for other in range(world_size) if other != at]
-        assert f"anks {others} hold other values" in text or f"ank {others[0]} holds other values" in text
-        assert f"rank {at}" in text
+    texts = ThreadedWorld(world_size).run(rank)
+    # Every rank raises the same words, so that any log will do.
+    assert len(set(texts)) == 1
+    for text in texts:
+        assert all(f"Rank {other} holds other values than rank 0" in text for other in range(1, world_size))
         # The root's own come first.
         assert "'wide'" in text
         assert "sync_module_states=True" in text
@@ -94,10 +95,8 @@ def test_one_element_of_one_rank(name: str) -> None:
         return str(caught.value)
 
     texts = ThreadedWorld(3).run(rank)
-    assert all(f"'{name}'" in text for text in texts)
-    assert "ank 2 holds other values" in texts[0]
-    assert "ank 2 holds other values than rank 1" in texts[1]
-    assert "anks [0, 1] hold other values" in texts[2]
+    # The one that most ranks are not like is named, on that rank too.
+    assert all(f"Rank 2 holds other values than rank 0: '{name}' is the first" in text for text in texts)
 
 
 def test_values_in_another_order_are_other_values() -> None:

@@ -375,10 +375,8 @@ def come_late(rank: int) -> tuple[str, list[float]]:
 
 
 def test_ranks_that_missed_each_other_may_all_call_again() -> None:
-    late, *others = run_processes(3, come_late)
     expected = square_step(seeded(Net), 0, 0)[0].item()
-    for _, found in (late, *others):
+    for text, found in run_processes(3, come_late):
         assert found == [pytest.approx(expected, rel=1e-6)] * 2
-    assert "Sharding failed on other ranks, so it was given up here too:" in late[0]
-    assert "rank 1: Ranks [0] did not come within 1 s, rank 1 waited, and gave up." in late[0]
-    assert all("Ranks [0] did not come to shard their model within 1 s" in text for text, _ in others)
+        # On the late one, too.
+        assert "Ranks [0] did not come to shard their model within 1 s" in text

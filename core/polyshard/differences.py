@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -10,6 +11,8 @@ from .engine.planning.values import VALUES, refusal
 
 #: Characters from which on a part is looked into, instead of being shown as it is.
 _LONG = 120
+#: Ranks that are named, of more.
+_RANKS = 16
 #: Differences that are shown; ranks that train another model differ in everything.
 _SHOWN = 12
 _CURE = (
@@ -19,36 +22,66 @@ _CURE = (
 #: Stands for what only one of two ranks has.
 _NOTHING = "nothing"
 
-#: How one thing reads here, and there.
+#: How one thing reads on one rank, and on another.
 Difference = tuple[str, str]
 
 
-def told(reports: Sequence[Sequence[Any]], mine: Sequence[Any], rank: int) -> str | None:
-    """What to tell ``rank``, which reported ``mine``, about the ranks that reported something else; None for none.
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """Ranks whose reports are the same."""
 
-    A report is a list of rows of JSON values, each of which begins with its title.
+    ranks: list[int]
+    """Those that are known, in ascending order."""
+    number: int
+    """How many they are."""
+    report: list[Any] | None
+    """A list of rows of JSON values, each of which begins with its title; None where it could not be read."""
+
+    @property
+    def speaker(self) -> int:
+        """The rank that is quoted."""
+        return self.ranks[0]
+
+    @staticmethod
+    def listed(ranks: Sequence[int], number: int) -> str:
+        """So many ``ranks`` in words, of which some may be unknown."""
+        shown = list(ranks[:_RANKS])
+        return f"{shown}" if len(shown) == number else f"{shown} ({number} in all)"
+
+
+def told(reports: Sequence[Reported], unread: int = 0) -> str:
+    """What to tell all ranks where they report different things.
+
+    Args:
+        reports: What was read. The report of most ranks is what the others are compared with; of equally many, that of
+            the lowest rank.
+        unread: How many ranks more report something else than the first of ``reports``.
     """
-    others: dict[str, list[int]] = {}
-    for other, theirs in enumerate(reports):
-        if theirs != mine:
-            others.setdefault(repr(theirs), []).append(other)
-    if not others:
-        return None
-    lines = [line for ranks in others.values() for line in _against(mine, reports[ranks[0]], rank, ranks)]
+    usual = max(reports, key=lambda each: (each.number, -each.speaker))
+    lines = [line for each in sorted(reports, key=lambda each: each.ranks) for line in _against(usual, each)]
+    if unread:
+        lines.append(f"{unread} ranks more report something else, which was not read.")
     return "\n".join([*lines, _CURE] if any(line.startswith("  ") for line in lines) else lines)
 
 
-def _against(mine: Sequence[Any], theirs: Sequence[Any], rank: int, others: Sequence[int]) -> list[str]:
-    found, values = _sorted_out(mine, theirs)
+def _against(usual: Reported, other: Reported) -> list[str]:
+    if other is usual:
+        return []
+    who = Reported.listed(other.ranks, other.number)
+    if usual.report is None or other.report is None:
+        gone = usual if usual.report is None else other
+        return [f"Ranks {who} are about to shard differently; rank {gone.speaker} ended before it could say more."]
+    found, values = _sorted_out(usual.report, other.report)
     lines = []
     if found:
-        lines.append(f"Ranks {list(others)} are about to shard differently:")
-        for here, there in found[:_SHOWN]:
-            lines += [f"  here: {here}", f"  rank {others[0]}: {there}"]
+        lines.append(f"Ranks {who} are about to shard differently:")
+        for most, theirs in found[:_SHOWN]:
+            lines += [f"  rank {usual.speaker}: {most}", f"  rank {other.speaker}: {theirs}"]
         if len(found) > _SHOWN:
             lines.append(f"  and {len(found) - _SHOWN} differences more")
     if values is not None:
-        lines.append(refusal(rank, others, *values))
+        subject = f"Rank {other.speaker} holds" if other.number == 1 else f"Ranks {who} hold"
+        lines.append(refusal(usual.speaker, subject, *values))
     return lines
 
 

@@ -62,22 +62,23 @@ def described_buffers(named: Iterable[tuple[str, nn.Module]]) -> list[list[Any]]
     ]
 
 
-def refusal(rank: int, others: Sequence[int], ours: Sequence[Any], theirs: Sequence[Any]) -> str:
-    """What to tell the user of ``rank`` about ``others``, given their first difference in ``described_values``."""
-    who = f"Rank {others[0]} holds" if len(others) == 1 else f"Ranks {list(others)} hold"
+def refusal(rank: int, others: str, ours: Sequence[Any], theirs: Sequence[Any]) -> str:
+    """What to tell the user about ``others`` ("Rank 3 holds") beside ``rank``, given their first difference in
+    ``described_values``.
+    """
     name = ours[1]
     if ours[2] != theirs[2]:
         return (
-            f"{who} '{name}' in another order of memory (strides {theirs[2]}) than rank {rank} ({ours[2]}), so the "
+            f"{others} '{name}' in another order of memory (strides {theirs[2]}) than rank {rank} ({ours[2]}), so the "
             "parts would not make a whole. Build the model alike on all ranks."
         )
     what = "is the first parameter that differs"
     if "meta" in (ours[3], theirs[3]):
-        what = f"is on the meta device of {'this rank' if ours[3] == 'meta' else 'the others'} alone"
+        what = f"is on the meta device {f'on rank {rank}' if ours[3] == 'meta' else 'there'} alone"
     return (
-        f"{who} other values than rank {rank}: '{name}' {what}. Each rank keeps a part of its own copy, so the model "
-        "would be a mixture. Seed all ranks alike before the model is built, or set sync_module_states=True, which "
-        "takes rank 0's values."
+        f"{others} other values than rank {rank}: '{name}' {what}. Each rank keeps a part of its own copy, so the "
+        "model would be a mixture. Seed all ranks alike before the model is built, or set sync_module_states=True, "
+        "which takes rank 0's values."
     )
 
 

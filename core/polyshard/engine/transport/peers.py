@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,17 +19,22 @@ from .. import _torch_private
 GRACE_S = 1.5
 #: Seconds for all that is said and heard at once: the store's host may be what failed.
 _LIMIT_S = 3.0
-_LOOK_EVERY_S = 0.05
-#: Words that are read, of the first ranks that failed: of thousands the others say the same.
-_MOST = 256
+#: Seconds between two looks at what others said: at first, and at most. Each is twice as long as the one before.
+_LOOK_S, _LONGEST_LOOK_S = 0.05, 0.4
+#: Words that are read of the ranks that spoke last, by as many ranks and by more: thousands say the same, all at once.
+_MOST, _OF_THOUSANDS = 256, 16
+#: Words that are read of ranks whose program raised, which is what the others wait for.
+_MOST_RAISED = 8
 _RAISED, _STANDS, _SILENT, _GOES_ON = "raised", "stands", "silent", "goes on"
+#: Of the list of all ranks that spoke; the other one is of those that raised.
+_SPOKE = "spoke"
 
 
 class Peers:
     """The other ranks of one model, through the launcher's store. Nothing is said in a step that does not fail.
 
-    Each rank has one key for its last word. Beside these there is a list of who spoke, in order: of many ranks, those
-    are read that spoke last.
+    Each rank has one key for its last word. Beside these there are two lists of who spoke, in order: of all ranks, and
+    of those whose program raised. Of many ranks, those are read that spoke last.
 
     Whatever goes wrong here is not told: less is known then, and the error on its way stays what it is.
     """
@@ -39,6 +45,7 @@ class Peers:
         self._key = key
         self._rank = rank
         self._world_size = world_size
+        self._most = _MOST if world_size <= _MOST else _OF_THOUSANDS
         self.spoke = False
         """Whether the last that this rank said is that it failed, or is stuck."""
 
@@ -76,11 +83,14 @@ class Peers:
             if said is not None:
                 self._say(said)
             deadline = time.monotonic() + GRACE_S
+            read = {_SPOKE: 0, _RAISED: 0}
+            pause = _LOOK_S
             while True:
-                heard.update(self._hear())
-                if len(heard) >= self._world_size - 1 or time.monotonic() > deadline:
+                self._hear(heard, read)
+                if len(heard) >= min(self._world_size - 1, self._most) or time.monotonic() > deadline:
                     return
-                time.sleep(_LOOK_EVERY_S)
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_LOOK_S)
 
         _within(_LIMIT_S, exchange)
         # The thread may go on where the store does not answer.
@@ -110,7 +120,7 @@ class Peers:
             for rank, said in sorted(heard.items())
             if said.get("kind") == _SILENT
         ]
-        if len(heard) >= _MOST:
+        if len(heard) >= self._most:
             lines.append(f"  of {self._world_size} ranks, these were read")
         elif silent:
             who = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {silent[:16]} ({len(silent)} in all)"
@@ -120,20 +130,30 @@ class Peers:
     def _say(self, said: Mapping[str, Any]) -> None:
         # The word before the place in the list: who reads the place finds the last word, whichever it was made for.
         self._store.set(f"{self._key}/of/{self._rank}", json.dumps(said))
-        number = self._store.add(f"{self._key}/count", 1)
-        self._store.set(f"{self._key}/{number}", str(self._rank))
+        for name in (_SPOKE, _RAISED) if said["kind"] == _RAISED else (_SPOKE,):
+            number = self._store.add(f"{self._key}/{name}", 1)
+            self._store.set(f"{self._key}/{name}/{number}", str(self._rank))
 
-    def _hear(self) -> dict[int, Mapping[str, Any]]:
+    def _hear(self, heard: dict[int, Mapping[str, Any]], read: dict[str, int]) -> None:
+        """Bring ``heard`` up to date by what was said since ``read``, the place in each list up to which it was."""
         spoke: set[int] = set()
-        count = self._store.add(f"{self._key}/count", 0)
-        for number in range(max(1, count - _MOST + 1), count + 1):
-            key = f"{self._key}/{number}"
-            # Numbered first and written then.
-            if self._store.check([key]):
-                spoke.add(int(self._store.get(key)))
+        for name, most in ((_RAISED, _MOST_RAISED), (_SPOKE, self._most)):
+            count = self._store.add(f"{self._key}/{name}", 0)
+            for number in range(max(read[name], count - most) + 1, count + 1):
+                key = f"{self._key}/{name}/{number}"
+                # Numbered first and written then: the next look comes back to it.
+                if self._store.check([key]):
+                    spoke.add(int(self._store.get(key)))
+                else:
+                    count = min(count, number - 1)
+            read[name] = count
         spoke.discard(self._rank)
-        words = {rank: json.loads(self._store.get(f"{self._key}/of/{rank}")) for rank in sorted(spoke)}
-        return {rank: said for rank, said in words.items() if said["kind"] != _GOES_ON}
+        for rank in sorted(spoke):
+            said = json.loads(self._store.get(f"{self._key}/of/{rank}"))
+            if said["kind"] == _GOES_ON:
+                heard.pop(rank, None)
+            else:
+                heard[rank] = said
 
 
 def _words(error: BaseException) -> str:
@@ -158,6 +178,11 @@ def _within(limit_s: float, action: Callable[[], None]) -> None:
     thread.join(limit_s)
 
 
+def scope_of(ranks: Iterable[int]) -> str:
+    """A short name of ``ranks``, the same on all of them, for keys in a store: of thousands, the list is too long."""
+    return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
+
+
 def peers_of(collectives: Collectives) -> Peers | None:
     """Of a model over ``collectives``, all of whose ranks call this as often; None where there is no store."""
     if collectives.world_size < 2 or not collectives.capabilities.can_communicate:
@@ -167,7 +192,7 @@ def peers_of(collectives: Collectives) -> Peers | None:
     if store is None or not isinstance(group, torch.distributed.ProcessGroup):
         return None
     ranks = torch.distributed.get_process_group_ranks(group)
-    scope = "polyshard/peers/" + ",".join(map(str, ranks))
+    scope = f"polyshard/peers/{scope_of(ranks)}"
     try:
         # Each rank counts its own models: the n-th of one is the n-th of all.
         number = store.add(f"{scope}/models/{collectives.rank}", 1)
