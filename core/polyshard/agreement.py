@@ -69,7 +69,8 @@ def agree(
         ranks = torch.distributed.get_process_group_ranks(group)
         meeting = Meeting(store, ranks, torch.distributed.get_rank(), timeout)
         try:
-            meeting.hold(report, error)
+            meeting.come(report, error)
+            meeting.end()
         except torch.distributed.DistNetworkError as lost:
             if error is None:
                 raise meeting.without_store() from lost
@@ -136,6 +137,9 @@ class Meeting:
         self._timeout_s = timeout.total_seconds()
         self._scope = f"polyshard/agree/{scope_of(ranks)}"
         self._turn = 0
+        self._report: Sequence[Any] = ()
+        self._failed = False
+        self._deadline = 0.0
         self._came = 0
         self._settled = False
         """Whether this rank set the verdict."""
@@ -144,29 +148,40 @@ class Meeting:
         self._number = 0
         """Which of the ranks that differ from the first one this is, counted from 1; 0 for none of them."""
 
-    def hold(self, report: Sequence[Any], error: Exception | None) -> None:
-        """Return once all ranks have come and report the same, or at once where this rank has an ``error`` to tell.
+    def come(self, report: Sequence[Any], error: Exception | None = None) -> None:
+        """Leave this rank's ``report``, or what went wrong on it, without waiting for others.
+
+        Raises:
+            torch.distributed.DistNetworkError: the store is gone.
+        """
+        self._report, self._failed = report, error is not None
+        self._deadline = time.monotonic() + self._timeout_s
+        self._turn = self._store.add(f"{self._scope}/turns/{self._rank}", 1)
+        if error is not None:
+            self._leave_failure(f"{type(error).__name__}: {error}")
+        else:
+            self._compare()
+        self._came = self._store.add(self._key("came"), 1)
+        if self._came == len(self._ranks):
+            self._settle(_Verdict.SAME)
+            self._store.set(self._key("all"), "")
+            # All ranks have come here, and so are done with the agreement before.
+            for name in ("first", "came", "verdict", "all") if self._turn > 1 else ():
+                self._store.delete_key(f"{self._scope}/{self._turn - 1}/{name}")
+
+    def end(self) -> None:
+        """Return once all ranks have come and report the same, or at once where this rank left an error.
 
         Raises:
             RankMismatchError: another rank failed, reports something else, or did not come.
             torch.distributed.DistNetworkError: the store is gone.
         """
-        deadline = time.monotonic() + self._timeout_s
-        self._turn = self._store.add(f"{self._scope}/turns/{self._rank}", 1)
-        if error is not None:
-            self._leave_failure(f"{type(error).__name__}: {error}")
-        else:
-            self._compare(report)
-        self._came = self._store.add(self._key("came"), 1)
-        if self._came == len(self._ranks):
-            self._settle(_Verdict.SAME)
-            self._store.set(self._key("all"), "")
-        verdict = self._verdict(deadline)
+        verdict = self._verdict()
         if verdict is _Verdict.SAME:
             return
         try:
-            if error is None:
-                raise RankMismatchError(self._reason(verdict, report))
+            if not self._failed:
+                raise RankMismatchError(self._reason(verdict))
         finally:
             self._store.add(self._key("read"), 1)
             self._await_readers(verdict)
@@ -189,8 +204,8 @@ class Meeting:
             self._store.set(self._key(f"failure/{number}"), json.dumps([self._rank, text[:_LONGEST_FAILURE]]))
         self._settle(_Verdict.FAILED)
 
-    def _compare(self, report: Sequence[Any]) -> None:
-        mine = digest(report)
+    def _compare(self) -> None:
+        mine = digest(self._report)
         found: bytes = self._store.compare_set(self._key("first"), "", f"{mine} {self._rank}")
         first, rank = found.decode().split()
         self._first = int(rank)
@@ -205,16 +220,16 @@ class Meeting:
         found: bytes = self._store.compare_set(self._key("verdict"), "", mine)
         self._settled = self._settled or found.decode() == mine
 
-    def _verdict(self, deadline: float) -> _Verdict:
+    def _verdict(self) -> _Verdict:
         pause = _FIRST_WAIT_S
-        while not self._wait(self._key("verdict"), min(pause, deadline - time.monotonic())):
-            if time.monotonic() >= deadline:
+        while not self._wait(self._key("verdict"), min(pause, self._deadline - time.monotonic())):
+            if time.monotonic() >= self._deadline:
                 self._settle(_Verdict.ABSENT)
                 break
             pause = min(2 * pause, _LONGEST_WAIT_S)
         return _Verdict(self._get("verdict").split()[0])
 
-    def _reason(self, verdict: _Verdict, report: Sequence[Any]) -> str:
+    def _reason(self, verdict: _Verdict) -> str:
         """What to raise on this rank, which did not fail itself."""
         if verdict is _Verdict.ABSENT:
             if self._settled:
@@ -226,7 +241,7 @@ class Meeting:
                 more = self._store.add(self._key("failures"), 0) - len(failures)
                 lines += [f"  and {more} ranks more"] if more else []
                 return "Sharding failed on other ranks, so it was given up here too:\n" + "\n".join(lines)
-            self._tell_difference(report)
+            self._tell_difference()
         if self._wait(self._key("told"), _DETAILS_S):
             return self._get("told")
         settler = self._get("verdict").split()[1]
@@ -249,7 +264,7 @@ class Meeting:
             "call it again. One that shards by itself, with collectives that only pretend, needs check_ranks=False."
         )
 
-    def _tell_difference(self, report: Sequence[Any]) -> None:
+    def _tell_difference(self) -> None:
         """Leave this rank's report where it stands for others, and the message where this rank settled the verdict."""
         if not self._settled and self._rank != self._first and not 0 < self._number <= _LISTED:
             return
@@ -259,7 +274,7 @@ class Meeting:
             kinds.setdefault(other, []).append(rank)
         read = dict(list(kinds.items())[:_READ])
         if self._rank in {self._first, *(ranks[0] for ranks in read.values())}:
-            self._publish(report)
+            self._publish()
         if not self._settled:
             return
         number = self._store.add(self._key("others"), 0)
@@ -280,8 +295,8 @@ class Meeting:
         # Each is counted before it is written.
         return [json.loads(self._get(key)) for key in keys if self._wait(self._key(key), _GRACE_S)]
 
-    def _publish(self, report: Sequence[Any]) -> None:
-        content = zlib.compress(_json(report))
+    def _publish(self) -> None:
+        content = zlib.compress(_json(self._report))
         chunks = [content[start : start + _CHUNK] for start in range(0, len(content), _CHUNK)]
         for number, chunk in enumerate(chunks):
             self._store.set(self._key(f"report/{self._rank}/{number}"), chunk)

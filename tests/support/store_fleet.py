@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 import torch.distributed as dist
@@ -56,6 +56,10 @@ class CountingStore:
         self._count([key], expected, desired, value)
         return value
 
+    def delete_key(self, key: str) -> bool:
+        self._count([key], bytes(1))
+        return self._store.delete_key(key)
+
     def check(self, keys: list[str]) -> bool:
         self._count(keys, bytes(1))
         return self._store.check(keys)
@@ -100,25 +104,3 @@ def on_fleet(world_size: int, body: Callable[[int], T], monkeypatch: pytest.Monk
     if raised:
         raise raised[0]
     return [each for each in found if each is not None]
-
-
-def hold_meetings(
-    ranks: range, world_size: int, port: int, meet: Callable[[Any, int], Any]
-) -> list[tuple[Any, Traffic]]:
-    """``meet(store, rank)`` on one thread for each of ``ranks``, of ``world_size`` in all; one process's part."""
-    found: list[Any] = [None] * len(ranks)
-
-    def run(index: int) -> None:
-        store = CountingStore(port)
-        found[index] = (meet(store, ranks[index]), store.traffic)
-
-    before = threading.stack_size(512 << 10)
-    try:
-        threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(ranks))]
-        for thread in threads:
-            thread.start()
-    finally:
-        threading.stack_size(before)
-    for thread in threads:
-        thread.join()
-    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -188,9 +189,10 @@ def _compare(
     for collectives, mine in told.items():
         if not collectives.capabilities.can_communicate:
             continue
-        text = json.dumps(mine)
-        everyone = collectives.all_gather_object(text)
-        other = next((rank for rank, theirs in enumerate(everyone) if theirs != text), None)
+        # Of thousands of ranks, the texts would fill memory.
+        digest = hashlib.sha256(json.dumps(mine).encode()).digest()
+        everyone = collectives.all_gather_object(digest)
+        other = next((rank for rank, theirs in enumerate(everyone) if theirs != digest), None)
         if other is not None:
             where = f"rank {other} differs from rank {collectives.rank}"
             raise RankMismatchError(
