@@ -366,10 +366,10 @@ def come_late(rank: int) -> tuple[str, list[float]]:
     if rank == 0:
         time.sleep(2.5)
     with pytest.raises(errors.RankMismatchError) as late:
-        polyshard.shard(seeded(Net), ShardConfig(timeout_s=1.0))
+        polyshard.shard(seeded(Net), ShardConfig(timeout_s=1.0, sync_module_states=True))
     found = []
     for _ in range(2):
-        model = polyshard.shard(seeded(Net), ShardConfig(timeout_s=20.0))
+        model = polyshard.shard(seeded(Net), ShardConfig(timeout_s=20.0, sync_module_states=True))
         found.append(square_step(model, 0, 0)[0].item())
     return str(late.value), found
 

@@ -260,6 +260,8 @@ def test_a_stager_of_torch_copies_what_this_rank_holds() -> None:
             parameter.add_(1)
     for copied in (staged["model"], sent):
         for name, value in chunked(copied):
+            # A debugger lists what a value has.
+            assert {"chunks", "shape", "to"} <= set(dir(value))
             assert value.shape == shown[0][name].shape
             assert [chunk.box for chunk in value.chunks] == [chunk.box for chunk in shown[0][name].chunks]
             assert all(map(torch.equal, [chunk.view for chunk in value.chunks], before[name]))

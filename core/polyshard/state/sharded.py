@@ -105,6 +105,8 @@ class CheckpointTensor(torch.Tensor):
 
 _DESCRIPTIONS: frozenset[Any] = frozenset(
     {
+        # Asked by debuggers, and by whoever explores a state dict.
+        torch.Tensor.__dir__,
         torch.Tensor.size,
         torch.Tensor.dim,
         torch.Tensor.numel,
