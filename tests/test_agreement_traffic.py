@@ -206,6 +206,6 @@ def test_thousands_of_ranks_agree_and_are_told_who_differs(monkeypatch: pytest.M
             "Give every rank the same model, configuration and installed plugins. Options that must differ between "
             "ranks are named in local_options of the plugin."
         }
-        missing = hold(lambda rank: report, 20 + size / 40, absent)
+        missing = hold(lambda rank: report, 20 + size / 100, absent)
         assert len(missing) == size - 1
         assert all(text.startswith(f"Ranks [{absent}] did not come to shard their model") for text, _ in missing)
