@@ -1,4 +1,4 @@
-"""What ranks ask of the launcher's store to shard: as much for thousands of them as for four, and told who differs."""
+"""What ranks ask of the launcher's store, to shard and when one fails: as much for thousands of them as for four."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 from polyshard import ShardConfig, assembly
 from polyshard.agreement import Meeting
+from polyshard.engine.transport.peers import Peers
 from polyshard.errors import RankMismatchError
 from store_fleet import CountingStore, Traffic, on_fleet, tcp_store
 from torch import nn
@@ -106,6 +107,23 @@ def test_a_rank_that_comes_too_late_and_all_may_call_again(monkeypatch: pytest.M
     texts = {text for text, _ in on_fleet(4, body, monkeypatch)}
     assert len(texts) == 1
     assert texts.pop().startswith("Ranks [2] did not come to shard their model within 1 s, rank ")
+
+
+def test_a_rank_that_raised_is_heard_among_thousands_at_little_cost() -> None:
+    world_size = 4096
+    with tcp_store() as port:
+        store = CountingStore(port)
+        peers = [Peers(store, "failed", rank, world_size) for rank in range(400)]
+        peers[7].tell(ValueError("no batch"), "3")
+        for each in peers[8:]:
+            # What `ask` says, without listening.
+            each.tell_silence("4", 2.0, "a stack")
+        store.traffic = Traffic()
+        heard = peers[0].ask("4")
+        assert store.traffic.requests <= 100
+        assert store.traffic.longest_key <= KEY
+    assert "Rank 7 raised ValueError: no batch" in (peers[0].raised(heard) or "")
+    assert len(heard) <= 32
 
 
 class Block(nn.Module):
