@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_ranks import device_of, gpu_ranks
 from polyshard.errors import CollectiveError, WorldSizeError
 from polyshard.interfaces import BufferRole, Collectives, PluginContext, ReduceOp
 from polyshard.testing import CollectivesSuite, plugin_context
@@ -27,7 +28,7 @@ LARGE = 1 << 30
 
 T = TypeVar("T")
 
-WORLD_SIZE = max(1, min(torch.cuda.device_count(), 2))
+WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
 #: Older versions of torch number the ranks of a group in ascending order only.
 ANY_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
@@ -40,7 +41,7 @@ def close_ranks() -> Iterator[None]:
 
 
 def context(rank: int) -> PluginContext:
-    return PluginContext("nccl", torch.device("cuda", rank), timeout=timedelta(seconds=30))
+    return PluginContext("nccl", device_of(rank), timeout=timedelta(seconds=30))
 
 
 #: In a rank's process: one instance for all tests, since making its communicators takes seconds.

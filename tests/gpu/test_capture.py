@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import polyshard
 import pytest
 import torch
+from gpu_ranks import device_of, gpu_ranks
 from polyshard import CapturedStep, CaptureMode
 from polyshard.engine.step.root import Root
 from polyshard.errors import CaptureError
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.gpu
 
 T = TypeVar("T")
 
-WORLD_SIZE = max(1, min(torch.cuda.device_count(), 2))
+WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
 
 #: Gathers, and reductions of 16 bits, that are copies out of memory which outlives the graph.
@@ -73,7 +74,7 @@ class Net(nn.Module):
 
 
 def on_device(rank: int) -> torch.device:
-    device = torch.device("cuda", rank)
+    device = device_of(rank)
     torch.cuda.set_device(device)
     return device
 

@@ -11,6 +11,7 @@ from unittest import mock
 import polyshard
 import pytest
 import torch
+from gpu_ranks import device_of, gpu_ranks
 from polyshard.engine import thresholds
 from polyshard.engine.step.root import Root
 from processes import KeptRanks
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.gpu
 
 T = TypeVar("T")
 
-WORLD_SIZE = max(1, min(torch.cuda.device_count(), 2))
+WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
 
 
@@ -82,7 +83,7 @@ def batches(device: torch.device, steps: int) -> list[torch.Tensor]:
 
 def train(rank: int, dtype: torch.dtype, kind: dict[str, bool], settings: dict[str, Any], side: bool) -> list[float]:
     """Largest differences in loss and norm (relative) and in parameters; number of units left gathered."""
-    device = torch.device("cuda", rank)
+    device = device_of(rank)
     torch.cuda.set_device(device)
     torch.manual_seed(0)
     reference = Net(**kind).to(device, dtype)
@@ -136,7 +137,7 @@ def test_recurrent_and_recomputed_models_train_alike(kind: dict[str, bool]) -> N
 
 
 def train_recorded(rank: int) -> list[float]:
-    torch.cuda.memory._record_memory_history(device=torch.device("cuda", rank))
+    torch.cuda.memory._record_memory_history(device=device_of(rank))
     try:
         # Every linear layer is an autograd function of ours, the one that ends a recomputation, too.
         with mock.patch.object(thresholds, "DIRECT_NUMEL", 1):
@@ -177,7 +178,7 @@ def test_bf16_follows_the_fp32_loss(offload: str) -> None:
 
 
 def wrap_from_meta(rank: int) -> tuple[int, int]:
-    device = torch.device("cuda", rank)
+    device = device_of(rank)
     torch.cuda.set_device(device)
     with torch.device("meta"):
         model = nn.Sequential(*(Block(512, False) for _ in range(12)))
@@ -198,7 +199,7 @@ def test_wrapping_from_meta_takes_the_shards_and_one_unit() -> None:
 
 
 def steady_memory(rank: int) -> tuple[int, int, int]:
-    device = torch.device("cuda", rank)
+    device = device_of(rank)
     torch.cuda.set_device(device)
     torch.manual_seed(0)
     model = sharded(nn.Sequential(*(Block(512, False) for _ in range(12))).to(device), precision="bf16")
@@ -222,7 +223,7 @@ def test_reserved_memory_is_flat_after_the_first_steps() -> None:
 
 def capture_a_step(rank: int) -> tuple[float, float]:
     """Largest difference in parameters between six eager steps, and three followed by three replays; and what moved."""
-    device = torch.device("cuda", rank)
+    device = device_of(rank)
     torch.cuda.set_device(device)
     torch.manual_seed(0)
     start = Net().to(device)

@@ -14,6 +14,7 @@ from unittest import mock
 import polyshard
 import pytest
 import torch
+from gpu_ranks import device_of, gpu_ranks
 from polyshard.engine import thresholds
 from polyshard.engine.step.root import Root
 from polyshard.interfaces import Observer, UnitSpec
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.gpu
 
 T = TypeVar("T")
 
-WORLD_SIZE = max(1, min(torch.cuda.device_count(), 2))
+WORLD_SIZE = gpu_ranks()
 #: A few milliseconds: longer than all else that a step does.
 CYCLES_OF_DELAY = 5_000_000
 WIDTH = 192
@@ -113,7 +114,7 @@ class LateReductions(Observer):
 
 def train(rank: int, late: str, direct: bool, settings: dict[str, Any]) -> tuple[float, float, int]:
     """Largest differences in loss and, after some steps, in parameters; number of units left gathered."""
-    device = torch.device("cuda", rank)
+    device = device_of(rank)
     torch.cuda.set_device(device)
     torch.manual_seed(0)
     reference = TwoBranches().to(device, torch.float64)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from gpu_ranks import device_of, gpu_ranks
 from polyshard_fsdp import CPUOffload
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from processes import KeptRanks
@@ -14,7 +15,7 @@ from torch import nn
 
 pytestmark = pytest.mark.gpu
 
-WORLD_SIZE = max(1, min(torch.cuda.device_count(), 2))
+WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
 
 
@@ -52,7 +53,7 @@ def test_on_the_cpu(use_orig_params: bool) -> None:
     for rank, (said, trained) in enumerate(RANKS.run(WORLD_SIZE, refused, use_orig_params, False)):
         assert said.startswith(
             "An FSDP-managed module unexpectedly has parameters on cpu. Make sure to move the module to "
-            f"cuda:{rank} before training."
+            f"{device_of(rank)} before training."
         )
         assert trained
 
@@ -61,7 +62,7 @@ def test_on_the_cpu(use_orig_params: bool) -> None:
 def test_on_the_device_although_offloaded(use_orig_params: bool) -> None:
     for rank, (said, trained) in enumerate(RANKS.run(WORLD_SIZE, refused, use_orig_params, True)):
         assert said.startswith(
-            f"An FSDP-managed module with parameter CPU offloading enabled has parameters on cuda:{rank}. Make sure to "
+            f"An FSDP-managed module with parameter CPU offloading enabled has parameters on {device_of(rank)}. Make sure to "
             "not move the module from CPU when offloading parameters."
         )
         assert trained

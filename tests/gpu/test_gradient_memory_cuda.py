@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import polyshard
 import pytest
 import torch
+from gpu_ranks import gpu_ranks
 from processes import KeptRanks
 from torch import nn
 
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 T = TypeVar("T")
 
-WORLD_SIZE = max(1, min(torch.cuda.device_count(), 2))
+WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
 #: The CUDA allocator hands out multiples of so many bytes.
 GRANULE = 512

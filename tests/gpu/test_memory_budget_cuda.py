@@ -9,6 +9,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
+from gpu_ranks import device_of
 from polyshard.engine.step.root import Root
 from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
@@ -119,7 +120,7 @@ def test_nothing_is_decided_inside_a_capture() -> None:
 
 def agree(rank: int, budgets: list[int | str]) -> tuple[int, float]:
     """How many units are kept, and the largest difference in parameters."""
-    device = torch.device("cuda", rank)
+    device = device_of(rank)
     torch.cuda.set_device(device)
     torch.manual_seed(0)
     reference = nn.Sequential(*(Block(256) for _ in range(4))).to(device, torch.float64)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import polyshard
 import pytest
 import torch
+from gpu_ranks import device_of, gpu_ranks
 from matrices import FormulaMuon, distance
 from polyshard.optim import Muon, for_matrices
 from polyshard.optim.momentum import go_along, mix
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.gpu
 T = TypeVar("T")
 Kind = Callable[..., torch.optim.Optimizer]
 
-WORLD_SIZE = max(1, min(torch.cuda.device_count(), 2))
+WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
 CUDA = torch.device("cuda", 0)
 ROWS = 256
@@ -101,7 +102,7 @@ def trained(
     **muon: Any,
 ) -> dict[str, torch.Tensor]:
     """Twenty steps: on this rank's part of the batch over shards, on the whole one without."""
-    device = torch.device("cuda", rank)
+    device = device_of(rank)
     model: nn.Module = made(of_model, device)
     if shards is not None:
         model = sharded(model, **shards)
@@ -118,7 +119,7 @@ def trained(
 def against_torch(rank: int, shards: dict[str, Any]) -> tuple[float, float, float]:
     expected = trained(rank, torch.optim.Muon, torch.float32, None)
     rounding = distance(trained(rank, FormulaMuon, torch.float32, None), expected)
-    start = wholes(made(torch.float32, torch.device("cuda", rank)), False)
+    start = wholes(made(torch.float32, device_of(rank)), False)
     return distance(trained(rank, Muon, torch.float32, shards), expected), rounding, distance(start, expected)
 
 
@@ -148,7 +149,7 @@ def test_twenty_steps_in_fp64_equal_the_formula(shards: dict[str, Any]) -> None:
 
 def captured_and_eager(rank: int, dtype: torch.dtype, tensor_lr: bool) -> tuple[float, float, list[str]]:
     """How far captured steps end from eager ones, how far both went, and how the captured ones ran."""
-    device = torch.device("cuda", rank)
+    device = device_of(rank)
     ends, modes = [], []
     for captures in (True, False):
         model = sharded(made(torch.float64 if dtype is torch.float64 else torch.float32, device), layout="rows")

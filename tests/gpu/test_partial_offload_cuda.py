@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import polyshard
 import pytest
 import torch
+from gpu_ranks import device_of, gpu_ranks
 from polyshard.interfaces import OffloadManager, UnitSpec
 from polyshard.testing import OffloadSuite, plugin_context
 from polyshard_plugins.partial_offload import PartialOffload
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 T = TypeVar("T")
 
-WORLD_SIZE = max(1, min(torch.cuda.device_count(), 2))
+WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
 # Large enough that a copy (32 MiB and more) takes far longer than the host needs to get to its next call.
 NUMEL = 8 * 2**20
@@ -89,7 +90,7 @@ def train(
     rank: int, options: dict[str, Any], fused: bool, settings: dict[str, Any]
 ) -> tuple[list[float], set[str], tuple[str, ...]]:
     """Largest differences in loss and norm (relative) and in parameters; devices of state; what was parked."""
-    device = torch.device("cuda", rank)
+    device = device_of(rank)
     torch.cuda.set_device(device)
     torch.manual_seed(0)
     reference = Net().to(device, torch.float64)
@@ -146,7 +147,7 @@ def test_training_equals_the_unsharded_model(options: dict[str, Any], strategy: 
 
 
 def placed(rank: int) -> list[tuple[str, str, bool]]:
-    device = torch.device("cuda", rank)
+    device = device_of(rank)
     torch.cuda.set_device(device)
     model = sharded(Net().to(device), device, {"units": "blocks.1"}, precision="bf16")
     model(torch.randn(4, 7, device=device)).backward()
@@ -168,7 +169,7 @@ def test_only_parked_units_leave_the_device() -> None:
 
 def scaled(rank: int, fused: bool) -> tuple[list[bool], float, float]:
     """Which of ten steps were skipped, what the others err by, and the scale behind them; the device is busy."""
-    device = torch.device("cuda", rank)
+    device = device_of(rank)
     torch.cuda.set_device(device)
     torch.manual_seed(0)
     model = sharded(Net().to(device), device, {"units": "blocks.1"})

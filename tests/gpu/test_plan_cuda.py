@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import polyshard
 import pytest
 import torch
+from gpu_ranks import device_of, gpu_ranks
 from polyshard import ShardConfig
 from polyshard.forecast import ShapedBatches, find_device, fitted, plan
 from polyshard.forecast.bench import bench
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.gpu
 
 T = TypeVar("T")
 
-WORLD_SIZE = max(1, min(torch.cuda.device_count(), 2))
+WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
 WIDTH, DEPTH, ROWS = 2048, 6, 4096
 
@@ -66,7 +67,7 @@ SETTINGS: dict[str, Any] = {"precision": "bf16", "policy": {"name": "module_clas
 
 def peak_of_a_step(rank: int, recomputes: bool) -> int:
     """Most bytes of tensors on the device in the third step, and the workspaces that the first two left."""
-    device = torch.device("cuda", rank)
+    device = device_of(rank)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     with torch.device("meta"):
@@ -103,7 +104,7 @@ def test_the_peak_of_a_step_is_the_planned_one(recomputes: bool) -> None:
 
 
 def measured_links(rank: int) -> list[float]:
-    collectives = NcclCollectives(PluginContext("nccl", torch.device("cuda", rank)))
+    collectives = NcclCollectives(PluginContext("nccl", device_of(rank)))
     timings = bench(collectives, (2**22, 2**26, 2**28), rounds=5)
     return [
         fitted(

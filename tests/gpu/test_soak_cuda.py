@@ -9,12 +9,13 @@ import polyshard
 import psutil
 import pytest
 import torch
+from gpu_ranks import gpu_ranks
 from processes import KeptRanks
 from torch import nn
 
 pytestmark = pytest.mark.gpu
 
-WORLD_SIZE = max(1, min(torch.cuda.device_count(), 2))
+WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
 STEPS, WARM = 2000, 200
 

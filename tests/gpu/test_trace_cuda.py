@@ -14,6 +14,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
+from gpu_ranks import device_of, gpu_ranks
 from polyshard.interfaces import PluginContext
 from polyshard_plugins.trace import Lane, StepTrace, Trace, read_trace
 from processes import RankPool
@@ -230,7 +231,7 @@ def test_a_capture_is_not_disturbed_by_steps_that_wait_to_be_written(tmp_path: P
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    if torch.cuda.device_count() < 2:
+    if gpu_ranks() < 2:
         pytest.skip("needs two GPUs")
     with RankPool(2, backend="nccl") as pool:
         yield pool
@@ -238,7 +239,7 @@ def pool() -> Iterator[RankPool]:
 
 def train_on_nccl(rank: int, folder: str, precision: str) -> float:
     """The largest difference between a traced training and one without."""
-    device = torch.device("cuda", rank)
+    device = device_of(rank)
     torch.cuda.set_device(device)
     torch.manual_seed(0)
     reference = Net().to(device)
@@ -260,6 +261,6 @@ def test_every_rank_writes_its_own_step(pool: RankPool, tmp_path: Path, precisio
     assert pool.run(train_on_nccl, str(tmp_path), precision, timeout=90.0) == [0.0, 0.0]
     for rank in range(2):
         trace = read_trace(tmp_path / f"step-3-rank-{rank}.json")
-        assert (trace.rank, trace.device) == (rank, f"cuda:{rank}")
+        assert (trace.rank, trace.device) == (rank, str(device_of(rank)))
         assert_operations(trace)
         assert any(each.start_us < each.end_us for each in trace.of(Lane.GATHER))

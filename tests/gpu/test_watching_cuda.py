@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import polyshard
 import pytest
 import torch
+from gpu_ranks import gpu_ranks
 from polyshard.errors import NonFiniteError, RankMismatchError
 from polyshard.interfaces import PluginContext
 from polyshard_plugins.finite import Finite
@@ -20,7 +21,7 @@ from torch import nn
 
 pytestmark = pytest.mark.gpu
 
-WORLD_SIZE = max(1, min(torch.cuda.device_count(), 2))
+WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
 POLICY = {"name": "module_class", "classes": [nn.Linear]}
 
@@ -60,7 +61,7 @@ def compare(rank: int, dtype: torch.dtype) -> tuple[str, int]:
     return "", sound
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second rank that holds the same")
+@pytest.mark.skipif(gpu_ranks() < 2, reason="needs a second rank that holds the same")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_flipped_bit_of_a_replica_is_named(dtype: torch.dtype) -> None:
     for text, sound in RANKS.run(WORLD_SIZE, compare, dtype, timeout=60.0):

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import polyshard
 import pytest
 import torch
+from gpu_ranks import gpu_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from polyshard.interfaces import PluginContext, PrecisionCaster, UnitSpec
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.gpu
 
 T = TypeVar("T")
 
-WORLD_SIZE = max(1, min(torch.cuda.device_count(), 2))
+WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
 CUDA = torch.device("cuda", 0)
 CASTERS: dict[str, type[BlockScaled]] = {"int8": Int8, "fp8": Fp8}

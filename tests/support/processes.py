@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from gpu_ranks import settle_on_device
 from polyshard.testing import RankProcesses
 from polyshard.testing.rank_calls import Joined, answer_calls, prepared, store_in
 from seeding import seed_all
@@ -57,8 +58,7 @@ class _NcclProcesses(RankProcesses):
 
 def _serve_nccl(rank: int, world_size: int, folder: str, environ: dict[str, str], connection: Connection) -> None:
     with prepared(rank, folder, environ):
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
+        device = settle_on_device(rank)
         dist.init_process_group(
             "nccl",
             init_method=store_in(folder),
