@@ -22,7 +22,7 @@ from .interfaces import Collectives
 
 #: Seconds of a rank's first wait for the others. Each wait is twice as long as the one before, up to the longest: few
 #: requests to the store, and a program that can be interrupted.
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 4.0, 16.0
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 4.0, 64.0
 #: Seconds that ranks which know of a failure give the others to come, so that all failures are told at once.
 _GRACE_S = 1.0
 #: Seconds for what a rank tells about a difference, and that a store's host stays for others to read it.

@@ -62,7 +62,7 @@ def test_on_the_cpu(use_orig_params: bool) -> None:
 def test_on_the_device_although_offloaded(use_orig_params: bool) -> None:
     for rank, (said, trained) in enumerate(RANKS.run(WORLD_SIZE, refused, use_orig_params, True)):
         assert said.startswith(
-            f"An FSDP-managed module with parameter CPU offloading enabled has parameters on {device_of(rank)}. Make sure to "
-            "not move the module from CPU when offloading parameters."
+            "An FSDP-managed module with parameter CPU offloading enabled has parameters on "
+            f"{device_of(rank)}. Make sure to not move the module from CPU when offloading parameters."
         )
         assert trained
