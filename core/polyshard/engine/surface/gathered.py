@@ -39,8 +39,7 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
             f"Cannot manually unshard parameters when already unsharding parameters (rank {root.rank}). "
             "Use the context that is open."
         )
-    for unit in root.units:
-        unit.take_up_changes()
+    root.take_up_changes(trains=False)
     root.unsharded = True
     flats: dict[Unit, torch.Tensor] = {}
     refusals = ExitStack()

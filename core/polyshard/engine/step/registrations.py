@@ -1,0 +1,181 @@
+"""Modules and parameters that come into a model after it was sharded.
+
+Nobody reduces the gradients of a parameter that came later: each rank would train its own, and a checkpoint keep rank
+0's. Torch calls hooks where a module gets a parameter or another module, and only there, so that a step pays one look
+at a flag. What is written into a module's dicts directly calls none; what reads or writes a model's state therefore
+looks at all modules.
+
+What came is told apart at the next forward, since much of it is right: modules that were there and moved, modules
+without parameters, new values under an old name, what is taken out again before anything computes with it, and what is
+not trained.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from ...errors import ParameterChangedError
+from ..planning.managed_parameter import ManagedParameter
+from ..planning.plan import STAGE_ATTRIBUTE
+
+if TYPE_CHECKING:
+    from .root import Root
+
+#: Names in a message; there may be thousands.
+_NAMED = 4
+
+
+class Registrations:
+    """Knows which parameters the model of one root had when it was sharded, and finds others."""
+
+    def __init__(self, root: Root, ignored_modules: Collection[nn.Module], inner: Iterable[Registrations]) -> None:
+        """``ignored_modules``: the user's own, with all inside them. ``inner``: of roots that this one takes over."""
+        self._root = ref(root)
+        self._rank = root.rank
+        self._outermost = root.stages[0].module
+        self._stages = frozenset(root.stages)
+        managed = [parameter for unit in root.units for parameter in unit.parameters]
+        self._managed: dict[int, ManagedParameter] = {id(each.original): each for each in managed}
+        self._sites = {site: each for each in managed for site in each.sites}
+        self._alone = root.collectives.world_size == 1
+        # There autograd works on the originals, whatever their names.
+        self._resident = all(unit.resident for unit in root.units)
+        self._ignored = WeakSet(ignored_modules)
+        # Names of parameters that no unit has, by module: the user's own, too.
+        self._others: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+        # What came, by name, when all modules were looked at last.
+        self._came: dict[str, nn.Parameter] = {}
+        self._changed = False
+        for each in inner:
+            self._ignored.update(each._ignored)
+            self._others.update(each._others)
+            self._changed |= each._changed or bool(each._came)
+        for _, module in self._modules():
+            if module not in self._others:
+                there = (key for key, parameter in module._parameters.items() if parameter is not None)
+                self._others[module] = frozenset(key for key in there if (module, key) not in self._sites)
+        self._watch()
+        if self._changed:
+            self.note()
+
+    def note(self) -> None:
+        """Something was registered in one of the modules."""
+        self._changed = True
+        root = self._root()
+        if root is not None:
+            root.registered = True
+
+    def refuse_ties(self) -> None:
+        """Refuse sharded parameters that stand for others now. To be called before changed values are taken up.
+
+        Raises:
+            ParameterChangedError: naming both.
+        """
+        for (module, key), parameter in self._sites.items():
+            held = module._parameters.get(key)
+            if held is not None and held is not parameter.original and id(held) in self._managed:
+                self._refuse_tie(parameter.names[0], self._managed[id(held)])
+
+    def refuse_newcomers(self, *, trains: bool, anew: bool = False) -> None:
+        """Refuse parameters that are trained and came later. ``anew``: look at all modules, whatever was noticed.
+
+        ``trains``: whether gradients may follow; what came stays noted where not.
+
+        Raises:
+            ParameterChangedError: naming them.
+        """
+        trained = trains and any(parameter.requires_grad for parameter in self._came.values())
+        # What is taken out of a module calls no hook.
+        if self._changed or anew or trained:
+            self._came = dict(self._newcomers())
+            self._watch()
+            self._changed = False
+        root = self._root()
+        if root is not None:
+            root.registered = bool(self._came)
+        names = [name for name, parameter in self._came.items() if parameter.requires_grad] if trains else []
+        if names:
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            listed = ", ".join(f"'{name}'" for name in names[:_NAMED])
+            raise ParameterChangedError(
+                f"{listed}{more} came into the model after it was sharded (rank {self._rank}): no gradient of it would "
+                "be averaged over ranks, and a checkpoint would keep rank 0's values. Add and replace modules before "
+                "sharding; give new values to parameters that are there (load_state_dict); or freeze what came, alike "
+                "on all ranks, with requires_grad_(False)."
+            )
+
+    def _newcomers(self) -> Iterator[tuple[str, nn.Parameter]]:
+        if self._alone and self._resident:
+            return
+        for prefix, module in self._modules():
+            others = self._others.get(module, ())
+            for key, parameter in module._parameters.items():
+                if parameter is None or (module, key) in self._sites or key in others:
+                    continue
+                name = f"{prefix}.{key}" if prefix else key
+                managed = self._managed.get(id(parameter))
+                if managed is not None:
+                    self._refuse_tie(name, managed)
+                if not self._alone:
+                    yield name, parameter
+
+    def _refuse_tie(self, name: str, other: ManagedParameter) -> None:
+        raise ParameterChangedError(
+            f"'{name}' is '{other.names[0]}' now (rank {self._rank}), which is sharded under its own names alone: the "
+            "two would go apart. Tie parameters before sharding."
+        )
+
+    def _watch(self) -> None:
+        _install()
+        for _, module in self._modules():
+            _watching[module] = ref(self)
+
+    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules that are this root's, once, by name."""
+        seen: set[nn.Module] = set()
+        waiting = [("", self._outermost)]
+        while waiting:
+            prefix, module = waiting.pop()
+            stage = module.__dict__.get(STAGE_ATTRIBUTE)
+            # One that was sharded by itself has a root that looks after it.
+            if module in seen or module in self._ignored or (stage is not None and stage not in self._stages):
+                continue
+            seen.add(module)
+            yield prefix, module
+            for key, child in reversed(module._modules.items()):
+                # An empty container is false.
+                if child is not None:
+                    waiting.append((f"{prefix}.{key}" if prefix else key, child))
+
+
+# Weak on both sides: a root leads to its modules.
+_watching: WeakKeyDictionary[nn.Module, ref[Registrations]] = WeakKeyDictionary()
+_installing = threading.Lock()
+_installed: list[object] = []
+
+
+def _install() -> None:
+    """Let torch tell of registrations, once in a process, and never by an import."""
+    with _installing:
+        if not _installed:
+            _installed.append(register_module_parameter_registration_hook(_registered))
+            _installed.append(register_module_module_registration_hook(_registered))
+
+
+def _registered(module: nn.Module, name: str, value: object) -> None:
+    if torch.compiler.is_compiling():
+        return
+    found = _watching.get(module)
+    registrations = None if found is None else found()
+    if registrations is not None:
+        registrations.note()
