@@ -60,11 +60,13 @@ class Registrations:
             self._ignored.update(each._ignored)
             self._others.update(each._others)
             self._changed |= each._changed or bool(each._came)
+        _install()
+        myself = ref(self)
         for _, module in self._modules():
+            _watching[module] = myself
             if module not in self._others:
-                there = (key for key, parameter in module._parameters.items() if parameter is not None)
+                there = [key for key, parameter in module._parameters.items() if parameter is not None]
                 self._others[module] = frozenset(key for key in there if (module, key) not in self._sites)
-        self._watch()
         if self._changed:
             self.note()
 
@@ -98,7 +100,6 @@ class Registrations:
         # What is taken out of a module calls no hook.
         if self._changed or anew or trained:
             self._came = dict(self._newcomers())
-            self._watch()
             self._changed = False
         root = self._root()
         if root is not None:
@@ -115,18 +116,19 @@ class Registrations:
             )
 
     def _newcomers(self) -> Iterator[tuple[str, nn.Parameter]]:
-        if self._alone and self._resident:
-            return
+        myself = ref(self)
         for prefix, module in self._modules():
+            # What came without parameters may get some.
+            _watching[module] = myself
             others = self._others.get(module, ())
             for key, parameter in module._parameters.items():
                 if parameter is None or (module, key) in self._sites or key in others:
                     continue
                 name = f"{prefix}.{key}" if prefix else key
                 managed = self._managed.get(id(parameter))
-                if managed is not None:
+                if managed is not None and not self._resident:
                     self._refuse_tie(name, managed)
-                if not self._alone:
+                if managed is None and not self._alone:
                     yield name, parameter
 
     def _refuse_tie(self, name: str, other: ManagedParameter) -> None:
@@ -135,20 +137,15 @@ class Registrations:
             "two would go apart. Tie parameters before sharding."
         )
 
-    def _watch(self) -> None:
-        _install()
-        for _, module in self._modules():
-            _watching[module] = ref(self)
-
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules that are this root's, once, by name."""
-        seen: set[nn.Module] = set()
+        seen = set(self._ignored)
         waiting = [("", self._outermost)]
         while waiting:
             prefix, module = waiting.pop()
             stage = module.__dict__.get(STAGE_ATTRIBUTE)
             # One that was sharded by itself has a root that looks after it.
-            if module in seen or module in self._ignored or (stage is not None and stage not in self._stages):
+            if module in seen or (stage is not None and stage not in self._stages):
                 continue
             seen.add(module)
             yield prefix, module

@@ -133,7 +133,7 @@ class Root(Step):
         """Honour what the user did to the model since the last forward.
 
         Args:
-            trains: Whether parameters that came later and are trained are refused, or only noted; None: as grad mode is.
+            trains: Whether trained parameters that came later are refused, or only noted; None: as grad mode is.
             all_modules: Look at all modules for them, and not only where something was registered.
 
         Raises:
