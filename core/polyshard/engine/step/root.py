@@ -55,6 +55,8 @@ class Root(Step):
         #: Decides which units are kept after forward; None where nothing is left to decide.
         self.budget: Budget | None = None
         self._presence: Presence | None = None
+        #: Whether a flat parameter may have zeros in its gradient for want of one: see ``Gradients.unfilled``.
+        self.unfilled = False
         # Whether the backward that was entered last may still end.
         self._goes_on: Callable[[], bool] = bool
         self._walk: Walk[Stage] = Walk()
@@ -354,6 +356,7 @@ class Root(Step):
             offload.sync_for_step()
         if presence is not None:
             presence.settle()
+            self.unfilled = presence.unfilled
         for unit in self.units:
             if unit.reduced:
                 unit.reduced = False
