@@ -195,7 +195,7 @@ def _join(blueprint: Blueprint, grid: RankGrid, made: Mapping[nn.Module, Stage])
     refuse_copies(unit for stage in made.values() for unit in stage.units)
     root.rest = Resting(root, stages)
     known = [each.registrations for each in inner_roots if each.registrations is not None]
-    root.registrations = Registrations(root, blueprint.ignored_modules, known)
+    root.registrations = Registrations(root, stages, blueprint.ignored_modules, known)
     return root
 
 

@@ -13,8 +13,7 @@ not trained.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -27,29 +26,35 @@ from torch.nn.modules.module import (
 from ...errors import ParameterChangedError
 from ..planning.managed_parameter import ManagedParameter
 from ..planning.plan import STAGE_ATTRIBUTE
-
-if TYPE_CHECKING:
-    from .root import Root
+from .stage import Stage
+from .step import Step
 
 #: Names in a message; there may be thousands.
 _NAMED = 4
 
 
 class Registrations:
-    """Knows which parameters the model of one root had when it was sharded, and finds others."""
+    """Knows which parameters a model had when it was sharded, and finds others."""
 
-    def __init__(self, root: Root, ignored_modules: Collection[nn.Module], inner: Iterable[Registrations]) -> None:
-        """``ignored_modules``: the user's own, with all inside them. ``inner``: of roots that this one takes over."""
-        self._root = ref(root)
-        self._rank = root.rank
-        self._outermost = root.stages[0].module
-        self._stages = frozenset(root.stages)
-        managed = [parameter for unit in root.units for parameter in unit.parameters]
+    def __init__(
+        self,
+        step: Step,
+        stages: Sequence[Stage],
+        ignored_modules: Collection[nn.Module],
+        inner: Iterable[Registrations],
+    ) -> None:
+        """``ignored_modules``: the user's own, with all inside them. ``inner``: of models that this one takes over."""
+        self._step = ref(step)
+        self._rank = step.rank
+        self._outermost = stages[0].module
+        self._stages = frozenset(stages)
+        units = [unit for stage in stages for unit in stage.units]
+        managed = [parameter for unit in units for parameter in unit.parameters]
         self._managed: dict[int, ManagedParameter] = {id(each.original): each for each in managed}
         self._sites = {site: each for each in managed for site in each.sites}
-        self._alone = root.collectives.world_size == 1
+        self._alone = step.collectives.world_size == 1
         # There autograd works on the originals, whatever their names.
-        self._resident = all(unit.resident for unit in root.units)
+        self._resident = all(unit.resident for unit in units)
         self._ignored = WeakSet(ignored_modules)
         # Names of parameters that no unit has, by module: the user's own, too.
         self._others: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
@@ -73,9 +78,9 @@ class Registrations:
     def note(self) -> None:
         """Something was registered in one of the modules."""
         self._changed = True
-        root = self._root()
-        if root is not None:
-            root.registered = True
+        step = self._step()
+        if step is not None:
+            step.registered = True
 
     def refuse_ties(self) -> None:
         """Refuse sharded parameters that stand for others now. To be called before changed values are taken up.
@@ -101,9 +106,9 @@ class Registrations:
         if self._changed or anew or trained:
             self._came = dict(self._newcomers())
             self._changed = False
-        root = self._root()
-        if root is not None:
-            root.registered = bool(self._came)
+        step = self._step()
+        if step is not None:
+            step.registered = bool(self._came)
         names = [name for name, parameter in self._came.items() if parameter.requires_grad] if trains else []
         if names:
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
@@ -138,13 +143,13 @@ class Registrations:
         )
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """The modules that are this root's, once, by name."""
+        """The model's modules, once, by name."""
         seen = set(self._ignored)
         waiting = [("", self._outermost)]
         while waiting:
             prefix, module = waiting.pop()
             stage = module.__dict__.get(STAGE_ATTRIBUTE)
-            # One that was sharded by itself has a root that looks after it.
+            # One that was sharded by itself looks after itself.
             if module in seen or (stage is not None and stage not in self._stages):
                 continue
             seen.add(module)
@@ -155,7 +160,7 @@ class Registrations:
                     waiting.append((f"{prefix}.{key}" if prefix else key, child))
 
 
-# Weak on both sides: a root leads to its modules.
+# Weak on both sides: the latter leads to the former.
 _watching: WeakKeyDictionary[nn.Module, ref[Registrations]] = WeakKeyDictionary()
 _installing = threading.Lock()
 _installed: list[object] = []

@@ -69,8 +69,6 @@ class Root(Step):
         self.outdated = False
         #: Knows what came into the model after it was sharded; None where nobody looks.
         self.registrations: Registrations | None = None
-        #: Whether something may have come that training has to do without.
-        self.registered = False
         #: Refuses calls that would compute with pieces between steps; None where nothing does.
         self.rest: Resting | None = None
         #: Collectives that were made for this model, to be closed with it, in this order on every rank.

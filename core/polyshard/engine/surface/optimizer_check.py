@@ -11,6 +11,7 @@ import torch
 
 from ...errors import ConfigError, StateError, UnsupportedError
 from .. import _torch_private
+from .block_states import warn_of_cut_blocks
 from .host_scaling import bring_in_reach
 from .live_roots import Found, LiveRoots
 
@@ -121,6 +122,7 @@ class OptimizerCheck:
             _refuse_split_of_pieces(optimizer, groups)
             if first_look:
                 _warn_of_lost_decay(optimizer, groups)
+                warn_of_cut_blocks(optimizer, groups)
             answered = all(each.root.answers_state_dicts for group in groups for each in group)
             if optimizer not in self._guarded and not answered:
                 self._guarded.add(optimizer)
