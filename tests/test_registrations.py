@@ -24,7 +24,7 @@ from parity import (
 )
 from polyshard import checkpoint
 from polyshard.errors import ParameterChangedError, PeerFailedError
-from polyshard.state import get_model_state_dict
+from polyshard.state import StateForm, StateOptions, get_model_state_dict, get_optimizer_state_dict
 from polyshard_backends.threaded import ThreadedWorld
 from processes import RankPool
 from torch import nn
@@ -401,6 +401,42 @@ def test_checkpoints_do_not_keep_one_ranks_values(how: str, tmp_path: Path) -> N
     found = checkpoint.latest(tmp_path)
     assert found is not None
     assert not (tmp_path / "1").exists()
+
+
+@pytest.mark.parametrize("change", [reverse, insert_without_parameters, leave_out])
+def test_names_that_are_another_parameters_now_are_refused_in_state(change: Change, tmp_path: Path) -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model: Any = sharded_copy(seeded(Net), rank, world, **BLOCKS)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        square_step(model, 0, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+        blocks = list(model.blocks)
+        change(model)
+        calls: list[Callable[[], object]] = [
+            lambda: checkpoint.save(tmp_path, 1, model),
+            lambda: get_model_state_dict(model),
+            lambda: get_model_state_dict(model, StateOptions(form=StateForm.FULL_ON_RANK_0)),
+            lambda: get_optimizer_state_dict(model, optimizer),
+        ]
+        for call in calls:
+            with pytest.raises(ParameterChangedError, match=rf"'blocks\.\d\.up\.weight' is what .*rank {rank}"):
+                call()
+        square_step(model, 1, rank)
+        model.blocks = nn.ModuleList(blocks)
+        checkpoint.save(tmp_path, 2, model, optimizer)
+
+    on_ranks(2, on_rank)
+
+
+def test_state_of_a_model_whose_modules_were_wrapped_has_the_names_of_before() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, Any]:
+        model: Any = sharded_copy(seeded(Net), rank, world, **BLOCKS)
+        wrap_known(model)
+        return get_model_state_dict(model, StateOptions(form=StateForm.FULL))
+
+    for found in on_ranks(2, on_rank):
+        torch.testing.assert_close(found, dict(seeded(Net).state_dict()), rtol=0, atol=0)
 
 
 def replace_on_one(rank: int) -> str:

@@ -177,12 +177,13 @@ class Gradients:
         if None not in self._owner_of:
             for index in indices:
                 self._owner_of[index].grad = None
-        elif len(indices) == len(self._layout.slots):
-            # One for all of them, which are here together or not at all.
+            return
+        # One for all of them, which are here together or not at all.
+        filled = {index for index, slot in enumerate(self._layout.slots) if slot.numel}
+        self.unfilled = indices & filled
+        if self.unfilled == filled:
             self._owner_of[None].grad = None
             self.unfilled = frozenset()
-        else:
-            self.unfilled = indices
 
     def discard(self) -> None:
         """Release what a backward that failed left behind."""

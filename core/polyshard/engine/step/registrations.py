@@ -7,7 +7,8 @@ looks at all modules.
 
 What came is told apart at the next forward, since much of it is right: modules that were there and moved, modules
 without parameters, new values under an old name, what is taken out again before anything computes with it, and what is
-not trained.
+not trained. State has the names of when the model was sharded, so that moved modules are refused there where a name
+would be another parameter's.
 """
 
 from __future__ import annotations
@@ -119,6 +120,24 @@ class Registrations:
                 "sharding; give new values to parameters that are there (load_state_dict); or freeze what came, alike "
                 "on all ranks, with requires_grad_(False)."
             )
+
+    def refuse_moved(self) -> None:
+        """Refuse parameters under names that others had when the model was sharded. Names in state are those of then.
+
+        Raises:
+            ParameterChangedError: naming one.
+        """
+        names = {name: parameter for parameter in self._managed.values() for name in parameter.names}
+        for prefix, module in self._modules():
+            for key in module._parameters:
+                parameter = self._sites.get((module, key))
+                name = f"{prefix}.{key}" if prefix else key
+                if parameter is not None and names.get(name, parameter) is not parameter:
+                    raise ParameterChangedError(
+                        f"'{name}' is what '{parameter.names[0]}' was when the model was sharded (rank {self._rank}): "
+                        "in a state dict or a checkpoint one would stand under the other's name. Move and remove "
+                        "modules before sharding, or put them back before state is read or written."
+                    )
 
     def _newcomers(self) -> Iterator[tuple[str, nn.Parameter]]:
         myself = ref(self)

@@ -155,6 +155,19 @@ class Root(Step):
             self.recorder.tell(error)
             raise
 
+    def refuse_moved(self) -> None:
+        """Refuse to name parameters where modules moved, so that a name is another parameter's now.
+
+        Raises:
+            ParameterChangedError: naming one. Other ranks are told.
+        """
+        if self.registrations is not None:
+            try:
+                self.registrations.refuse_moved()
+            except PolyshardError as error:
+                self.recorder.tell(error)
+                raise
+
     def begin_gathers(self) -> None:
         """What is gathered from now on is gathered from the masters as they are now, whoever changed them."""
         self.lanes.begin_forward()
