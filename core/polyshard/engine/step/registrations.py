@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cached_property
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -49,32 +50,37 @@ class Registrations:
         self._rank = step.rank
         self._outermost = stages[0].module
         self._stages = frozenset(stages)
-        units = [unit for stage in stages for unit in stage.units]
-        managed = [parameter for unit in units for parameter in unit.parameters]
-        self._managed: dict[int, ManagedParameter] = {id(each.original): each for each in managed}
-        self._sites = {site: each for each in managed for site in each.sites}
+        self._units = [unit for stage in stages for unit in stage.units]
         self._alone = step.collectives.world_size == 1
         # There autograd works on the originals, whatever their names.
-        self._resident = all(unit.resident for unit in units)
+        self._resident = all(unit.resident for unit in self._units)
         self._ignored = WeakSet(ignored_modules)
-        # Names of parameters that no unit has, by module: the user's own, too.
-        self._others: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+        # Names of the parameters that modules had; of those that no unit has, the user's own.
+        self._had: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
         # What came, by name, when all modules were looked at last.
         self._came: dict[str, nn.Parameter] = {}
         self._changed = False
         for each in inner:
             self._ignored.update(each._ignored)
-            self._others.update(each._others)
+            self._had.update(each._had)
             self._changed |= each._changed or bool(each._came)
         _install()
         myself = ref(self)
         for _, module in self._modules():
             _watching[module] = myself
-            if module not in self._others:
-                there = [key for key, parameter in module._parameters.items() if parameter is not None]
-                self._others[module] = frozenset(key for key in there if (module, key) not in self._sites)
+            if module not in self._had:
+                self._had[module] = [key for key, parameter in module._parameters.items() if parameter is not None]
         if self._changed:
             self.note()
+
+    @cached_property
+    def _managed(self) -> dict[int, ManagedParameter]:
+        # Made where somebody looks: sharding a model is then as fast as it can be.
+        return {id(each.original): each for unit in self._units for each in unit.parameters}
+
+    @cached_property
+    def _sites(self) -> dict[tuple[nn.Module, str], ManagedParameter]:
+        return {site: each for each in self._managed.values() for site in each.sites}
 
     def note(self) -> None:
         """Something was registered in one of the modules."""
@@ -144,9 +150,9 @@ class Registrations:
         for prefix, module in self._modules():
             # What came without parameters may get some.
             _watching[module] = myself
-            others = self._others.get(module, ())
+            had = self._had.get(module, ())
             for key, parameter in module._parameters.items():
-                if parameter is None or (module, key) in self._sites or key in others:
+                if parameter is None or (module, key) in self._sites or key in had:
                     continue
                 name = f"{prefix}.{key}" if prefix else key
                 managed = self._managed.get(id(parameter))
