@@ -121,10 +121,10 @@ class Registrations:
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             listed = ", ".join(f"'{name}'" for name in names[:_NAMED])
             raise ParameterChangedError(
-                f"{listed}{more} came into the model after it was sharded (rank {self._rank}): no gradient of it would "
-                "be averaged over ranks, and a checkpoint would keep rank 0's values. Add and replace modules before "
-                "sharding; give new values to parameters that are there (load_state_dict); or freeze what came, alike "
-                "on all ranks, with requires_grad_(False)."
+                f"{listed}{more} came into the model after it was sharded (rank {self._rank}): gradients there would "
+                "be each rank's own, and a checkpoint would keep rank 0's values. Add and replace modules before "
+                "sharding; give new values to parameters that are there (load_state_dict); or freeze what came, with "
+                "requires_grad_(False), and give all ranks the same values."
             )
 
     def refuse_moved(self) -> None:
