@@ -361,6 +361,24 @@ def test_parameters_that_are_tied_later_are_refused_by_name(change: Change, word
     on_ranks(2, on_rank)
 
 
+def test_parameters_that_are_tied_inside_of_unsharded_are_not_written_back_as_copies() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
+        model: Any = sharded_copy(seeded(Net), rank, world, **BLOCKS)
+        with (
+            pytest.raises(ParameterChangedError, match=rf"'blocks.1.down.weight' is 'blocks.0.down.*rank {rank}"),
+            polyshard.unsharded(model, writeback=True),
+        ):
+            tie(model)
+            with torch.no_grad():
+                model.first.weight.zero_()
+        # As before, for nothing was written.
+        found: torch.Tensor = model(INPUTS).detach()
+        return found
+
+    for found in on_ranks(2, on_rank):
+        torch.testing.assert_close(found, seeded(Net)(INPUTS).detach(), rtol=1e-12, atol=1e-12)
+
+
 def test_weights_that_were_tied_before_may_be_tied_again() -> None:
     class Tied(Net):
         def __init__(self) -> None:
