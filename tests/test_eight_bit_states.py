@@ -128,6 +128,49 @@ def test_pieces_below_4096_elements_are_not_in_eight_bits(bitsandbytes: Make) ->
     assert off(bitsandbytes, 4, AT_LEAST_4096, small)["weight"] == 0.0
 
 
+def warned(make: Make, layout: Any, *, flat: bool = False) -> list[str]:
+    """What the first two steps of an optimizer warn of on all of two ranks."""
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        with world.lock:
+            model: nn.Module = Net()
+        shard(model, {"name": "threaded", "world": world, "rank": rank}, layout)
+        held: Any = model
+        if flat:
+            held = nn.ParameterList()
+            held._parameters.update({str(n): p for n, p in enumerate(polyshard.flat_parameters(model))})
+        optimizer = make(held)
+        train(model, optimizer, range(2), world.lock)
+
+    with warnings.catch_warnings(record=True) as caught, one_core():
+        warnings.simplefilter("always")
+        ThreadedWorld(2, timeout=60.0).run(on_rank, timeout=100.0)
+    return [str(each.message) for each in caught if "blocks of" in str(each.message)]
+
+
+def check_warnings(make: Make) -> None:
+    assert warned(make, BLOCKS) == warned(make, AT_LEAST_4096) == []
+    (message,) = warned(make, "flat")
+    assert message.startswith("AdamW8bit ")
+    assert "blocks of 256 elements" in message
+    assert "'first.weight'" in message or "'middle.0.weight'" in message
+    assert "(rank 0)" in message
+    assert "blocks" in message
+    # As is each unit's only parameter: all of its elements in a row, whatever the layout.
+    (message,) = warned(make, BLOCKS, flat=True)
+    assert "the flat parameter of unit" in message
+    assert "model.parameters()" in message
+
+
+def test_bitsandbytes_over_blocks_that_are_cut_is_told_once(bitsandbytes: Make) -> None:
+    check_warnings(bitsandbytes)
+
+
+@pytest.mark.slow
+def test_torchao_over_blocks_that_are_cut_is_told_once(torchao: Make) -> None:
+    check_warnings(torchao)
+
+
 def on_process(rank: int) -> bool:
     with warnings.catch_warnings(action="ignore"):
         import bitsandbytes as package

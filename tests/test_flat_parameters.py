@@ -23,7 +23,7 @@ from parity import (
     units_of,
     warns_for,
 )
-from polyshard.errors import ParameterChangedError, StateError
+from polyshard.errors import ParameterChangedError, StateError, UnsupportedError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
@@ -230,3 +230,148 @@ def test_hooks_after_accumulation_run_on_flat_parameters() -> None:
         return sum(parameter.grad is not None for parameter in seen)
 
     assert on_ranks(2, on_rank) == [4, 4]
+
+
+class ScaledBlock(Block):
+    """A parameter that is used where ``scaled`` says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(5))
+        self.scaled = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x * self.scale if self.scaled else x
+
+
+def partly_used() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), ScaledBlock(), nn.Linear(5, 2))
+
+
+#: Steps, and of each the backwards, and of each the ranks that use the parameter.
+Uses = list[list[set[int]]]
+
+
+def train_partly(model: Any, optimizer: torch.optim.Optimizer, uses: Uses, ranks: list[int], share: int) -> None:
+    for turn, backwards in enumerate(uses):
+        for part, using in enumerate(backwards):
+            for rank in ranks:
+                model[1].scaled = rank in using
+                x = draw(4, 3, turn=10 * turn + part, rank=rank)
+                (model(x).square().mean() / share).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def partly_trained(make: Callable[[Any], torch.optim.Optimizer], uses: Uses) -> list[torch.Tensor]:
+    plain = seeded(partly_used)
+    train_partly(plain, make(plain.parameters()), uses, [0, 1], 2)
+    return [parameter.detach() for parameter in plain.parameters()]
+
+
+def flat_trained(make: Callable[[Any], torch.optim.Optimizer], uses: Uses) -> list[list[torch.Tensor]]:
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        model = sharded_copy(seeded(partly_used), rank, world, policy=units_of(Block))
+        train_partly(model, make(polyshard.flat_parameters(model)), uses, [rank], 1)
+        with polyshard.unsharded(model):
+            return [parameter.detach().clone() for parameter in model.parameters()]
+
+    return on_ranks(2, on_rank)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.5)
+
+
+MOVES_WITHOUT_GRADIENTS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": adamw,
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "decay": lambda parameters: torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", MOVES_WITHOUT_GRADIENTS)
+def test_a_parameter_without_gradients_in_a_unit_that_has_some_is_refused_by_name(name: str) -> None:
+    make = MOVES_WITHOUT_GRADIENTS[name]
+
+    def on_rank(rank: int, world: ThreadedWorld) -> str:
+        model: Any = sharded_copy(seeded(partly_used), rank, world, policy=units_of(Block))
+        optimizer = make(polyshard.flat_parameters(model))
+        model[1].scaled = True
+        model(draw(4, 3, rank=rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model[1].scaled = False
+        model(draw(4, 3, rank=rank)).square().mean().backward()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        for _ in range(2):
+            with pytest.raises(UnsupportedError) as caught:
+                optimizer.step()
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+        # It goes on with a step of all.
+        optimizer.zero_grad()
+        model[1].scaled = True
+        model(draw(4, 3, rank=rank)).square().mean().backward()
+        optimizer.step()
+        return str(caught.value)
+
+    for rank, message in enumerate(on_ranks(2, on_rank)):
+        assert "'1.scale'" in message
+        assert f"rank {rank}" in message
+        assert "model.parameters()" in message
+
+
+def test_plain_sgd_takes_zeros_for_no_gradient() -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    uses: Uses = [[{0, 1}], [set()], [{1}]]
+    expected = partly_trained(make, uses)
+    for found in flat_trained(make, uses):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "uses",
+    [
+        pytest.param([[{0, 1}], [{1}], [{0}]], id="one rank"),
+        pytest.param([[set(), {1}], [{0}, set()], [set(), {0, 1}]], id="one of two backwards"),
+    ],
+)
+def test_a_gradient_on_any_rank_in_any_backward_is_enough(uses: Uses) -> None:
+    expected = partly_trained(adamw, uses)
+    for found in flat_trained(adamw, uses):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_unit_without_any_gradient_is_left_alone() -> None:
+    class Skips(Net):
+        skips = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for index, block in enumerate(self.blocks):
+                if index != 1 or not self.skips:
+                    x = block(x)
+            return self.last(x)
+
+    def step(model: Any, turn: int, rank: int) -> list[torch.Tensor]:
+        model.skips = turn == 1
+        return square_step(model, turn, rank)
+
+    expected = train_reference(seeded(Skips), step, 2, turns=3, optimizer=adam).parameters
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        model = sharded_copy(seeded(Skips), rank, world, policy=units_of(Block))
+        optimizer = flat_adam(model)
+        for turn in range(3):
+            step(model, turn, rank)
+            optimizer.step()
+            optimizer.zero_grad()
+        with polyshard.unsharded(model):
+            return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    for whole in on_ranks(2, on_rank):
+        torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)

@@ -10,7 +10,7 @@ import polyshard
 import pytest
 import torch
 from matrices import Cell, Zoo, exact, most_apart, reference_zoo, whole_parameters, zoo_step
-from parity import draw, on_ranks, seeded, sharded_copy, units_of
+from parity import Net, draw, on_ranks, seeded, sharded_copy, square_step, units_of
 from polyshard.errors import (
     ConfigError,
     ConfigTypeError,
@@ -230,9 +230,10 @@ class Summing(Plain):
 
 def test_a_flat_parameter_given_to_an_optimizer_of_any_tensors() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> str:
-        model = sharded_copy(seeded(Zoo), rank, world, **BLOCKS)
+        # Of which every parameter is used.
+        model = sharded_copy(seeded(Net), rank, world)
         optimizer = Plain(polyshard.flat_parameters(model))
-        zoo_step(model, 0, rank)
+        square_step(model, 0, rank)
         with pytest.raises(ConfigError) as caught:
             optimizer.step()
         return str(caught.value)

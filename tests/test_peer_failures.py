@@ -9,12 +9,13 @@ import signal
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import polyshard
 import pytest
 import torch
 from parity import Block, Net, draw, seeded, units_of
-from polyshard.errors import CollectiveError, ConfigError, RankMismatchError
+from polyshard.errors import CollectiveError, ConfigError, ParameterChangedError, RankMismatchError
 from processes import RankPool
 from torch import nn
 
@@ -74,6 +75,24 @@ def test_another_ranks_exception_is_told_with_its_traceback(backward: bool) -> N
     assert f"Rank 1 raised ValueError: planned in {where} behind its communication number " in text
     assert "test_peer_failures.py" in text
     assert "Rank 0 waited for its communication number " in text
+
+
+def replace_on_one(rank: int) -> str:
+    """What a rank raises where rank 1 alone replaces a module behind the first step."""
+    model: Any = polyshard.shard(seeded(Net), polyshard.ShardConfig(timeout_s=2, policy=units_of(Block)))
+    model(draw(4, 3)).sum().backward()
+    if rank == 1:
+        model.last = torch.nn.Linear(5, 2).double()
+    with pytest.raises((CollectiveError, ParameterChangedError)) as caught:
+        model(draw(4, 3))
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_change_of_the_model_on_one_rank_is_told() -> None:
+    with RankPool(2) as pool:
+        other, one = pool.run(replace_on_one)
+    assert one.startswith("ParameterChangedError: 'last.weight', 'last.bias' came into the model")
+    assert other.startswith("PeerFailedError: Rank 1 raised ParameterChangedError: 'last.weight', 'last.bias' came")
 
 
 def lose_one(rank: int) -> tuple[float, str, str]:

@@ -148,6 +148,7 @@ def shard_module(request: Request) -> Root:
         strategy,
         context.device,
         request.initializer,
+        request.ignored_modules,
         tuple(each.draft for each in drafted),
         plugins.events,
         signature=(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from .engine.planning.ranks import RankGrid
 from .engine.step.budget import Budget, CudaMemory, PlannedMemory
 from .engine.step.forward import Forward
 from .engine.step.part import lend
+from .engine.step.registrations import Registrations
 from .engine.step.resting import Resting
 from .engine.step.root import Root
 from .engine.step.schedule import Schedule
@@ -43,6 +44,7 @@ class Blueprint:
     strategy: Strategy
     device: torch.device
     initializer: Initializer | None
+    ignored_modules: Collection[nn.Module]
     drafts: tuple[Draft, ...]
     events: Events
     signature: object
@@ -165,8 +167,9 @@ def _join(blueprint: Blueprint, grid: RankGrid, made: Mapping[nn.Module, Stage])
     # A root takes the stages from the inner ones.
     inner = dict.fromkeys(each for stage in stages if isinstance(stage.step, Root) for each in stage.step.owned)
     owned = (*inner, *_groups(blueprint, grid))
-    for inner_root in {stage.step for stage in stages}:
-        if isinstance(inner_root, Root) and inner_root.rest is not None:
+    inner_roots = dict.fromkeys(stage.step for stage in stages if isinstance(stage.step, Root))
+    for inner_root in inner_roots:
+        if inner_root.rest is not None:
             inner_root.rest.leave()
     root = Root(
         grid.world,
@@ -191,6 +194,8 @@ def _join(blueprint: Blueprint, grid: RankGrid, made: Mapping[nn.Module, Stage])
         module.__dict__[STAGE_ATTRIBUTE] = stage
     refuse_copies(unit for stage in made.values() for unit in stage.units)
     root.rest = Resting(root, stages)
+    known = [each.registrations for each in inner_roots if each.registrations is not None]
+    root.registrations = Registrations(root, stages, blueprint.ignored_modules, known)
     return root
 
 

@@ -174,7 +174,8 @@ def flat_parameters(model: nn.Module) -> list[nn.Parameter]:
     An optimizer then handles one tensor a unit instead of one a parameter: fewer launches, and less Python. Gradients
     arrive in these parameters' ``.grad`` from now on, and ``.grad`` of ``model.parameters()`` stays None. Not for
     optimizers that look at a parameter's shape, nor for settings that differ inside a unit (weight decay for some
-    parameters only): give those ``model.parameters()``.
+    parameters only): give those ``model.parameters()``. The optimizer's step raises ``UnsupportedError`` where no rank
+    had a gradient of some of a unit's parameters, which it would move all the same.
 
     Parameters outside of units come last, as they are. So do those of a unit that a single rank holds without casts,
     which stay one by one. Calling it again returns the same objects.
@@ -184,8 +185,7 @@ def flat_parameters(model: nn.Module) -> list[nn.Parameter]:
             trained and frozen parameters.
     """
     root = outermost_root(model, "flat_parameters()")
-    for unit in root.units:
-        unit.take_up_changes()
+    root.take_up_changes()
     flat = [parameter for unit in root.units for parameter in unit.flatten()]
     live_roots.flattened.add(root)
     managed = {original for unit in root.units for original in unit.originals.tensors}

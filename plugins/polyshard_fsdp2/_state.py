@@ -17,6 +17,7 @@ from polyshard.errors import StateError, UnshardedUseError, UnsupportedError
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ._dtensor_names import answer_for_dtensors
 from ._initialising import Initialising
 from ._optimizer_states import answer_optimizers
 from ._placed import Placed, remember
@@ -75,6 +76,7 @@ class State:
                 remember(unit, self.asked.placed)
             answer_state_dicts(stage.units)
             answer_optimizers()
+            answer_for_dtensors()
         self.apply()
         if self.left:
             self.hooks.append(self.module.register_forward_pre_hook(self._refuse_left, prepend=True))

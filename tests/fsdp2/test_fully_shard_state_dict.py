@@ -7,12 +7,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import polyshard
 import polyshard.checkpoint
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from fsdp2_models import FACES, OURS, Words, as_whole, batches, cpu_mesh, loss_of, make, same, shard_all, train, wholes
 from processes import KeptRanks
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -157,6 +159,39 @@ def test_through_torch_distributed_checkpoint(ranks: KeptRanks, tmp_path: Path) 
     ):  # Torch warns that one process loads, which is what no_dist asks for.
         dcp.load(state, checkpoint_id=str(tmp_path / "1"), no_dist=True)
     assert not torch.equal(plain.head.weight, make().head.weight)
+
+
+def _asked_of_pieces(rank: int) -> None:
+    model = shard_all(OURS, make())
+    parameter, whole = model.blocks[1].up.weight, make().blocks[1].up.weight
+    name = "blocks.1.up.weight"
+    said = {}
+    for asked in ("full_tensor", "redistribute", "to_local", "placements", "device_mesh", "_local_tensor"):
+        assert not hasattr(parameter, asked)
+        assert not hasattr(nn.Parameter, asked)
+        with pytest.raises(AttributeError, match=rf"'{asked}': '{name}' is no DTensor.*rank {rank}\)") as caught:
+            getattr(parameter, asked)
+        assert f"{tuple(parameter.shape)} of {tuple(whole.shape)}" in str(caught.value)
+        said[asked] = str(caught.value)
+    # What is to be written is right.
+    assert f"model.state_dict()['{name}'].full_tensor()" in said["full_tensor"]
+    same(model.state_dict()[name].full_tensor(), whole.detach())
+    assert f"model.state_dict()['{name}'].placements" in said["placements"]
+    assert model.state_dict()[name].placements == (Shard(0),)
+    assert "Use the parameter itself" in said["to_local"]
+    same(model.state_dict()[name].to_local(), parameter.detach())
+    with polyshard.unsharded(model), pytest.raises(AttributeError, match="is whole here"):
+        parameter.full_tensor()
+    # Other parameters have what they had.
+    for other in (nn.Parameter(torch.ones(2)), make().head.weight):
+        with pytest.raises(AttributeError, match=r"^'Parameter' object has no attribute 'full_tensor'$"):
+            other.full_tensor()
+    same(nn.Parameter(distribute_tensor(torch.ones(4), cpu_mesh(), [Shard(0)])).full_tensor().detach(), torch.ones(4))
+    train(model, 1)
+
+
+def test_a_piece_says_what_to_write_for_a_dtensor(ranks: KeptRanks) -> None:
+    ranks.run(2, _asked_of_pieces)
 
 
 def _aliases(rank: int) -> None:

@@ -40,7 +40,12 @@ class Held:
 
 
 def held_in(root: Root) -> list[Held]:
-    """Every parameter and persistent buffer, those of units first, in their order."""
+    """Every parameter and persistent buffer, those of units first, in their order.
+
+    Raises:
+        ParameterChangedError: modules moved, so that a name is another parameter's now.
+    """
+    root.refuse_moved()
     return [*(held for unit in root.units for held in of_shard(unit, unit.master)), *_others(root)]
 
 

@@ -47,8 +47,7 @@ class AveragedWeights:
         self._model = model
         self._decay = decay
         managed = {original for unit in root.units for original in unit.originals.tensors}
-        for unit in root.units:
-            unit.take_up_changes()
+        root.take_up_changes()
         self._units = [unit for unit in root.units if unit.trainable]
         self._outside = [each for each in model.parameters() if each.requires_grad and each not in managed]
         with torch.no_grad():
@@ -62,8 +61,7 @@ class AveragedWeights:
             ConfigError: ``decay`` answered something outside of [0, 1].
         """
         root = _resting(self._model, "AveragedWeights.update()")
-        for unit in root.units:
-            unit.take_up_changes()
+        root.take_up_changes()
         self._refuse_thawed(root)
         decay = 0.0
         if self.updates:
@@ -98,8 +96,7 @@ class AveragedWeights:
                 optimizer's step raise it.
         """
         root = _resting(self._model, "AveragedWeights.applied()")
-        for unit in root.units:
-            unit.take_up_changes()
+        root.take_up_changes()
         with torch.no_grad():
             trained = [weights.clone() for weights in self._weights()]
         with borrowing(root):
@@ -107,14 +104,12 @@ class AveragedWeights:
                 self._change(root, self._averages)
                 yield
                 if writeback:
-                    for unit in root.units:
-                        unit.take_up_changes()
+                    root.take_up_changes()
                     _write(self._weights(), self._averages)
             finally:
                 try:
                     # What came in the place of a parameter goes the way of other changes.
-                    for unit in root.units:
-                        unit.take_up_changes()
+                    root.take_up_changes()
                 finally:
                     self._change(root, trained)
 

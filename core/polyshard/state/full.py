@@ -40,7 +40,11 @@ def whole_parameters(root: Root, *, receives: bool) -> Iterator[tuple[str, torch
     """Each sharded parameter, whole and in host memory, unit by unit; nothing where this rank does not receive.
 
     Every rank goes through all of it.
+
+    Raises:
+        ParameterChangedError: modules moved, so that a name is another parameter's now.
     """
+    root.refuse_moved()
     for unit in root.units:
         if unit.grid.shard is None and not receives:
             continue

@@ -94,7 +94,12 @@ class Holding:
 
 
 def places(root: Root) -> Iterator[Place]:
-    """Every sharded parameter."""
+    """Every sharded parameter.
+
+    Raises:
+        ParameterChangedError: modules moved, so that a name is another parameter's now.
+    """
+    root.refuse_moved()
     for unit in root.units:
         yield from places_of(unit)
 
@@ -111,7 +116,9 @@ def holdings(root: Root, groups: Sequence[Mapping[str, Any]]) -> dict[nn.Paramet
 
     Raises:
         ConfigError: one is not the model's, or two stand for the same parameter.
+        ParameterChangedError: as ``places``.
     """
+    root.refuse_moved()
     known = {id(each): Holding(each, (name,)) for name, each in root.stages[0].module.named_parameters()}
     for unit in root.units:
         found = tuple(places_of(unit))

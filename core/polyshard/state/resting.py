@@ -42,6 +42,6 @@ def resting_root(model: nn.Module, call: str) -> Root:
         )
     if root.unsharded:
         raise StateError(f"{call} was called inside polyshard.unsharded() (rank {root.rank}). Leave the context first.")
-    for unit in root.units:
-        unit.take_up_changes()
+    # Nobody may take one rank's values for the model's.
+    root.take_up_changes(trains=True, all_modules=True)
     return root

@@ -229,8 +229,7 @@ def settle(root: Root) -> None:
     Raises:
         ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
     """
-    for unit in root.units:
-        unit.take_up_changes()
+    root.take_up_changes()
     release(root)
 
 

@@ -56,6 +56,9 @@ class Gradients:
         self.bare: frozenset[int] = frozenset()
         #: Which had a gradient on no rank, when that was asked last.
         self.unused: frozenset[int] = frozenset()
+        #: Of one ``.grad`` for all parameters, which have zeros in it because no rank has had a gradient of them since
+        #: it was None. An optimizer moves them, where it would leave a parameter without a gradient alone.
+        self.unfilled: frozenset[int] = frozenset()
         #: What the mean over ranks is multiplied by; None for nothing.
         self.scale: float | None = None
         self._reduced_once = False
@@ -150,6 +153,8 @@ class Gradients:
         return Contribution(self.spec, self.grid, self.input, places, self.observers, self.comm_hook, self._deliver)
 
     def _note_missed(self, missed: frozenset[int]) -> None:
+        if self.unfilled:
+            self.unfilled = self.unfilled & missed if self._owner_of[None].grad is not None else frozenset()
         if self._reduced_once:
             self.missed &= missed
             self.bare &= missed
@@ -161,7 +166,7 @@ class Gradients:
 
     def _is_bare(self, index: int) -> bool:
         owner = self._owner_of.get(None if None in self._owner_of else index)
-        return owner is not None and owner.requires_grad and owner.grad is None
+        return owner is not None and owner.requires_grad and (owner.grad is None or index in self.unfilled)
 
     def _forget_missed(self) -> None:
         self.missed = self.bare = frozenset()
@@ -172,9 +177,13 @@ class Gradients:
         if None not in self._owner_of:
             for index in indices:
                 self._owner_of[index].grad = None
-        elif len(indices) == len(self._layout.slots):
-            # One for all of them, which are here together or not at all.
+            return
+        # One for all of them, which are here together or not at all.
+        filled = {index for index, slot in enumerate(self._layout.slots) if slot.numel}
+        self.unfilled = indices & filled
+        if self.unfilled == filled:
             self._owner_of[None].grad = None
+            self.unfilled = frozenset()
 
     def discard(self) -> None:
         """Release what a backward that failed left behind."""

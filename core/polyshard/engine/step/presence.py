@@ -31,6 +31,8 @@ class Presence:
         *self._places, numel = accumulate((len(unit.parameters) for unit in self._units), initial=0)
         self._counts = torch.ones(numel, dtype=torch.float32, device=collectives.device)
         self._known = False
+        #: Whether an optimizer would find zeros in the place of gradients that no rank had (``Gradients.unfilled``).
+        self.unfilled = False
         self._missed: list[tuple[Unit, int, frozenset[int]]] = []
 
     def exchange(self, lanes: Lanes) -> None:
@@ -65,9 +67,9 @@ class Presence:
                 counts = found[place : place + len(unit.parameters)]
                 unit.gradients.unused = frozenset(index for index, count in enumerate(counts) if not count)
         for unit, _ in bare:
-            dropped = unit.gradients.bare & unit.gradients.unused
-            if dropped:
-                unit.gradients.drop(dropped)
+            unit.gradients.drop(unit.gradients.bare & unit.gradients.unused)
+        if bare or self.unfilled:
+            self.unfilled = any(unit.gradients.unfilled for unit in self._units)
         self._missed = []
 
 

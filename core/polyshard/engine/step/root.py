@@ -9,7 +9,7 @@ from typing import Literal, NoReturn
 import torch
 from torch import nn
 
-from ...errors import StateError, UnshardedUseError, UnsupportedError
+from ...errors import PolyshardError, StateError, UnshardedUseError, UnsupportedError
 from ...events import Events
 from ...interfaces import Collectives, OffloadManager, PrecisionCaster
 from .. import _torch_private
@@ -18,6 +18,7 @@ from .boundary import refuse_escape
 from .budget import Budget
 from .itinerary import Act, Itinerary, Mark, Walk
 from .presence import Presence
+from .registrations import Registrations
 from .resting import Resting
 from .schedule import Schedule
 from .stage import Stage
@@ -54,6 +55,8 @@ class Root(Step):
         #: Decides which units are kept after forward; None where nothing is left to decide.
         self.budget: Budget | None = None
         self._presence: Presence | None = None
+        #: Whether a flat parameter may have zeros in its gradient for want of one: see ``Gradients.unfilled``.
+        self.unfilled = False
         # Whether the backward that was entered last may still end.
         self._goes_on: Callable[[], bool] = bool
         self._walk: Walk[Stage] = Walk()
@@ -64,6 +67,8 @@ class Root(Step):
         self._thread = 0
         #: Whether an optimizer changed parameters since that forward began, inside of it.
         self.outdated = False
+        #: Knows what came into the model after it was sharded; None where nobody looks.
+        self.registrations: Registrations | None = None
         #: Refuses calls that would compute with pieces between steps; None where nothing does.
         self.rest: Resting | None = None
         #: Collectives that were made for this model, to be closed with it, in this order on every rank.
@@ -94,8 +99,7 @@ class Root(Step):
             self.recorder.peers.go_on()
         if self.audit is not None and self.audit.done:
             self.end_audit()
-        for unit in self.units:
-            unit.take_up_changes()
+        self.take_up_changes()
         if _torch_private.in_transform():
             raise UnsupportedError(
                 f"torch.func (vmap, grad, jvp) called '{type(module).__name__}', which is sharded (rank {self.rank}): "
@@ -124,6 +128,45 @@ class Root(Step):
             caster.prepare([unit.spec for unit in self.units if unit.caster is caster], self.collectives)
         if self.events.active:
             self.events.step_begin(module)
+
+    def take_up_changes(self, *, trains: bool | None = None, all_modules: bool = False) -> None:
+        """Honour what the user did to the model since the last forward.
+
+        Args:
+            trains: Whether trained parameters that came later are refused, or only noted; None: as grad mode is.
+            all_modules: Look at all modules for them, and not only where something was registered.
+
+        Raises:
+            ParameterChangedError: a parameter was removed, replaced by one of another shape, dtype or device, tied to
+                another, or came later and is trained. Other ranks are told.
+        """
+        try:
+            looks = self.registrations if self.registered or all_modules else None
+            if looks is not None:
+                for unit in self.units:
+                    # Views of what was gathered ahead are no changes.
+                    unit.hide()
+                looks.refuse_ties()
+            for unit in self.units:
+                unit.take_up_changes()
+            if looks is not None:
+                looks.refuse_newcomers(trains=torch.is_grad_enabled() if trains is None else trains, anew=all_modules)
+        except PolyshardError as error:
+            self.recorder.tell(error)
+            raise
+
+    def refuse_moved(self) -> None:
+        """Refuse to name parameters where modules moved, so that a name is another parameter's now.
+
+        Raises:
+            ParameterChangedError: naming one. Other ranks are told.
+        """
+        if self.registrations is not None:
+            try:
+                self.registrations.refuse_moved()
+            except PolyshardError as error:
+                self.recorder.tell(error)
+                raise
 
     def begin_gathers(self) -> None:
         """What is gathered from now on is gathered from the masters as they are now, whoever changed them."""
@@ -324,6 +367,7 @@ class Root(Step):
             offload.sync_for_step()
         if presence is not None:
             presence.settle()
+            self.unfilled = presence.unfilled
         for unit in self.units:
             if unit.reduced:
                 unit.reduced = False

@@ -56,6 +56,8 @@ class Step:
         self.active: object | None = None
         #: Which stages that forward, or the last one, entered and left with gradients on.
         self.itinerary: Itinerary[Any] = Itinerary(None)
+        #: Whether parameters may have come into the model that nobody reduces gradients of (``registrations.py``).
+        self.registered = False
         #: Whether ``unsharded_parameters`` shows whole parameters now: modules then compute with these.
         self.unsharded = False
         #: Whether the masters hold other values for a while than those that are trained, such as their averages.

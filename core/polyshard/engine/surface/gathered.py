@@ -27,6 +27,7 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
 
     Raises:
         StateError: inside a forward or backward, or when entered twice.
+        ParameterChangedError: on leaving, what is to be kept has another shape, or was tied to another parameter.
     """
     root.leave_failed_backward()
     if root.phase is not Phase.IDLE:
@@ -39,8 +40,7 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
             f"Cannot manually unshard parameters when already unsharding parameters (rank {root.rank}). "
             "Use the context that is open."
         )
-    for unit in root.units:
-        unit.take_up_changes()
+    root.take_up_changes(trains=False)
     root.unsharded = True
     flats: dict[Unit, torch.Tensor] = {}
     refusals = ExitStack()
@@ -54,6 +54,8 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
                     refusals.enter_context(parameter.original.register_hook(hook))  # type: ignore[no-untyped-call]
         yield
         if writeback:
+            if root.registrations is not None and root.registered:
+                root.registrations.refuse_ties()
             for unit, flat in flats.items():
                 write_back(unit, flat)
     finally:

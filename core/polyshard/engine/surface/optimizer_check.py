@@ -11,6 +11,7 @@ import torch
 
 from ...errors import ConfigError, StateError, UnsupportedError
 from .. import _torch_private
+from .block_states import warn_of_cut_blocks
 from .host_scaling import bring_in_reach
 from .live_roots import Found, LiveRoots
 
@@ -45,7 +46,8 @@ class OptimizerCheck:
         """To be called before each step of each optimizer.
 
         Raises:
-            UnsupportedError: it computes with whole parameters, or one of these has a hook that never fires.
+            UnsupportedError: it computes with whole parameters, one of these has a hook that never fires, or a flat
+                parameter stands for some that no rank had a gradient of.
             ConfigError: its parameter groups were split by the shapes of pieces, or its parameters get no gradients.
             StateError: its model holds other values for a while, or its state is of whole parameters.
         """
@@ -57,8 +59,34 @@ class OptimizerCheck:
         bring_in_reach(optimizer)
         for reference in self._live.references:
             root = reference()
+            if root is not None and root.unfilled:
+                self._refuse_unfilled(optimizer)
             if root is not None and root.active is not None and root.runs_here:
                 self._note_outdated(optimizer)
+
+    def _refuse_unfilled(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse to update parameters of which no rank had a gradient beside those of which one had.
+
+        By themselves they would have ``.grad`` None, and be left alone. Here they would decay, go on by their momentum,
+        and count a step. Which they are was found among all ranks.
+        """
+        for group in optimizer.param_groups:
+            if _leaves_zeros_alone(optimizer, group):
+                continue
+            for found in self._live.find(group["params"]):
+                if found is None or found.slot is not None or _parameter(found).grad is None:
+                    continue
+                unit, unfilled = found.unit, found.unit.gradients.unfilled
+                if unfilled:
+                    names = [unit.parameters[index].names[0] for index in sorted(unfilled)]
+                    listed = ", ".join(f"'{name}'" for name in names[:4])
+                    raise UnsupportedError(
+                        f"{type(optimizer).__name__} was to update the flat parameter of unit '{unit.name}', but no "
+                        f"rank had a gradient of {listed}{' and others' if len(names) > 4 else ''} in it (rank "
+                        f"{found.root.rank}): it would move what it leaves alone on an unsharded model. Give it "
+                        "model.parameters() instead of polyshard.flat_parameters(model), or freeze what the model "
+                        "does not use before sharding."
+                    )
 
     def forget(self) -> None:
         """Another model was sharded, whose parameters optimizers may hold already."""
@@ -94,6 +122,7 @@ class OptimizerCheck:
             _refuse_split_of_pieces(optimizer, groups)
             if first_look:
                 _warn_of_lost_decay(optimizer, groups)
+                warn_of_cut_blocks(optimizer, groups)
             answered = all(each.root.answers_state_dicts for group in groups for each in group)
             if optimizer not in self._guarded and not answered:
                 self._guarded.add(optimizer)
@@ -107,6 +136,7 @@ class OptimizerCheck:
 @_torch_private.hidden_from_compile
 def _hidden_look_at(check: OptimizerCheck, optimizer: torch.optim.Optimizer) -> None:
     check._look_at(optimizer)
+    check._refuse_unfilled(optimizer)
 
 
 class _StateGuard:
@@ -167,6 +197,11 @@ def _warn_of_underflow(optimizer: torch.optim.Optimizer, groups: Sequence[Sequen
             "scaler.step(optimizer); where the loss is scaled by something else, filter this warning.",
             stacklevel=2,
         )
+
+
+def _leaves_zeros_alone(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether a gradient of zeros is to it what none is."""
+    return type(optimizer) is torch.optim.SGD and not group["momentum"] and not group["weight_decay"]
 
 
 def _travels_in(found: Found) -> tuple[torch.dtype, ...]:
