@@ -45,7 +45,11 @@ def make_model(family: str, dropout: float = 0.0) -> Any:
         case "qwen":
             return hf.Qwen2ForCausalLM(hf.Qwen2Config(**grouped))
         case "mixtral":
-            return hf.MixtralForCausalLM(hf.MixtralConfig(**grouped, num_local_experts=8, num_experts_per_tok=1))
+            # In fp64: a token goes to another expert where rounding decides, which processors do differently.
+            config = hf.MixtralConfig(
+                **grouped, num_local_experts=8, num_experts_per_tok=1, experts_implementation="eager"
+            )
+            return hf.MixtralForCausalLM(config).double()
         case "gpt2":
             sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32, "vocab_size": VOCABULARY}
             dropped = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
