@@ -148,7 +148,7 @@ def test_gather_on_the_meta_device() -> None:
     assert fake.calls[0].numel == 8
 
 
-@pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
+@pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0), (0, 10**11)])
 def test_a_rank_that_does_not_exist_is_refused(rank: int, world_size: int) -> None:
     with pytest.raises(WorldSizeError, match=f"rank {rank} of {world_size} does not exist"):
         FakeCollectives(CPU, rank=rank, world_size=world_size)

@@ -95,6 +95,11 @@ def test_config_shows_settings_and_where_plugins_come_from(
         ('[shard]\ncollectives = "fakee"\n', "no installed plugin of polyshard.collectives is named 'fakee'"),
         ('[shard]\nlayout = "row"\n', "Did you mean 'rows'?"),
         ('[shard]\nlayout = { name = "blocks", size = 0 }\n', "size of the layout 'blocks' must be"),
+        (
+            '[shard]\ncollectives = { name = "fake", world_size = 0 }\n',
+            "give a world_size of at least 1",
+        ),
+        ("[shard]\ntimeout_s = 1e26\n", "timeout_s must be a finite number of seconds above 0"),
     ],
 )
 def test_a_wrong_config_exits_with_two(

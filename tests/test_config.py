@@ -101,6 +101,10 @@ def test_config_cannot_be_changed_in_place_and_survives_pickling() -> None:
         ({"check_ranks": 1}, "check_ranks must be True, False or 'always', not 1"),
         ({"timeout_s": 0}, "timeout_s must be a finite number of seconds above 0"),
         ({"timeout_s": float("nan")}, "timeout_s must be a finite number"),
+        *(
+            ({"timeout_s": wrong}, r"timeout_s must be .* 0\.001 at least and 1e\+08 \(three years\) at most, not ")
+            for wrong in (1e-4, 1.1e8, 1e10, 1e11, 1e26, 10**400)
+        ),
         ({"timeout_s": "600"}, "timeout_s must be a number of seconds, not '600'"),
         ({"device": "gpu:zero"}, "device 'gpu:zero' is none that torch knows"),
         ({"device": 0}, "device must be a torch.device, a string or None, not 0"),

@@ -360,6 +360,7 @@ def test_what_misses_ranks_or_a_device_is_stood_in_for(acme: Path) -> None:
         ({"reshard_after_forward": "auto"}, 2, ConfigError, "needs memory_budget on cpu"),
         ({"listeners": [nn.ReLU]}, 2, PluginContractError, "hook"),
         ({}, 0, WorldSizeError, "there is no world of 0 ranks"),
+        ({}, 10**11, WorldSizeError, "there is no world of 100000000000 ranks.* at most 1048576"),
         ({}, 2.0, WorldSizeError, r"there is no world of 2\.0 ranks"),
     ],
 )

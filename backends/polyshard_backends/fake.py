@@ -10,6 +10,7 @@ import torch
 from polyshard.errors import CollectiveError, ConfigError, WorldSizeError
 from polyshard.interfaces import (
     COMPLETED,
+    MOST_RANKS,
     Collectives,
     CollectivesCapabilities,
     PluginContext,
@@ -70,7 +71,7 @@ class FakeCollectives(Collectives):
 
     Raises:
         ConfigError: ``rank`` or ``world_size`` is not an integer.
-        WorldSizeError: ``world_size`` is below 1, or ``rank`` outside ``range(world_size)``.
+        WorldSizeError: ``world_size`` is below 1 or above ``MOST_RANKS``, or ``rank`` outside ``range(world_size)``.
     """
 
     api_version = 1
@@ -84,10 +85,10 @@ class FakeCollectives(Collectives):
         for option, value in (("rank", rank), ("world_size", world_size)):
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ConfigError(f"collectives {context.name!r}: {option} is {value!r}; give an integer")
-        if world_size < 1 or not 0 <= rank < world_size:
+        if not 1 <= world_size <= MOST_RANKS or not 0 <= rank < world_size:
             raise WorldSizeError(
                 f"collectives {context.name!r}: rank {rank} of {world_size} does not exist; give a world_size of at "
-                f"least 1 and a rank from 0 to world_size - 1"
+                f"least 1 and at most {MOST_RANKS}, and a rank from 0 to world_size - 1"
             )
         self._context = context
         self._rank = rank

@@ -266,10 +266,12 @@ def close(model: nn.Module) -> None:
     make many models, or that end one before the process does; a model that is dropped without it leaves its
     communicators to the next model over the same ranks. Process groups and collectives that the user made stay open.
     Parameters and gradients stay as they are, this rank's pieces. To be called behind the last checkpoint, and once no
-    captured step of the model is left. Does nothing the second time.
+    captured step of the model is left. A save that goes on in the background is waited for. Does nothing the second
+    time.
 
     Raises:
         StateError: inside a forward, a backward or ``unsharded``, or ``model`` is not the outermost sharded module.
+        BackgroundSaveError: the last save in the background failed, on any rank. The model is closed all the same.
     """
     _outermost_root(model, "close()").close()
 

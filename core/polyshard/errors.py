@@ -30,6 +30,7 @@
     │   │   └── ParameterMovedError (AssertionError)  one replaced between forward and backward
     │   ├── CaptureError (RuntimeError)         a step that cannot be captured, or not replayed for these arguments
     │   ├── NonFiniteError (FloatingPointError, RuntimeError)  infinite or no number where that was to be refused
+    │   ├── BackgroundSaveError (RuntimeError)  a save in the background that failed, told of by a later call
     │   └── RankMismatchError (RuntimeError)    ranks that do not agree on what to do
     ├── CollectiveError
     │   ├── CollectiveTimeoutError (TimeoutError)  a collective that did not end in time
@@ -48,6 +49,7 @@ from __future__ import annotations
 
 __all__ = [
     "AlreadyShardedError",
+    "BackgroundSaveError",
     "CaptureError",
     "CheckpointDamagedError",
     "CollectiveAbortedError",
@@ -196,6 +198,10 @@ class CaptureError(StepError, RuntimeError):
 
 class NonFiniteError(StepError, FloatingPointError, RuntimeError):
     """A gradient, a norm or an output is infinite or not a number where that was to be refused."""
+
+
+class BackgroundSaveError(StepError, RuntimeError):
+    """A save in the background failed, as a later call tells on all ranks alike; this rank's own error is its cause."""
 
 
 class RankMismatchError(StepError, RuntimeError):

@@ -18,8 +18,13 @@ def path_of(given: object, name: str) -> Path:
 
     Raises:
         ConfigTypeError: it is none.
+        ConfigError: it is empty, or has a character that no path has.
     """
-    if isinstance(given, str | os.PathLike):
+    if isinstance(given, str | os.PathLike) and isinstance(os.fspath(given), str):
+        if os.fspath(given) == "":
+            raise ConfigError(f"{name} is empty, and must name a folder. The current one is '.'.")
+        if "\0" in os.fspath(given):
+            raise ConfigError(f"{name} is {given!r}: no path has a null character.")
         return Path(given)
     none = " latest() returns None where a folder holds no checkpoint." if given is None else ""
     raise ConfigTypeError(f"{name} is {given!r}, and must be a path.{none}")
@@ -89,7 +94,8 @@ def settings_told(joint: Joint | None) -> dict[str, object]:
     return {
         f"{name} of the optimizer's group {index}": value
         for index, group in enumerate(joint.groups)
-        for name, value in group.items()
+        # Two ranks' may stand in different orders.
+        for name, value in sorted(group.items())
         if _is_plain(value)
     }
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import ConfigError, PolyshardError
-from .disk import sync_directory
+from . import disk
 from .marker import MARKER, Marker
 
 #: Names of directories that are no checkpoint yet, or no longer.
@@ -27,7 +27,6 @@ class Attempt:
         self.path = folder / f"{_UNFINISHED}{self.identity}"
         self.committed = False
         self._stays = False
-        folder.mkdir(parents=True, exist_ok=True)
         self._lock: int | None = None
         # Between the two, another job may take it for what an ended one left.
         while not self.path.is_dir():
@@ -67,7 +66,7 @@ class Attempt:
             raise _taken(target) from error
         self.committed = True
         try:
-            sync_directory(target.parent)
+            disk.sync_directory(target.parent)
         except OSError:
             # Whoever is told that there is no checkpoint should not find one.
             with suppress(OSError):
@@ -93,8 +92,15 @@ class Attempt:
 
 @contextmanager
 def attempt_in(folder: Path) -> Iterator[Attempt]:
-    """A new attempt in ``folder``; what saves left there that did not live to their end is removed first."""
-    for path in folder.glob(f"{_UNFINISHED}*") if folder.is_dir() else ():
+    """A new attempt in ``folder``, which is made where missing.
+
+    What saves left there that did not live to their end is removed first.
+
+    Raises:
+        ConfigError: it cannot be a folder.
+    """
+    disk.make_folder(folder)
+    for path in folder.glob(f"{_UNFINISHED}*"):
         lock = None if path.is_symlink() else _lock(path, wait=False)
         if lock is not None:
             shutil.rmtree(path, ignore_errors=True)
@@ -131,18 +137,16 @@ def _clear(target: Path) -> None:
     """Remove what is at ``target`` where that is a save that did not end."""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise ConfigError(f"{target} is in the way: it is no directory. Remove it, or save another step.")
-    if not target.is_dir():
-        return
-    # Moved first: another job may commit the same step while this one looks.
-    aside = target.with_name(f"{_UNFINISHED}{uuid.uuid4().hex}")
-    target.rename(aside)
-    if (aside / MARKER).exists():
-        aside.rename(target)
+    if (target / MARKER).exists():
         raise _taken(target)
-    shutil.rmtree(aside, ignore_errors=True)
+    # In place: another job may commit there meanwhile, by a rename onto what is empty by then, and what this removes is
+    # what it opened before.
+    shutil.rmtree(target, ignore_errors=True)
 
 
 def _taken(target: Path) -> ConfigError:
+    if not (target / MARKER).exists():
+        return ConfigError(f"{target} is in the way, and cannot be removed. Remove it, or save another step.")
     return ConfigError(
         f"The checkpoint {target} is committed already: another job saves into the folder. Give each run a folder of "
         "its own."

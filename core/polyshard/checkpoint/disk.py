@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..errors import CheckpointDamagedError
+from ..errors import CheckpointDamagedError, ConfigError
 
 #: For the end of an error's message.
 REMEDY = "Load the one that polyshard.checkpoint.latest(root, verify=True) names."
 #: No file that is read whole is as large: each has some hundred bytes a tensor.
 _MOST_WHOLE = 1 << 32
+#: What says of a path that it can be no folder, or none of this program's.
+_NO_FOLDER = frozenset(
+    {
+        errno.EACCES,
+        errno.EEXIST,
+        errno.EINVAL,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.ENOTDIR,
+        errno.EPERM,
+        errno.EROFS,
+    }
+)
 #: One call takes no more pieces, by the limit of Linux.
 _MOST_PIECES = 1024
 
@@ -32,6 +46,27 @@ def naming(path: Path) -> Iterator[None]:
         if error.filename is not None:
             raise
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+def make_folder(path: Path) -> None:
+    """Have the folder ``path``, made with those around it where missing.
+
+    Raises:
+        ConfigError: it cannot be: a file or a link that leads nowhere is in its place, its name is too long, or this
+            program may not.
+        OSError: the system failed; names it.
+    """
+    try:
+        with naming(path):
+            path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER:
+            raise
+        where = "" if error.filename == str(path) else f" ({error.filename})"
+        why = "it is in the way, and no directory" if error.errno == errno.EEXIST else error.strerror
+        raise ConfigError(
+            f"{path} can be no folder to save into: {why}{where}. Name another one, or make room for it."
+        ) from error
 
 
 @contextmanager

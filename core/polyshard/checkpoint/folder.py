@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..errors import ConfigError, StateError
 from . import verification
+from .arguments import path_of
 from .attempt import discard
 from .marker import MARKER, Marker
 
@@ -87,8 +88,11 @@ def latest(folder: Path, *, verify: bool = False) -> Path | None:
         folder: The ``root`` of saves.
         verify: Whether to read what files hold, too, and to pass over checkpoints that ``polyshard.checkpoint.verify``
             refuses: takes as long as reading all of the newest.
+
+    Raises:
+        ConfigError: ``folder`` is no path.
     """
-    contents = Contents.of(Path(folder))
+    contents = Contents.of(path_of(folder, "folder"))
     for text in contents.unreadable:
         warnings.warn(f"passed over: {text}", stacklevel=2)
     if not contents.entries:

@@ -32,7 +32,7 @@ class JobLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Claim ``folder``. Models of one process share it.
+        """Claim ``folder``, which is there. Models of one process share it.
 
         Raises:
             ConfigError: another process holds it; says which.
@@ -41,8 +41,8 @@ class JobLock:
         self.folder = folder.resolve()
         path = self.folder / NAME
         self._descriptor: int | None = None
+        self._lockless = False
         with disk.naming(path):
-            self.folder.mkdir(parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
             descriptor = os.open(path, flags, 0o666)
             try:
@@ -50,6 +50,23 @@ class JobLock:
             except BaseException:
                 os.close(descriptor)
                 raise
+
+    @property
+    def held(self) -> bool:
+        """Whether others are kept from the folder still."""
+        # Where another model of this process had it, that one may have been closed since.
+        return self._lockless or (self._descriptor is not None and not self.removed)
+
+    @property
+    def removed(self) -> bool:
+        """Whether somebody removed the file that this process locked."""
+        if self._descriptor is None:
+            return False
+        try:
+            there = os.stat(self._path, follow_symlinks=False)
+        except FileNotFoundError:
+            return True
+        return not os.path.samestat(there, os.fstat(self._descriptor))
 
     def release(self) -> None:
         """Let others have the folder."""
@@ -66,6 +83,7 @@ class JobLock:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _WITHOUT:
+                self._lockless = True
                 warnings.warn(
                     f"{self.folder} is on a file system without locks ({error.strerror}): that no other job saves "
                     "there cannot be seen to.",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,8 @@ from torch import nn
 from ..engine.step.root import Root
 from ..errors import ConfigError, PolyshardError, RankMismatchError, StateError
 from ..interfaces import Collectives
-from ..state.agreement import together
-from ..state.exchange import coordinates, speaks
+from ..state.agreement import Answers, require_seen, tell_listeners, together
+from ..state.exchange import coordinates
 from ..state.kind import Kind
 from ..state.optimizers import Joint, Optimizers
 from ..state.places import holdings
@@ -28,7 +30,7 @@ from .casters import restore_casters
 from .folder import Line
 from .foreign import DcpKeys, ForeignSource
 from .history import History
-from .marker import Marker
+from .marker import MARKER, Marker
 from .stored import StoredSource
 
 #: What ``torch.distributed.checkpoint`` describes a directory in.
@@ -68,12 +70,14 @@ def load(
             was changed.
         RankMismatchError: another rank failed, or was given another checkpoint.
         OSError: reading failed; the model may hold parts of the checkpoint.
-        PolyshardError: the save in the background failed, and nobody has been told yet.
+        BackgroundSaveError: the save in the background failed, on any rank, which nobody was told of yet; on all ranks
+            alike. Nothing was changed.
+        Exception: a listener's, on its rank, once everything is loaded.
     """
     owner = resting_root(model, "checkpoint.load()")
     with owner.meeting("load of a checkpoint", (owner.collectives,)):
         extra = _load(owner, directory, model, optimizer, pickles=pickles, frozen=frozen)
-    owner.events.on_load(model, Path(directory))
+        _tell(owner, model, directory)
     return extra
 
 
@@ -83,6 +87,7 @@ def _load(
     collectives, history = owner.collectives, History.of(owner)
     history.settle(owner)
     called: dict[str, object] = {}
+    _require_seen(collectives, directory, MARKER)
     with together(collectives, f"Opening the checkpoint {directory}", called):
         directory = path_of(directory, "directory")
         joint = joint_of(optimizer)
@@ -183,7 +188,7 @@ def load_dcp(
     owner = resting_root(model, "checkpoint.load_dcp()")
     with owner.meeting("load of a checkpoint", (owner.collectives,)):
         _load_dcp(owner, directory, model, optimizer, keys)
-    owner.events.on_load(model, Path(directory))
+        _tell(owner, model, directory)
 
 
 def _load_dcp(
@@ -191,6 +196,7 @@ def _load_dcp(
 ) -> None:
     collectives = owner.collectives
     called: dict[str, object] = {}
+    _require_seen(collectives, directory, _METADATA)
     opening = f"Opening the directory {directory}"
     with together(collectives, opening, called), _readable(directory, collectives):
         directory = path_of(directory, "directory")
@@ -244,14 +250,28 @@ def _readable(directory: Path, collectives: Collectives) -> Iterator[None]:
         ) from error
 
 
+def _require_seen(collectives: Collectives, directory: object, name: str) -> None:
+    """Raise on all ranks where some see the file ``name`` in ``directory`` and others do not."""
+    # Of what cannot be a directory whoever opens it tells; None is what latest() found on a rank that sees nothing.
+    seen = directory is not None
+    with suppress(ConfigError):
+        seen = seen and os.path.lexists(path_of(directory, "directory") / name)
+    require_seen(collectives, directory, seen)
+
+
 def _require_same(directory: Path, identity: str, collectives: Collectives) -> None:
     """Raise RankMismatchError unless all ranks were given the same checkpoint."""
-    if not speaks(collectives):
+    answers = Answers(collectives, 0, str(directory), key=identity)
+    if not answers.differ:
         return
-    everyone = collectives.all_gather_object((identity, str(directory)))
-    other = next((rank for rank, (each, _) in enumerate(everyone) if each != identity), None)
-    if other is not None:
-        raise RankMismatchError(
-            f"Ranks were given different checkpoints: {directory} on rank {collectives.rank}, {everyone[other][1]} on "
-            f"rank {other}. Let one rank ask latest() and tell the others."
-        )
+    groups = answers.alike(range(collectives.world_size))
+    one, other = [(ranks[0], answers.words_of(ranks[0])) for ranks in groups[:2]]
+    rank, elsewhere = other if collectives.rank in groups[0] else one
+    raise RankMismatchError(
+        f"Ranks were given different checkpoints: {directory} on rank {collectives.rank}, {elsewhere} on rank {rank}. "
+        "Let one rank ask latest() and tell the others."
+    )
+
+
+def _tell(owner: Root, model: nn.Module, directory: Path) -> None:
+    tell_listeners(owner.collectives, f"the load of {directory}", partial(owner.events.on_load, model, Path(directory)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -73,6 +74,11 @@ class Marker:
             OSError: it cannot be read.
         """
         if not os.path.lexists(directory / MARKER):
+            if not os.path.lexists(directory):
+                raise StateError(
+                    f"{directory} is no complete checkpoint: it does not exist on host {socket.gethostname()!r}. "
+                    f"{disk.REMEDY}"
+                )
             raise StateError(
                 f"{directory} is no complete checkpoint: it has no file '{MARKER}', so its save did not end or it is "
                 f"another kind of directory. {disk.REMEDY}"

@@ -8,39 +8,60 @@ waits for all notes and commits, and others see the checkpoint appear under its 
 
 from __future__ import annotations
 
+import atexit
 import logging
+import math
+import os
+import shutil
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..engine.transport.peers import words
 from ..errors import CollectiveTimeoutError, PolyshardError, RankMismatchError, StateError
+from ..state.agreement import named
 from . import disk
 from .documents import a_count, a_list, a_text, an_object, checked, parse, render
+from .manifest import file_of
 from .marker import MARKER, Marker
 
 _LOGGER = logging.getLogger(__name__)
 
 #: Seconds between looks: first and last.
 _SOON, _LATER = 0.01, 0.5
+#: Looks of all ranks together in a second that a file system is asked for.
+_LOOKS_PER_S = 2048
+#: How often within its patience the first rank looks whether files grow.
+_LOOKS_AT_SIZES = 8
+#: Of the first rank's patience, which the others have with it: it gives up first, and says so.
+_OTHERS = 1.25
+#: Seconds in which nothing changed until a program ends without having heard of its last save.
+_AT_EXIT_S = 30.0
 _GIVEN_UP = "given-up.txt"
 
 
 class Notes:
     """What ranks say to each other in the directory of a save."""
 
-    def __init__(self, directory: Path, rank: int, patience_s: float) -> None:
-        """``patience_s``: seconds without a byte more from any rank until the first one gives up."""
+    def __init__(self, directory: Path, rank: int, ranks: int, patience_s: float) -> None:
+        """``ranks``: how many write; ``patience_s``: seconds without a byte more from any rank until the first one
+        gives up.
+        """
+        self.ranks = ranks
         self._directory = directory
         self._rank = rank
         self._patience_s = patience_s
-        self._abandoned = threading.Event()
+        self._abandoned = False
+        self._wakes = threading.Event()
 
     def leave(self, results: Any, failure: str | None) -> None:
         """Say that this rank's part is written, or that it failed."""
-        path = self._path(self._rank)
+        path = self._directory / _note_of(self._rank)
         temporary = path.with_suffix(".tmp")
         with disk.naming(temporary):
             temporary.unlink(missing_ok=True)
@@ -49,72 +70,140 @@ class Notes:
 
     def abandon(self) -> None:
         """Wait for no other rank any more: it is known that one of them failed."""
-        self._abandoned.set()
+        self._abandoned = True
+        self._wakes.set()
 
-    def collect(self, ranks: int) -> list[Any]:
-        """Wait for all ranks; returns what each had to say of its part, in their order.
+    def hurry(self) -> None:
+        """Look at once: somebody waits."""
+        self._wakes.set()
+
+    def collect(self) -> list[Any]:
+        """Wait for all ranks; returns what each had to say of its part, in their order. The first rank calls it.
+
+        One listing a look, whatever the number of ranks: what tells of them would have to be asked for one by one.
 
         Raises:
             RankMismatchError: one failed.
             CollectiveTimeoutError: nothing more came.
         """
-        found: dict[int, tuple[Any, str | None]] = {}
-        size, since = -1, time.monotonic()
-        for _ in _looks():
-            for rank in [each for each in range(ranks) if each not in found and self._path(each).exists()]:
-                found[rank] = self._read(rank)
-            failures = [f"  rank {rank}: {text}" for rank, (_, text) in sorted(found.items()) if text is not None]
-            if failures:
-                raise RankMismatchError("Writing in the background failed on:\n" + "\n".join(failures))
-            if len(found) == ranks:
+        found: dict[int, Any] = {}
+        missing = dict.fromkeys(range(self.ranks))
+        sizes: dict[int, int] = {}
+        since = looked = time.monotonic()
+        for _ in self._looks(_LATER):
+            names = frozenset(os.listdir(self._directory))
+            # The others wait for this rank as long as it says that it is there.
+            os.utime(self._directory)
+            come = [rank for rank in missing if _note_of(rank) in names]
+            for rank in come:
+                found[rank], failure = self._read(rank)
+                del missing[rank]
+                if failure is not None:
+                    raise RankMismatchError(f"Writing in the background failed on rank {rank}: {failure}")
+            if not missing:
                 break
-            grown = sum(path.stat().st_size for path in self._directory.iterdir() if not path.name.endswith(".tmp"))
-            if grown != size:
-                size, since = grown, time.monotonic()
-            elif self._abandoned.is_set():
+            now = time.monotonic()
+            if come:
+                since = now
+            elif self._abandoned:
                 raise RankMismatchError(f"Writing in the background failed on another rank than {self._rank}.")
-            elif time.monotonic() - since > self._patience_s:
-                missing = [rank for rank in range(ranks) if rank not in found]
-                raise CollectiveTimeoutError(
-                    f"Ranks {missing} wrote nothing to {self._directory} for {self._patience_s:g} s (rank "
-                    f"{self._rank}). Look whether they are still there."
-                )
-        for rank in range(ranks):
-            self._path(rank).unlink()
-        return [found[rank][0] for rank in range(ranks)]
+            elif now - looked > self._patience_s / _LOOKS_AT_SIZES:
+                looked = now
+                if self._grows(missing, names, sizes):
+                    since = now
+                elif now - since > self._patience_s:
+                    raise CollectiveTimeoutError(
+                        f"Of {named(list(missing))} nothing more came to {self._directory} for {self._patience_s:g} s "
+                        f"(rank {self._rank}). Look whether they are still there."
+                    )
+        for rank in range(self.ranks):
+            (self._directory / _note_of(rank)).unlink()
+        return [found[rank] for rank in range(self.ranks)]
 
     def give_up(self, text: str) -> None:
         """Tell the others that there will be no checkpoint. What they wrote is removed."""
-        # Whatever cannot be told is seen when they wait for too long.
-        with suppress(OSError):
-            for path in list(self._directory.iterdir()):
-                path.unlink()
-            temporary = self._directory / f"{_GIVEN_UP}.tmp"
-            disk.write_whole(temporary, text.encode())
-            temporary.replace(self._directory / _GIVEN_UP)
+        # Told first: whoever misses its file then finds why. Where there is no room for that, once there is. What
+        # cannot be told at all is seen when they wait for too long.
+        for _ in range(2):
+            with suppress(OSError):
+                if not (self._directory / _GIVEN_UP).exists():
+                    temporary = self._directory / f"{_GIVEN_UP}.tmp"
+                    disk.write_whole(temporary, text.encode(errors="backslashreplace"))
+                    temporary.replace(self._directory / _GIVEN_UP)
+            with suppress(OSError):
+                for path in list(self._directory.iterdir()):
+                    if path.name != _GIVEN_UP:
+                        # Another rank may write meanwhile, and give its note the name that it is to have.
+                        path.unlink(missing_ok=True)
 
-    def await_end(self, target: Path, identity: str, deadline: float | None) -> None:
-        """Return when ``target`` is the checkpoint.
+    def given_up(self, target: Path) -> RankMismatchError | None:
+        """What the first rank told of giving ``target`` up; None where it did not."""
+        try:
+            why = (self._directory / _GIVEN_UP).read_text(errors="replace")
+        except OSError:
+            return None
+        return RankMismatchError(f"The checkpoint {target} was given up by rank 0 (rank {self._rank}): {why}")
+
+    def remove(self) -> None:
+        """Remove the directory: all ranks know that there will be no checkpoint."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def await_end(self, target: Path, identity: str) -> None:
+        """Return when ``target`` is the checkpoint. All ranks but the first call it.
 
         Raises:
             RankMismatchError: it never will be.
-            CollectiveTimeoutError: not until ``deadline``, by ``time.monotonic``.
+            CollectiveTimeoutError: nothing changed for longer than the first rank waits for others.
         """
-        for _ in _looks():
-            gone = not self._directory.exists()
+        changed, since = -1, time.monotonic()
+        for _ in self._looks(max(_LATER, self.ranks / _LOOKS_PER_S)):
+            told = _changed_at(self._directory)
             if (target / MARKER).exists() and Marker.read(target).identity == identity:
                 return
-            note = self._directory / _GIVEN_UP
-            if gone or note.exists():
-                why = "the save did not end there" if gone else note.read_text(errors="replace")
-                raise RankMismatchError(f"The checkpoint {target} was given up by rank 0 (rank {self._rank}): {why}")
-            if deadline is not None and time.monotonic() > deadline:
-                raise _too_late(target, self._rank)
+            over = self.given_up(target)
+            if over is not None:
+                raise over
+            if told is None:
+                raise RankMismatchError(f"The save of {target} did not end on rank 0 (rank {self._rank}).")
+            if self._abandoned:
+                raise RankMismatchError(f"Writing in the background failed on another rank than {self._rank}.")
+            now = time.monotonic()
+            if told != changed:
+                changed, since = told, now
+            # A program that ends because rank 0's machine is gone should end.
+            ends = not threading.main_thread().is_alive()
+            limit = min(_OTHERS * self._patience_s, _AT_EXIT_S if ends else math.inf)
+            if now - since > limit:
+                raise CollectiveTimeoutError(
+                    f"Rank 0 did nothing for the checkpoint {target} for {limit:g} s, so that rank {self._rank} cannot "
+                    "know whether that will be there. Look whether rank 0 is."
+                )
+
+    def _looks(self, latest: float) -> Iterator[None]:
+        """Returns at once, then after pauses that grow to ``latest`` seconds."""
+        pause = _SOON
+        while True:
+            yield
+            if self._wakes.wait(pause):
+                self._wakes.clear()
+                pause = _SOON
+            else:
+                pause = min(2 * pause, latest)
+
+    def _grows(self, missing: Collection[int], names: Collection[str], sizes: dict[int, int]) -> bool:
+        """Whether the file of a rank in ``missing`` has another size than in ``sizes``, where it is noted then."""
+        for rank in missing:
+            if file_of(rank) in names:
+                size = (self._directory / file_of(rank)).stat().st_size
+                if sizes.get(rank) != size:
+                    sizes[rank] = size
+                    return True
+        return False
 
     def _read(self, rank: int) -> tuple[Any, str | None]:
-        path = self._path(rank)
-        with checked(self._directory, path.name):
-            told = an_object(parse(disk.read_whole(self._directory, path.name)), "the note")
+        name = _note_of(rank)
+        with checked(self._directory, name):
+            told = an_object(parse(disk.read_whole(self._directory, name)), "the note")
             failure = told["failure"]
             if failure is not None:
                 return None, a_text(failure, "failure")
@@ -125,9 +214,6 @@ class Notes:
                 a_text(each, "digests")
             return written, None
 
-    def _path(self, rank: int) -> Path:
-        return self._directory / f"written-by-{rank}"
-
 
 class PendingSave:
     """What ``async_save`` returns: a checkpoint that will be, or the reason why it will not."""
@@ -137,26 +223,26 @@ class PendingSave:
         directory: Path,
         rank: int,
         work: Callable[[Callable[[], None]], None],
-        end: Callable[[float | None], None],
-        abandon: Callable[[], None],
+        tell: Callable[[], None],
+        notes: Notes,
     ) -> None:
-        """``work``: in the background; calls what it is given when this rank's own part is written. ``end``: behind it,
-        until a deadline. Both raise if there is no checkpoint. ``abandon``: lets ``work`` wait for no other rank.
+        """``work``: in the background, until there is a checkpoint, or raises; calls what it is given when this rank's
+        own part is written, and waits for others by ``notes``. ``tell``: tells listeners.
         """
         self.directory = directory
         """That of the checkpoint, once it is committed."""
         self.told = False
-        """Whether ``result`` returned or raised what came of it."""
+        """Whether somebody was told what came of it."""
         self._rank = rank
         self._work = work
-        self._end = end
-        self._abandon = abandon
+        self._tell = tell
+        self._notes = notes
         self._written = threading.Event()
         self._written_here = False
         self._failure: BaseException | None = None
         # No daemon: a program that ends right behind its last save has it.
         self._thread = threading.Thread(target=self._run, name=f"save of {directory.name}")
-        self._ended = False
+        self._heard = False
 
     def start(self) -> None:
         """Begin. Called once."""
@@ -168,30 +254,42 @@ class PendingSave:
         # Where it was written, what came behind it is another rank's, or the commit's.
         return None if self._written_here else self._failure
 
-    def failure(self) -> BaseException | None:
-        """Wait until this rank's thread has ended, behind the commit on the rank that commits; returns what failed."""
-        self._thread.join()
+    def failure(self, *, wait: bool) -> BaseException | None:
+        """Why there is no checkpoint. ``wait``: until that is known here; else what is known so far."""
+        if wait:
+            self._notes.hurry()
+            self._thread.join()
         return self._failure
 
-    def abandon(self, why: str) -> BaseException:
-        """Wait for no other rank any more: ``why`` tells which failed. Returns what ``result`` raises from now on."""
-        self._abandon()
+    def heard_failure(self) -> BaseException | None:
+        """Wait until there is a checkpoint, and tell listeners, once; returns what failed."""
         self._thread.join()
-        if self._failure is None or self._written_here:
-            self._failure = RankMismatchError(why)
+        if self._failure is None and not self._heard:
+            self._heard = True
+            try:
+                self._tell()
+            except Exception as error:
+                self._failure = error
         return self._failure
+
+    def abandon(self) -> BaseException | None:
+        """Wait for no other rank any more: one failed, as all know. Returns what failed here."""
+        self._notes.abandon()
+        self._thread.join()
+        self._notes.remove()
+        return self._failure
+
+    def note_told(self, failure: BaseException | None = None) -> None:
+        """The program knows what came of it. ``failure``: what ``result`` raises from now on, where it says more."""
+        self.told = True
+        self._failure = failure or self._failure
+        atexit.unregister(self._tell_at_exit)
 
     def done(self) -> bool:
         """Whether ``result`` would return, or raise, at once."""
         if self._thread.is_alive():
             return False
-        if not self._ended and self._failure is None:
-            try:
-                self._finish(time.monotonic())
-            except CollectiveTimeoutError:
-                return False
-            except Exception as error:
-                self._failure = error
+        self.heard_failure()
         return True
 
     def result(self, timeout: float | None = None) -> Path:
@@ -206,25 +304,17 @@ class PendingSave:
             ConfigError: another job committed the step meanwhile.
             PolyshardError, OSError: writing failed; nothing is left of it.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        self._thread.join(timeout)
+        self._notes.hurry()
+        self._thread.join(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
         if self._thread.is_alive():
-            raise _too_late(self.directory, self._rank)
-        if self._failure is None and not self._ended:
-            try:
-                self._finish(deadline)
-            except CollectiveTimeoutError:
-                raise
-            except Exception as error:
-                self._failure = error
-        self.told = True
-        if self._failure is not None:
-            raise self._failure
+            raise CollectiveTimeoutError(
+                f"The save of {self.directory} has not ended yet (rank {self._rank}). It goes on; ask again later."
+            )
+        failure = self.heard_failure()
+        self.note_told()
+        if failure is not None:
+            raise failure
         return self.directory
-
-    def _finish(self, deadline: float | None) -> None:
-        self._end(deadline)
-        self._ended = True
 
     def _note_written(self) -> None:
         self._written_here = True
@@ -237,29 +327,44 @@ class PendingSave:
             self._failure = error
         except BaseException as error:
             # No Exception to Python, torch's CheckpointException among them: it would pass by the caller's handlers.
-            self._failure = PolyshardError(f"Writing {self.directory} failed (rank {self._rank}): {error}")
+            self._failure = PolyshardError(f"Writing {self.directory} failed (rank {self._rank}): {words(error)}")
             self._failure.__cause__ = error
-        if self._failure is not None:
-            # Before anybody asks: of a program's last save nobody may.
-            _LOGGER.error(
-                "The save of %s in the background failed on rank %d: %s", self.directory, self._rank, self._failure
-            )
-        self._written.set()
         # Copies of the state are not kept until somebody asks.
         self._work = _nothing
+        if self._failure is not None:
+            _forget_locals(self._failure)
+            # Nobody may ask: of a program's last save, say.
+            _LOGGER.error("%s", self._told_of_failure())
+            atexit.register(self._tell_at_exit)
+        self._written.set()
+
+    def _told_of_failure(self) -> str:
+        assert self._failure is not None
+        return f"The save of {self.directory} in the background failed on rank {self._rank}: {words(self._failure)}"
+
+    def _tell_at_exit(self) -> None:
+        """The program ends, and has not asked: what is logged may go nowhere."""
+        if sys.stderr is not None:
+            print(f"polyshard: {self._told_of_failure()}. The program ended without asking.", file=sys.stderr)
 
 
-def _looks() -> Iterator[None]:
-    """Returns at once, then after pauses that grow."""
-    pause = _SOON
-    while True:
-        yield
-        time.sleep(pause)
-        pause = min(2 * pause, _LATER)
+def _note_of(rank: int) -> str:
+    return f"written-by-{rank}"
 
 
-def _too_late(target: Path, rank: int) -> CollectiveTimeoutError:
-    return CollectiveTimeoutError(f"The save of {target} has not ended yet (rank {rank}). It goes on; ask again later.")
+def _changed_at(directory: Path) -> int | None:
+    """When a name in ``directory`` changed last; None where it is gone."""
+    try:
+        return directory.stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Let go of what the frames that ``error`` and its causes came through still hold."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _nothing(_: Callable[[], None]) -> None:

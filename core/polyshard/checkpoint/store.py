@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from typing import Any
 from torch import nn
 
 from ..engine.step.root import Root
-from ..state.agreement import together
+from ..engine.transport.peers import words
+from ..state.agreement import require_seen, tell_listeners, together
 from ..state.contents import frozen_names, model_state, names_of, optimizer_state
 from ..state.exchange import coordinates, from_first, speaks
 from ..state.kind import described
@@ -25,7 +26,8 @@ from ..state.source import listed
 from .arguments import joint_of, mapping_of, number_of, path_of, settings_told, told
 from .attempt import Attempt, attempt_in
 from .casters import caster_states
-from .finite import not_finite
+from .disk import make_folder
+from .finite import not_finite, of_all
 from .folder import Line
 from .history import History
 from .marker import Marker
@@ -72,20 +74,25 @@ def save(
         ConfigError: the step is committed already, another job saves into ``root``, or the optimizer has state, or
             ``extra`` something, that cannot be saved (then a ConfigTypeError that names the way there); nothing was
             written.
-        RankMismatchError: another rank failed.
+        RankMismatchError: another rank failed, or ranks see different file systems.
+        BackgroundSaveError: the save in the background failed, on any rank, which nobody was told of yet; on all ranks
+            alike. This one was not begun.
         CollectiveError: another rank did not come, within the configuration's ``timeout_s``.
-        PolyshardError, OSError: writing failed, or the save in the background did; nothing is left of it.
+        PolyshardError, OSError: writing failed; nothing is left of it.
+        Exception: a listener's, on its rank, once the checkpoint is there.
     """
     owner = resting_root(model, "checkpoint.save()")
     collectives = owner.collectives
-    with owner.meeting("save of a checkpoint", (owner.collectives,)), ExitStack() as stack:
-        task = _prepared(owner, root, step, model, optimizer, extra, keep, stack, frozen=frozen)
-        writing = plan_writing(task.path, task.state, task.document, collectives)
-        files, manifest = write_all(writing, collectives)
-        with together(collectives, f"Committing {task.described}"):
-            if task.commit is not None:
-                task.commit.run(files, manifest)
-    owner.events.on_save(model, task.named)
+    with owner.meeting("save of a checkpoint", (owner.collectives,)):
+        with ExitStack() as stack:
+            task = _prepared(owner, root, step, model, optimizer, extra, keep, stack, frozen=frozen)
+            writing = plan_writing(task.path, task.state, task.document, collectives)
+            files, manifest = write_all(writing, collectives)
+            with together(collectives, f"Committing {task.described}"):
+                if task.commit is not None:
+                    task.commit.run(files, manifest)
+        done = f"the save of {task.named}, which is committed"
+        tell_listeners(collectives, done, partial(owner.events.on_save, model, task.named))
     return task.named
 
 
@@ -106,8 +113,9 @@ def async_save(
     what it writes until then. A save before this one that still goes on is waited for first: there is one at a time.
     Listeners hear of the checkpoint when ``result`` is asked, or at the next save or load.
 
-    A program that ends waits for its threads. A failure is raised by ``result`` on the ranks that ask, and otherwise by
-    the next ``save``, ``async_save`` or ``load``.
+    A program that ends waits for its threads, on each rank until the checkpoint is there. A failure is logged at once.
+    ``result`` raises it on the ranks that ask, and otherwise the next ``save``, ``async_save`` or ``load``, or
+    ``polyshard.close``. Where nobody asked, each rank writes it to its standard error at the end.
 
     Returns:
         What tells when the checkpoint is there: ``done()`` and ``result(timeout)``.
@@ -122,14 +130,14 @@ def async_save(
         writing = plan_writing(task.path, task.state, task.document, collectives)
         with together(collectives, f"Copying {task.described}"):
             writing = writing.detached()
-        notes = Notes(task.path, collectives.rank, owner.timeout_s)
         ranks = collectives.world_size if speaks(collectives) else 1
+        notes = Notes(task.path, collectives.rank, ranks, owner.timeout_s)
         pending = PendingSave(
             task.named,
             collectives.rank,
-            partial(_in_background, writing, notes, task.commit, ranks, stack.pop_all()),
-            partial(_ended, owner, model, task, notes),
-            notes.abandon,
+            partial(_in_background, [writing], notes, task.commit, task.target, task.identity, stack.pop_all()),
+            partial(owner.events.on_save, model, task.named),
+            notes,
         )
     History.of(owner).pending = pending
     pending.start()
@@ -214,13 +222,6 @@ def _prepared(
     what = f"the checkpoint of step {step} in {root}"
     commit: _Commit | None = None
     document: Document | None = None
-    broken = not_finite(owner)
-    if broken and coordinates(collectives):
-        warnings.warn(
-            f"{what[0].upper()}{what[1:]} holds parameters that are infinite or no number: {listed(list(broken))}. "
-            "Whoever loads it goes on with them.",
-            stacklevel=3,
-        )
     called: dict[str, object] = {}
     with together(collectives, f"Preparing {what}", called):
         root = path_of(root, "root")
@@ -233,58 +234,73 @@ def _prepared(
         called.update(step=step, keep=keep, frozen=frozen, optimizer=told(joint))
         called.update(settings_told(joint))
         state = _state(owner, model, optimizer, frozen=frozen)
+        broken = not_finite(owner, joint)
         if coordinates(collectives):
             kind = None if joint is None else described(joint)
             aliases = {other: names[0] for names in names_of(model).values() for other in names[1:]}
             document = Document.of(state, aliases, kind, caster_states(owner), beside)
+            make_folder(here)
             history.claim(here)
             line = history.line_in(here)
             target = here / line.target(step).name
             attempt = stack.enter_context(attempt_in(here))
             complete = collectives.world_size == 1 or speaks(collectives)
-            commit = _Commit(history, attempt, target, line, step, collectives.world_size, complete, not broken, keep)
+            commit = _Commit(history, attempt, target, line, step, collectives.world_size, complete, True, keep)
+    broken = of_all(owner, broken)
+    # A program may let warnings raise.
+    with together(collectives, f"Preparing {what}"):
+        if commit is not None and broken:
+            commit = replace(commit, finite=False)
+            warnings.warn(
+                f"{what[0].upper()}{what[1:]} holds values that are infinite or no number: {listed(broken)}. Whoever "
+                "loads it goes on with them.",
+                stacklevel=3,
+            )
     # Names alone: one file system may be mounted at several places.
     mine = None if commit is None else (commit.attempt.path.name, commit.target.name, commit.attempt.identity)
     path, name, identity = from_first(collectives, mine)
+    require_seen(collectives, here / path, (here / path).is_dir())
     return _Task(what, here / path, here / name, root / name, identity, state, document, commit)
 
 
 def _in_background(
-    writing: Writing,
+    parts: list[Writing],
     notes: Notes,
     commit: _Commit | None,
-    ranks: int,
+    target: Path,
+    identity: str,
     held: ExitStack,
     written: Callable[[], None],
 ) -> None:
     """What the thread of one rank does.
 
-    ``held``: gives the directory back. ``written``: to be called once this rank's part is there, and the others told.
+    ``parts``: one, which is taken: its copy of the state is let go of once it is written. ``held``: gives the directory
+    back. ``written``: to be called once this rank's part is there, and the others told.
     """
     with held:
         try:
-            notes.leave(writing.write(), None)
+            writing = parts.pop()
+            results = writing.write()
+            writing = replace(writing, copied=None)
+            notes.leave(results, None)
             written()
             if commit is not None:
-                everything: list[Written] = notes.collect(ranks)
+                everything: list[Written] = notes.collect()
                 commit.run(*writing.finish(everything))
         except BaseException as error:
-            why = f"{type(error).__name__}: {error}"
             if commit is None:
+                over = notes.given_up(target)
+                if over is not None:
+                    raise over from error
                 # Where even that cannot be written, the first rank sees that nothing comes any more.
                 with suppress(OSError):
-                    notes.leave(None, why)
-            elif ranks > 1 and not commit.attempt.committed:
+                    notes.leave(None, words(error))
+            elif notes.ranks > 1 and not commit.attempt.committed:
                 commit.attempt.leave_to_others()
-                notes.give_up(why)
+                notes.give_up(words(error))
             raise
-
-
-def _ended(owner: Root, model: nn.Module, task: _Task, notes: Notes, deadline: float | None) -> None:
-    """Wait for what rank 0 makes of it."""
-    if task.commit is None:
-        notes.await_end(task.target, task.identity, deadline)
-    owner.events.on_save(model, task.named)
+    if commit is None:
+        notes.await_end(target, identity)
 
 
 def _state(owner: Root, model: nn.Module, optimizer: Optimizers | None, *, frozen: bool) -> dict[str, Any]:

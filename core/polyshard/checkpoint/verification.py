@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import CheckpointDamagedError, StateError
+from .arguments import path_of
 from .marker import Marker
 from .reading import examine
 
@@ -23,10 +24,11 @@ def verify(directory: Path) -> None:
     Raises:
         CheckpointDamagedError: a file is gone, or holds something else than was written: names files, and what lies in
             them.
+        ConfigError: ``directory`` is no path.
         StateError: it is no checkpoint, is not committed, or is of format 1 or 2, which have no digests.
         OSError: reading failed.
     """
-    directory = Path(directory)
+    directory = path_of(directory, "directory")
     marker = Marker.read(directory)
     if marker.pickled:
         marker.require_files(directory)

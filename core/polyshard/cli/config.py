@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from .. import catalog
-from ..config import GROUP_OF_SETTING, PluginSpec, ShardConfig
+from ..config import GROUP_OF_SETTING, PluginChoice, PluginSpec, ShardConfig
+from ..errors import DeviceError
+from ..explaining.stand_ins import Workbench
 from ..interfaces import Group, PluginContext
 from .models import importing_beside
 from .tables import print_table
@@ -58,13 +61,18 @@ def _set_by(config: ShardConfig, setting: str) -> str:
     return "; ".join([str(source), *elsewhere])
 
 
-def _found_in(group: Group, choice: object) -> str:
+def _found_in(group: Group, choice: PluginChoice) -> str:
     resolved = catalog.resolve(group, choice)
     # What it takes to see a misspelt option. Of those that only choose, values as well: the classes that a policy names
-    # are imported when it is constructed. A backend or a manager may want a device, ranks, or room on a disk.
+    # are imported when it is constructed. So of collectives, which communicate at first use, where they need no ranks
+    # and no device. A manager may want room on a disk.
     resolved.check_options()
+    context = PluginContext(resolved.name, torch.device("cpu"))
     if group in _CHOOSE:
-        catalog.construct(resolved, PluginContext(resolved.name, torch.device("cpu")))
+        catalog.construct(resolved, context)
+    elif group is Group.COLLECTIVES:
+        with suppress(DeviceError):
+            Workbench(1, catalog.scan()).construct(group, choice, context)
     return f"{resolved.value} ({resolved.distribution} {resolved.version})"
 
 

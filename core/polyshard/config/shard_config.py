@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -24,6 +23,9 @@ from .suggestions import did_you_mean, listed
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+
+#: Of ``timeout_s``. Process groups count in milliseconds, to which 0 is no limit, and add to a clock in nanoseconds.
+_LEAST_S, _MOST_S = 1e-3, 1e8
 
 _Stored = TypeVar("_Stored")
 _Accepted = TypeVar("_Accepted")
@@ -96,7 +98,7 @@ class ShardConfig:
     device: _Normalised[torch.device | None, str] = _Normalised(device_of, None)
     """Where the model computes; None: where its parameters are. Read as a ``torch.device`` or None."""
     timeout_s: float = 600.0
-    """Seconds that a collective may wait for another rank."""
+    """Seconds that a collective may wait for another rank: from 0.001 to 1e8."""
     check_ranks: bool | Literal["always"] = True
     """Whether ranks compare their plugins, plans and values at wrap, and their collectives in the first step, or
     ``"always"``, at the price of an exchange for each; and whether they tell each other of failures."""
@@ -123,8 +125,11 @@ class ShardConfig:
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}.")
         if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int | float):
             raise ConfigError(f"timeout_s must be a number of seconds, not {self.timeout_s!r}.")
-        if not (self.timeout_s > 0 and math.isfinite(self.timeout_s)):
-            raise ConfigError(f"timeout_s must be a finite number of seconds above 0, not {self.timeout_s!r}.")
+        if not _LEAST_S <= self.timeout_s <= _MOST_S:
+            raise ConfigError(
+                f"timeout_s must be a finite number of seconds above 0, {_LEAST_S:g} at least and {_MOST_S:g} (three "
+                f"years) at most, not {self.timeout_s!r}."
+            )
         self._check_ranks_layout()
 
     def _check_reshard(self) -> None:

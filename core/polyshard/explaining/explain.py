@@ -15,7 +15,7 @@ from ..chosen_plugins import group_of
 from ..config import Origin, ShardConfig, Source
 from ..devices import compute_device
 from ..errors import ConfigTypeError, WorldSizeError
-from ..interfaces import Collectives, PluginContext
+from ..interfaces import MOST_RANKS, Collectives, PluginContext
 from ..rank_groups import rank_lists_for, strategy_for
 from .explanation import ExplainedPlugin, Explanation, Value
 from .plugins import explained_plugin, find
@@ -51,12 +51,14 @@ def explain(
     Raises:
         ConfigTypeError: ``model`` is no module.
         ConfigError, PluginError, ShardingError: what sharding would, on any rank.
-        WorldSizeError: ``world_size`` is below 1, or cannot be divided as the strategy needs.
+        WorldSizeError: ``world_size`` is below 1 or above ``MOST_RANKS``, or cannot be divided as the strategy needs.
     """
     if not isinstance(model, nn.Module):
         raise ConfigTypeError(f"explain takes a module, not {model!r}. Give what polyshard.shard would be given.")
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise WorldSizeError(f"there is no world of {world_size!r} ranks. Give their number, 1 or more.")
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= MOST_RANKS:
+        raise WorldSizeError(
+            f"there is no world of {world_size!r} ranks. Give their number, 1 or more, and at most {MOST_RANKS}."
+        )
     placed = dataclasses.replace(config, device=_device(config, model, device, ignored_modules))
     assert placed.device is not None
     _, process_group, mesh = group_of(config)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import nn
 
+from ..checkpoint.arguments import path_of
 from ..engine.planning.values import send_from_first
 from ..engine.step.root import Root
 from ..engine.step.unit import Unit
 from ..errors import ConfigError, RankMismatchError
-from ..state.agreement import together
+from ..state.agreement import require_seen, tell_listeners, together
 from ..state.boxes import Box
 from ..state.exchange import coordinates, from_first, speaks
 from ..state.resting import resting_root
@@ -28,6 +31,8 @@ from .held import Held, held_in, of_shard, refuse_hollow
 from .parts import Part, slabs
 from .transfers import STAGED_NBYTES, OpenFiles, Reader, read_all, transfers_of
 
+#: For ranks that have not one file system.
+_ALONE = " Pass ranks='first' to read on rank 0 for all."
 #: Which ranks have the files.
 Ranks = Literal["all", "first"]
 
@@ -67,6 +72,7 @@ def load(
         UnsupportedError: what is to be done to a tensor cannot be done in parts.
         RankMismatchError: another rank failed, or was given another checkpoint or other ``ranks``.
         OSError: reading failed; the model may hold parts of the checkpoint.
+        Exception: a listener's, on its rank, once everything is loaded.
     """
     with closing(OpenFiles()) as files:
         load_through(
@@ -86,7 +92,7 @@ def load_through(
     open_files: OpenFiles | None = None,
 ) -> None:
     """``load``, with another way to read files. ``open_files``: what is told beforehand which files will be read."""
-    root, path = resting_root(model, "huggingface.load()"), Path(path)
+    root = resting_root(model, "huggingface.load()")
     module, collectives = root.stages[0].module, root.collectives
     reads = ranks == "all" or coordinates(collectives)
     saved: Saved | None = None
@@ -94,9 +100,12 @@ def load_through(
     kept: set[str] = set()
     different: list[str] = []
     with together(collectives, f"Opening {path}"):
+        path = path_of(path, "path")
         if ranks not in ("all", "first"):
             raise ConfigError(f"ranks must be 'all' or 'first', not {ranks!r}.")
         _refuse_text(missing=missing, unexpected=unexpected)
+    require_seen(collectives, path, os.path.exists(path) or not reads, _ALONE)
+    with together(collectives, f"Opening {path}"):
         if reads:
             saved = open_saved(path)
     _require_same(root, path, ranks, saved)
@@ -129,7 +138,7 @@ def load_through(
             _read(held, found, saved, reader)
     else:
         _read_for_all(root, held, kept, found, saved, reader)
-    root.events.on_load(model, path)
+    tell_listeners(collectives, f"the load of {path}", partial(root.events.on_load, model, path))
 
 
 def _read(held: Iterable[Held], found: Match, saved: Saved, reader: Reader) -> None:

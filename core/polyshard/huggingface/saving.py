@@ -6,17 +6,19 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from ..checkpoint.arguments import path_of
 from ..checkpoint.attempt import Attempt, attempt_in
 from ..checkpoint.disk import sync_directory
 from ..engine.step.root import Root
 from ..engine.surface.gathered import gather_whole
-from ..errors import ConfigError, PolyshardError, UnsupportedError
-from ..state.agreement import together
+from ..errors import ConfigError, UnsupportedError
+from ..state.agreement import require_seen, tell_listeners, together
 from ..state.exchange import coordinates, from_first, speaks
 from ..state.resting import resting_root
 from . import _private
@@ -62,8 +64,9 @@ def save(
         UnsupportedError: what is to be done to a tensor cannot be done in parts, or the ranks are pretended, so that
             nobody has the others' elements.
         StateError: inside a step, or ``model`` is not the outermost sharded module.
-        RankMismatchError: another rank failed.
+        RankMismatchError: another rank failed, or ranks see different file systems.
         PolyshardError, OSError: writing failed; nothing is left of it.
+        Exception: a listener's, on its rank, once everything is written.
     """
     with closing(OpenFiles(writes=True)) as files:
         save_through(
@@ -76,6 +79,10 @@ def save(
             convert=convert,
             open_files=files,
         )
+
+
+#: For ranks that have not one file system.
+_ALONE = " Pass ranks='first' to write from rank 0 alone."
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +105,20 @@ def save_through(
     open_files: OpenFiles | None = None,
 ) -> None:
     """``save``, with another way to write. ``open_files``: what is told beforehand which files, and closes them."""
-    root, folder = resting_root(model, "huggingface.save()"), Path(folder)
+    root = resting_root(model, "huggingface.save()")
     collectives, what = root.collectives, f"the export to {folder}"
     attempt: Attempt | None = None
     with ExitStack() as stack:
         with together(collectives, f"Preparing {what}"):
+            folder = path_of(folder, "folder")
             _refuse_settings(root, folder, ranks, dtype)
             held = held_in(root)
             refuse_hollow(held, root.rank)
             plan = _planned(root, held, convert, dtype, nbytes_of(max_shard_size))
             if coordinates(collectives):
-                stack.callback(_leave_no_empty, [each for each in (folder, *folder.parents) if not each.exists()])
+                stack.callback(
+                    _leave_no_empty, [each for each in (folder, *folder.parents) if not os.path.exists(each)]
+                )
                 attempt = stack.enter_context(attempt_in(folder))
                 _begin(root.stages[0].module, attempt.path, plan, dtype)
         given = from_first(collectives, (ranks, None if attempt is None else attempt.path.name))
@@ -117,11 +127,8 @@ def save_through(
                 raise ConfigError(f"save() was given ranks={given[0]!r} on rank 0 and {ranks!r} on rank {root.rank}.")
             directory = folder / given[1]
             writes = ranks == "all" or coordinates(collectives)
-            if writes and not directory.is_dir():
-                raise PolyshardError(
-                    f"Rank {root.rank} does not see {directory}, which rank 0 made: they have different file systems. "
-                    "Pass ranks='first' to write from rank 0 alone."
-                )
+        require_seen(collectives, directory, directory.is_dir() or not writes, _ALONE)
+        with together(collectives, f"Opening {what}"):
             placed: dict[str, SavedTensor] = {}
             for name, tensors in plan.shards.files.items():
                 placed.update({each.name: each for each in header_of(tensors, directory / name)[1]})
@@ -145,7 +152,7 @@ def save_through(
         with together(collectives, f"Committing {what}"):
             if attempt is not None:
                 _commit(attempt.path, folder, plan.shards)
-    root.events.on_save(model, folder)
+    tell_listeners(collectives, f"{what}, which is written", partial(root.events.on_save, model, folder))
 
 
 def _leave_no_empty(made: Iterable[Path]) -> None:
@@ -160,8 +167,6 @@ def _refuse_settings(root: Root, folder: Path, ranks: Ranks, dtype: torch.dtype 
         raise ConfigError(f"ranks must be 'all' or 'first', not {ranks!r}.")
     if dtype is not None and not (dtype.is_floating_point and name_of(dtype) and castable(torch.float32, dtype)):
         raise ConfigError(f"dtype must be float64, float32, float16 or bfloat16, not {dtype}.")
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is in the way: it is no directory.")
     if root.collectives.world_size > 1 and not speaks(root.collectives):
         raise UnsupportedError(
             f"One rank of a pretended world of {root.collectives.world_size} has only its own elements (rank "

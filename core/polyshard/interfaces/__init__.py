@@ -16,6 +16,7 @@ Every plugin is a callable ``(context: PluginContext, **options) -> instance`` w
 
 from .collectives import (
     COMPLETED,
+    MOST_RANKS,
     BufferRole,
     Collectives,
     CollectivesCapabilities,
@@ -51,6 +52,7 @@ from .versions import CURRENT_API, OLDEST_API, Group
 __all__ = [
     "COMPLETED",
     "CURRENT_API",
+    "MOST_RANKS",
     "OLDEST_API",
     "PARAMETER_ALIGNMENT_BYTES",
     "SLICE_ALIGNMENT_BYTES",

@@ -11,6 +11,9 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
+#: Of any world. Plans and messages list ranks, and numbers beyond are mistakes.
+MOST_RANKS = 1 << 20
+
 
 class ReduceOp(enum.Enum):
     """How the ranks' values become one."""

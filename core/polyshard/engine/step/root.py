@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -31,6 +31,13 @@ def root_of(stage: Stage) -> Root:
     root = stage.step
     assert isinstance(root, Root)
     return root
+
+
+class EndsWithModel(Protocol):
+    """What stands above the engine, and is to end before the model's communicators do."""
+
+    def close(self, root: Root) -> None:
+        """The model is closed. Every rank calls it."""
 
 
 class Root(Step):
@@ -77,8 +84,8 @@ class Root(Step):
         self.answers_state_dicts = False
         #: Seconds that ranks wait for each other, by the configuration.
         self.timeout_s = 600.0
-        #: What ``checkpoint`` saved or loaded last; it alone knows what that is.
-        self.checkpoint_line: object | None = None
+        #: What ``checkpoint`` saved and loaded; it alone knows what that is.
+        self.history: EndsWithModel | None = None
         for stage in self.stages:
             stage.step = self
             stage.schedule = schedule
@@ -443,6 +450,7 @@ class Root(Step):
 
         Raises:
             StateError: inside a forward, a backward or ``unsharded``.
+            PolyshardError: what was to end first failed; everything is released all the same.
         """
         if self.phase is Phase.CLOSED:
             return
@@ -451,11 +459,18 @@ class Root(Step):
             where = "polyshard.unsharded()" if self.unsharded else f"a {self.phase.value} of the model"
             raise StateError(f"close() was called inside {where} (rank {self.rank}). Call it between steps.")
         self.abandon()
+        history, self.history = self.history, None
+        try:
+            if history is not None:
+                history.close(self)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
         if self.lanes.here() is not None:
             # What was issued must have run before its communicators end.
             torch.cuda.synchronize(self.collectives.device)
         self.phase = Phase.CLOSED
-        self.checkpoint_line = None
         if self.recorder.watch is not None:
             self.recorder.watch.stop()
         for collectives in self.owned:

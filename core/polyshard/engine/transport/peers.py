@@ -52,7 +52,7 @@ class Peers:
     def tell(self, error: BaseException, where: str) -> None:
         """Say that this rank's program raised ``error``; ``where``: its last communication."""
         trace = "".join(traceback.format_exception(error))
-        said = {"kind": _RAISED, "where": where, "error": _words(error), "trace": trace}
+        said = {"kind": _RAISED, "where": where, "error": words(error), "trace": trace}
         self.spoke = True
         _within(_LIMIT_S, lambda: self._say(said))
 
@@ -156,7 +156,8 @@ class Peers:
                 heard[rank] = said
 
 
-def _words(error: BaseException) -> str:
+def words(error: BaseException) -> str:
+    """The type of ``error`` and what it says, for other ranks. Raises nothing."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception as failed:
