@@ -18,6 +18,9 @@ from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_avg_fn
 
+#: What is ignored here is trained, and its gradients are averaged by hand or not at all.
+pytestmark = pytest.mark.filterwarnings("ignore:Nothing averages the gradients of")
+
 BLOCKS = {"policy": units_of(Block)}
 SETTINGS = [
     (2, {"strategy": "full_shard"}),

@@ -81,11 +81,6 @@ PARAMETERS = {
         errors.ParameterError,
         ("integer dtype", ODD, "torch.bool"),
     ),
-    "scalar": Case(
-        holding(torch.tensor(2.0)),
-        errors.ParameterError,
-        ("doesn't support scalar parameters", "inner.head.odd", "1D"),
-    ),
     "sparse": Case(
         holding(torch.eye(3).to_sparse()),
         errors.ParameterError,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from polyshard_plugins.precision import Unchanged
 from processes import RankPool
 from torch import nn
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+#: What is ignored here is trained, and its gradients are averaged by hand or not at all.
+pytestmark = pytest.mark.filterwarnings("ignore:Nothing averages the gradients of")
 
 Values = dict[str, torch.Tensor]
 
@@ -585,6 +589,7 @@ def pool() -> Iterator[RankPool]:
 
 def _sharded_here(ranks: list[int], seed: int) -> Net | None:
     group = dist.new_group(ranks)
+    warnings.filterwarnings("ignore", message="Nothing averages the gradients of")
     return shard(Net(seed), group) if dist.get_rank() in ranks else None
 
 
@@ -643,6 +648,7 @@ def test_processes_of_a_gloo_group_save_load_and_resume(tmp_path: Path, pool: Ra
 
 def _wait_for_a_slow_rank(rank: int, root: Path) -> str:
     # The group's own timeout is 90 seconds.
+    warnings.filterwarnings("ignore", message="Nothing averages the gradients of")
     model = shard(Net(0), {"name": "gloo"}, timeout_s=2)
     optimizer = adamw(model)
     train(model, optimizer, range(1))

@@ -17,6 +17,9 @@ from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
+#: What is ignored here is trained, and its gradients are averaged by hand or not at all.
+pytestmark = pytest.mark.filterwarnings("ignore:Nothing averages the gradients of")
+
 Values = dict[str, torch.Tensor]
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 ALONE = "torch.distributed is disabled, unavailable or uninitialized"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,9 @@ from parity import (
 )
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
+
+#: What is ignored here is trained, and its gradients are averaged by hand or not at all.
+pytestmark = pytest.mark.filterwarnings("ignore:Nothing averages the gradients of")
 
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
 
@@ -124,3 +128,31 @@ def test_ignored_modules_and_parameters_stay_whole_and_are_left_to_the_user() ->
         torch.testing.assert_close(
             values, [*expected, plain.last.bias.grad, plain.blocks[1].up.weight.grad], rtol=1e-12, atol=1e-12
         )
+
+
+def test_what_is_ignored_and_trained_is_told_once_by_name() -> None:
+    def on_rank(prepare: Callable[[Any], None]) -> Callable[[int, ThreadedWorld], None]:
+        def shards(rank: int, world: ThreadedWorld) -> None:
+            model: Any = seeded(Net)
+            prepare(model)
+            polyshard.shard(
+                model, threaded(world, rank), ignored_modules=[model.blocks[0]], ignored_parameters=[model.last.bias]
+            )
+
+        return shards
+
+    def hook(model: Any) -> None:
+        for parameter in (*model.blocks[0].parameters(), model.last.bias):
+            parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+
+    def freeze(model: Any) -> None:
+        model.blocks[0].requires_grad_(False)
+        model.last.bias.requires_grad_(False)
+
+    with pytest.warns(UserWarning, match="Nothing averages") as told:
+        on_ranks(3, on_rank(lambda model: None))
+    (only,) = told
+    assert "'blocks.0.up.weight', 'blocks.0.up.bias', 'blocks.0.down.weight' and 1 more over" in str(only.message)
+    with warnings.catch_warnings(action="error"):
+        on_ranks(3, on_rank(hook))
+        on_ranks(3, on_rank(freeze))

@@ -27,6 +27,9 @@ from polyshard.errors import ParameterChangedError, StateError, UnsupportedError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
+#: What is ignored here is trained, and its gradients are averaged by hand or not at all.
+pytestmark = pytest.mark.filterwarnings("ignore:Nothing averages the gradients of")
+
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
 
 

@@ -159,7 +159,7 @@ def test_buffers_that_had_values_keep_them() -> None:
 
 
 class Scaled(Net):
-    """A scalar, which cannot be sharded."""
+    """A scalar, which is left out of sharding here."""
 
     def __init__(self) -> None:
         super().__init__()

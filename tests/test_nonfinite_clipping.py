@@ -13,6 +13,9 @@ from polyshard.errors import NonFiniteError, PolyshardError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
+#: What is ignored here is trained, and its gradients are averaged by hand or not at all.
+pytestmark = pytest.mark.filterwarnings("ignore:Nothing averages the gradients of")
+
 BLOCKS = {"policy": units_of(Block)}
 STRATEGIES = [
     (2, {"strategy": "full_shard"}),

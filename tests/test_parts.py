@@ -31,6 +31,9 @@ from tailed import WIDTH, WORDS, Model, names_of, sharded, step
 from torch import nn
 from torch.nn import functional
 
+#: What is ignored here is trained, and its gradients are averaged by hand or not at all.
+pytestmark = pytest.mark.filterwarnings("ignore:Nothing averages the gradients of")
+
 
 @pytest.fixture
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from .chosen_plugins import ChosenPlugins, construct_plugins, group_of
 from .compared import kind_of, rows_of
 from .config import ShardConfig, Strategy
 from .devices import compute_device
+from .engine._torch_private import post_accumulate_grad_hooks
 from .engine.cutting.broken import refuse_broken
 from .engine.cutting.materialize import Initializer, refuse_uninitializable
 from .engine.planning.answers import leaves_alone, refuse_unable
@@ -104,6 +105,7 @@ def shard_module(request: Request) -> Root:
         shard_lists, replicate_lists = rank_lists_for(config, strategy, collectives.world_size)
         planned = _plan(request, plugins, len(shard_lists[0]))
         _refuse_unmeasured(config, strategy, context.device, collectives.rank)
+        _tell_unreduced(request, planned, collectives)
         if plugins.events.active:
             plugins.events.before_shard(request.module, config)
         drafted = _draft(request, plugins, planned, len(shard_lists[0]))
@@ -383,6 +385,30 @@ def _refuse_unmeasured(config: ShardConfig, strategy: Strategy, device: torch.de
         raise ConfigError(
             f"reshard_after_forward='auto' needs memory_budget on {device.type}, whose free memory is not measured "
             f"(rank {rank}). Give it in bytes or as text such as '70 GiB', or leave reshard_after_forward out."
+        )
+
+
+def _tell_unreduced(request: Request, planned: _Planned, collectives: Collectives) -> None:
+    """Warn, on one rank, of what is trained and ignored: each rank would train a copy of its own."""
+    # Composed from the inside out, the call around this one may take it.
+    if request.composes or not (request.ignored_modules or request.ignored_parameters):
+        return
+    if collectives.rank > 0 or collectives.world_size == 1 or not collectives.capabilities.can_communicate:
+        return
+    managed = {each.original for stage in planned.stages for group in stage.groups for each in group}
+    names = [
+        name
+        for name, parameter in request.module.named_parameters()
+        if parameter.requires_grad and parameter not in managed and not post_accumulate_grad_hooks(parameter)
+    ]
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        warnings.warn(
+            f"Nothing averages the gradients of {', '.join(map(repr, names[:3]))}{more} over ranks: they are trained, "
+            "and ignored by shard(), so that each rank trains copies of its own. Let them be sharded (scalars are, "
+            "too), freeze them with requires_grad_(False), or give each a hook that averages its gradient "
+            "(register_post_accumulate_grad_hook) before shard(). Where it is meant so, filter this warning.",
+            stacklevel=4,
         )
 
 

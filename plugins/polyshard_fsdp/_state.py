@@ -12,7 +12,7 @@ import torch
 from polyshard.engine.planning.ranks import RankGrid
 from polyshard.engine.step.stage import Stage
 from polyshard.engine.transport.lanes import lanes_for
-from polyshard.errors import ConfigError, DeviceError, StateError, StepAssertionError
+from polyshard.errors import ConfigError, DeviceError, StateError, StepAssertionError, UnsupportedError
 from polyshard.events import Events
 from torch import nn
 
@@ -267,6 +267,7 @@ def _make_root(instance: FSDPInstance, instances: Sequence[FSDPInstance]) -> FSD
     _refuse_roots_inside(instance, instances)
     _refuse_heterogeneous(instances)
     _refuse_other_hybrid_groups(instances)
+    _refuse_hybrid_beside_others(instance, instances)
     _refuse_stepping_flat(instances)
     _refuse_misplaced(instances)
     _share_collectives(instances)
@@ -337,6 +338,21 @@ def _refuse_other_hybrid_groups(instances: Sequence[FSDPInstance]) -> None:
                     f"another than '{hybrid[0]._stage.name}' (rank {each.rank}). Give every instance of the model the "
                     "same pair of groups, or the same device mesh."
                 )
+
+
+def _refuse_hybrid_beside_others(instance: FSDPInstance, instances: Sequence[FSDPInstance]) -> None:
+    """What ends a step is exchanged among the ranks of one instance, which hybrid ones have less of than others."""
+    sharding = [each for each in instances if each._flat_unit is not None]
+    hybrid = next((each for each in sharding if each.sharding_strategy in HYBRID_SHARDING_STRATEGIES), None)
+    other = next((each for each in sharding if each.sharding_strategy not in HYBRID_SHARDING_STRATEGIES), None)
+    if hybrid is not None and other is not None:
+        names = {module: clean_tensor_name(name) for name, module in instance._stage.module.named_modules()}
+        one, another = (names[each._stage.module] or "(root)" for each in (hybrid, other))
+        raise UnsupportedError(
+            f"'{one}' has {hybrid.sharding_strategy} and '{another}' has {other.sharding_strategy} (rank {other.rank}):"
+            " a model that mixes hybrid strategies with others is not served. Give every instance of it the same "
+            "strategy."
+        )
 
 
 def _refuse_stepping_flat(instances: Sequence[FSDPInstance]) -> None:

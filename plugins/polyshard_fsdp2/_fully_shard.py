@@ -8,7 +8,7 @@ from typing import Any, TypeVar, overload
 from polyshard.engine.planning.plan import STAGE_ATTRIBUTE, refuse_unshardable
 from polyshard.engine.step.root import root_of
 from polyshard.engine.surface.live_roots import live_roots
-from polyshard.errors import AlreadyShardedError, ConfigError, ConfigTypeError, StateError
+from polyshard.errors import AlreadyShardedError, ConfigError, ConfigTypeError, ParameterError, StateError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -91,6 +91,7 @@ def fully_shard(
         _refuse_unreduced(each)
         named = _unsharded_parameters(each, ignored | shared)
         _refuse_sharded_elsewhere(each, named)
+        _refuse_scalars(named)
         refuse_placements(named.items(), shard_placement_fn)
     for each in modules:
         own = frozenset(parameter for parameter in each.parameters() if parameter in shared)
@@ -188,6 +189,16 @@ def _refuse_sharded_elsewhere(module: nn.Module, named: dict[str, nn.Parameter])
                 f"Parameter '{name}' of this {type(module).__name__} is shared with a module that is sharded already: "
                 f"it is that of unit '{found.unit.name}' (rank {found.root.rank}). Give both modules to fully_shard as "
                 "one list, and call it on the module around them."
+            )
+
+
+def _refuse_scalars(named: dict[str, nn.Parameter]) -> None:
+    for name, parameter in named.items():
+        if parameter.ndim == 0:
+            raise ParameterError(
+                f"fully_shard doesn't support scalar parameters, which have no rows: Shard(0) of '{name}' is nothing. "
+                "Change it to a 1D tensor with numel equal to 1, pass it in ignored_params, or shard the model with "
+                "polyshard.shard."
             )
 
 

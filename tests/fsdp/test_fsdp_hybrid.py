@@ -24,3 +24,7 @@ def test_other_groups_are_refused(ranks: Pools) -> None:
 
 def test_sync_module_states(ranks: Pools) -> None:
     ranks.run(4, hybrid.states_come_from_the_first_rank)
+
+
+def test_hybrid_strategies_beside_others_are_refused(ranks: Pools) -> None:
+    ranks.run(4, hybrid.a_mixture_is_refused)

@@ -25,8 +25,10 @@ from fsdp2_models import (
     train,
     wholes,
 )
+from polyshard.errors import RankMismatchError
 from processes import KeptRanks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 
@@ -461,3 +463,27 @@ def _pieces(rank: int, releases: bool) -> None:
 @pytest.mark.parametrize("releases", [True, False])
 def test_parameters_are_pieces_outside_of_forward(ranks: KeptRanks, releases: bool) -> None:
     ranks.run(2, _pieces, releases)
+
+
+def _two_meshes(rank: int, parts: int) -> str:
+    model = make()
+    mesh = init_device_mesh("cpu", (4 // parts, parts), mesh_dim_names=("expert", "part"))["part"]
+    OURS.fully_shard(model.blocks[1], mesh=mesh)
+    OURS.fully_shard(model, mesh=cpu_mesh())
+    loss_of(model, next(batches(1))).backward()
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    with pytest.raises(RankMismatchError) as caught:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    same(before, [p.grad for p in model.parameters() if p.grad is not None])
+    dense = [p for name, p in model.named_parameters() if not name.startswith("blocks.1")]
+    norms: list[Any] = [None] * 4
+    dist.all_gather_object(norms, torch.nn.utils.clip_grad_norm_(dense, 0.01).item())
+    assert len(set(norms)) == 1
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_norm_over_two_meshes_is_refused_by_name(ranks: KeptRanks, parts: int) -> None:
+    for rank, message in enumerate(ranks.run(4, _two_meshes, parts)):
+        assert "unit 'blocks.1', which is sharded over other ranks, differs between ranks" in message
+        assert f"(rank {rank})" in message

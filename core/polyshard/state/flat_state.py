@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class FlatState:
         saved: Mapping[str, Mapping[str, str]],
         present: Mapping[str, Any],
         *,
+        numbers: Collection[str],
         beside: bool,
         rank: int,
     ) -> None:
@@ -40,6 +41,7 @@ class FlatState:
             holding: A flat parameter.
             saved: By parameter name and name of the state, the source's key.
             present: What the optimizer has for it now; tensors that fit are filled in place.
+            numbers: Names of states that are one number for a parameter, a scalar one too.
             beside: Whether scalars lie on the parameter's device.
             rank: For errors.
 
@@ -59,7 +61,7 @@ class FlatState:
         for name in dict.fromkeys(name for states in own.values() for name in states):
             keys = {each: states[name] for each, states in own.items() if name in states}
             self._require_all(name, keys)
-            if self._has_shapes(keys):
+            if name not in numbers and self._has_shapes(keys):
                 self._add_tensor(name, keys)
             else:
                 self._add_scalar(name, keys)

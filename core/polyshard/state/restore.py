@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..engine.step.root import Root
+from ..engine.surface.optimizer_check import NOT_BY_ELEMENT
 from ..errors import ConfigError
 from .contents import frozen_names, model_state, names_of
 from .flat_state import FlatState
@@ -118,12 +119,21 @@ class OptimizerRestore:
         #: it began with.
         self._taken: list[nn.Parameter] = []
         saved = self._saved(root, held)
+        self._numbers = self._names_of_numbers(held.values(), saved)
         wrong: list[str] = []
         for group in optimizer.groups:
             for parameter in group["params"]:
                 holding, present = held[parameter], optimizer.state_of(parameter)
                 if holding.unit is not None:
-                    flat = FlatState(source, holding, saved, present, beside=kept_beside(group), rank=root.rank)
+                    flat = FlatState(
+                        source,
+                        holding,
+                        saved,
+                        present,
+                        numbers=self._numbers,
+                        beside=kept_beside(group),
+                        rank=root.rank,
+                    )
                     self._flat[parameter] = flat
                     self._taken.append(parameter)
                     self.targets.update(flat.targets)
@@ -172,6 +182,22 @@ class OptimizerRestore:
             found.setdefault(path[2], {})[path[3]] = key
         groups = [[held[parameter] for parameter in group["params"]] for group in self._optimizer.groups]
         return self._source.mended(found, groups, root.units, self._rank)
+
+    def _names_of_numbers(self, held: Iterable[Holding], saved: SavedState) -> frozenset[str]:
+        """Names of states that are one number for a parameter, not one for each element: the same for a scalar one.
+
+        Seen at the other parameters; where there are none, ``torch.optim`` is asked.
+        """
+        shapes = {place.name: place.slot.shape for holding in held for place in holding.places}
+        numbers: set[str] = set()
+        elements: set[str] = set()
+        for parameter, states in saved.items():
+            shape = shapes.get(parameter, ())
+            for name, key in states.items() if shape else ():
+                entry = self._source.entry(key)
+                if isinstance(entry, TensorStorageMetadata):
+                    (elements if tuple(entry.size) == shape else numbers).add(name)
+        return frozenset(numbers | NOT_BY_ELEMENT) - elements
 
     def _read_settings(self) -> list[dict[str, Any]]:
         paths = self._source.paths(OPTIMIZER, "param_groups")
@@ -229,7 +255,7 @@ class OptimizerRestore:
         local = present.get(name)
         what, where = f"optimizer state '{name}' of {holding.described}", f"(rank {self._rank})"
         require_dtype(local, dtype, what, self._source, where)
-        if holding.places and shape and shape == holding.places[0].slot.shape:
+        if holding.places and shape == holding.places[0].slot.shape and (shape or name not in self._numbers):
             if not fits(local, parameter.shape, dtype):
                 local = torch.zeros_like(parameter, dtype=dtype)
             target: torch.Tensor = holding.places[0].shaped(local)

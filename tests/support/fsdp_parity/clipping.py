@@ -78,7 +78,7 @@ def clipped_against_ddp(ranks: Ranks) -> int:
 
 
 def an_expert_of_each_rank(ranks: Ranks) -> int:
-    """A module over a group of this rank alone counts as it does where nothing is sharded: on its rank."""
+    """Of modules over groups of one rank the largest counts, on all: one factor for all pieces of what they share."""
     return run_subtests({"order": ORDERS, "use_orig_params": [False, True]}, _an_expert, ranks)
 
 
@@ -96,7 +96,11 @@ def _an_expert(ranks: Ranks, order: float, use_orig_params: bool) -> None:
             assert parameter.grad is not None
             torch.distributed.all_reduce(parameter.grad)
             parameter.grad /= ranks.world_size
-    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.5, order)
+    expert_norm = nn.utils.get_total_norm([p.grad for p in reference[3].parameters() if p.grad is not None], order)
+    torch.distributed.all_reduce(expert_norm, op=torch.distributed.ReduceOp.MAX)
+    dense = [p.grad for name, p in reference.named_parameters() if not name.startswith("3") and p.grad is not None]
+    expected = nn.utils.get_total_norm([*dense, expert_norm], order)
+    nn.utils.clip_grads_with_norm_(reference.parameters(), 0.5, expected)
     torch.testing.assert_close(model.clip_grad_norm_(0.5, order), expected)
     expert = reference[3].weight.grad
     assert expert is not None

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from polyshard.errors import UnsupportedError
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from polyshard_fsdp import MixedPrecision, ShardingStrategy
 from polyshard_fsdp._init_utils import _init_intra_and_inter_node_groups
@@ -177,6 +178,25 @@ def other_groups_are_refused(ranks: Ranks) -> None:
             FSDP(net(ranks), sharding_strategy=strategy)
         with pytest.raises(ValueError, match="Expected process_group to be passed in"):
             hybrid(ranks, net(ranks), strategy, "world", True, process_group=shard)
+
+
+def a_mixture_is_refused(ranks: Ranks) -> None:
+    """Hybrid instances beside others, in one model, whichever is the outer one: by name, with nothing changed."""
+    groups = pair_of_groups(ranks.world_size)
+    inner: dict[str, Any] = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": groups}
+    outer: dict[str, Any] = {"sharding_strategy": ShardingStrategy.FULL_SHARD}
+    for one, other, words in (
+        (inner, outer, "'lin1' has ShardingStrategy.HYBRID_SHARD and '.root.' has ShardingStrategy.FULL_SHARD"),
+        (outer, inner, "'.root.' has ShardingStrategy.HYBRID_SHARD and 'lin1' has ShardingStrategy.FULL_SHARD"),
+    ):
+        model = net(ranks)
+        model.lin1 = FSDP(model.lin1, use_orig_params=True, **one)
+        wrapped = FSDP(model, use_orig_params=True, **other)
+        before = [parameter.detach().clone() for parameter in wrapped.parameters()]
+        for _ in range(2):
+            with pytest.raises(UnsupportedError, match=words):
+                wrapped(batch(ranks, 0))
+        torch.testing.assert_close([parameter.detach() for parameter in wrapped.parameters()], before, rtol=0, atol=0)
 
 
 def states_come_from_the_first_rank(ranks: Ranks) -> None:

@@ -199,11 +199,6 @@ def _check_parameter(name: str, parameter: nn.Parameter, rank: int, known_refere
             f"Cannot flatten integer dtype tensors: {where} has dtype {parameter.dtype}. "
             "Register it as a buffer, or pass it in ignored_parameters."
         )
-    if parameter.ndim == 0:
-        raise ParameterError(
-            f"polyshard doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1 "
-            f"(rank {rank})."
-        )
     if type(parameter.data) is not torch.Tensor:
         raise ParameterError(
             f"The parameter {where} is a {type(parameter.data).__name__}, not a plain tensor. "

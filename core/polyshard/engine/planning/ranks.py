@@ -42,6 +42,15 @@ class RankGrid:
         return self.shard.rank if self.shard else 0
 
     @property
+    def everyone(self) -> tuple[Collectives, ...]:
+        """Groups through which a value reaches all ranks, one after the other; none where there is no other rank."""
+        replicas = self.replicate.world_size if self.replicate else 1
+        if self.world.world_size == self.shard_size * replicas:
+            return () if self.alone else (self.world,)
+        # A drop-in may know the two groups alone.
+        return tuple(each for each in (self.shard, self.replicate) if each is not None)
+
+    @property
     def blends(self) -> bool:
         """Whether means of elements depend on what lies beside them."""
         return any(each.capabilities.blends for each in (self.shard, self.replicate) if each is not None)

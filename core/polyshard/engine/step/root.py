@@ -82,6 +82,8 @@ class Root(Step):
         self.owned: tuple[Collectives, ...] = ()
         #: Whether state dicts of the model, and of its optimizers, are made whole by what drives it from outside.
         self.answers_state_dicts = False
+        #: How often the host still waits for a device to see that ranks have one norm of what lies outside of units.
+        self.norms_to_compare = 3
         #: Seconds that ranks wait for each other, by the configuration.
         self.timeout_s = 600.0
         #: What ``checkpoint`` saved and loaded; it alone knows what that is.

@@ -66,6 +66,7 @@ class Step:
         self.synchronises = True
         #: Whether the backward that runs adds to gradients: ``autograd.grad`` does not.
         self.accumulates = False
+        self.check_ranks = check_ranks
         self._always = check_ranks == "always"
         #: Compares each collective with the other ranks', always or until the first backward has ended.
         self.audit = Audit() if check_ranks and collectives.capabilities.can_communicate else None

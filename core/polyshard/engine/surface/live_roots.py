@@ -39,6 +39,8 @@ class LiveRoots:
         self._places: weakref.WeakKeyDictionary[Root, dict[int, tuple[int, int]]] = weakref.WeakKeyDictionary()
         # All of those, and some that were.
         self._known: frozenset[int] = frozenset()
+        # Ids of parameters in their modules that are no unit's.
+        self._outside: weakref.WeakKeyDictionary[Root, frozenset[int]] = weakref.WeakKeyDictionary()
         #: All of these roots, and some that went; for those who ask at every step.
         self.references: tuple[weakref.ref[Root], ...] = ()
         #: Those whose units an optimizer sees as flat parameters.
@@ -53,6 +55,7 @@ class LiveRoots:
         }
         with self._lock:
             self._places[root] = places
+            self._outside[root] = frozenset(map(id, root.stages[0].module.parameters())) - places.keys()
             self._known = frozenset(key for each in self._places.values() for key in each)
             self.references = tuple(map(weakref.ref, self._places))
             self.changes += 1
@@ -83,6 +86,16 @@ class LiveRoots:
                     number = flats[key]
                     found[index] = Found(root, root.units[number], None, (age, number))
         return found
+
+    def around(self, tensors: Sequence[torch.Tensor]) -> Root | None:
+        """The first root whose model has one of ``tensors`` outside of its units; None where none has."""
+        asked = set(map(id, tensors))
+        for root, _ in self._entries():
+            may_be = not asked.isdisjoint(self._outside.get(root, ()))
+            # An id outlives its object.
+            if may_be and not asked.isdisjoint(map(id, root.stages[0].module.parameters())):
+                return root
+        return None
 
     def _entries(self) -> list[tuple[Root, dict[int, tuple[int, int]]]]:
         with self._lock:

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup, get_process_group_ranks
 
-from ...errors import ConfigError, NonFiniteError
+from ...errors import ConfigError, NonFiniteError, RankMismatchError
 from ...interfaces import Collectives, ReduceOp
 from .. import _torch_private
+from ..planning.ranks import RankGrid
 from ..step.root import Root
 from ..step.unit import Unit
+
+#: Relative difference from which on norms are those of different gradients, and not of one that was rounded twice.
+_TOLERANCE = 1e-5
+
+#: Groups that together reach the ranks among which a unit is reduced; see ``RankGrid.everyone``.
+Everyone = tuple[Collectives, ...]
+
+#: What a norm is taken of, by the ranks that share it; None for what lies outside of units.
+Held = dict[RankGrid | None, list[torch.Tensor]]
+
+#: Names and gradients of what lies outside of units; asked for where ranks differ.
+Outside = Callable[[], Iterable[tuple[str, torch.Tensor | None]]]
 
 
 def clip_grad_norm(
@@ -20,18 +34,47 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """Scale all gradients so that their norm, over every rank's shards, is at most ``max_norm``.
 
-    Norms are accumulated in fp32 (fp64 for fp64 gradients), with one all-reduce for each group of shards. Parameters
-    outside of units count as the same on every rank.
+    Norms are accumulated in fp32 (fp64 for fp64 gradients), with one all-reduce for each group of shards. Trained
+    parameters outside of units count once, and must have one gradient on all ranks: see ``agreed_norm``.
 
     Raises:
         ConfigError: ``norm_type`` is not positive.
+        RankMismatchError: gradients of parameters outside of units differ between ranks.
         NonFiniteError: ``error_if_nonfinite``, and the norm is infinite or not a number; on all ranks.
     """
     refuse_order(norm_type, "clip_grad_norm_", root.rank)
-    shards = dict.fromkeys(unit.grid.shard for unit in root.units)
+    managed: set[nn.Parameter] = set()
+    held: Held = {}
+    grid: RankGrid | None = None
+    group: list[torch.Tensor] = []
+    for unit in root.units:
+        managed.update(unit.originals.tensors)
+        if unit.grid is not grid:
+            grid = unit.grid
+            # A rank without a part of any parameter still takes part in the reduction.
+            group = held.setdefault(grid, [])
+        group += [parameter.grad for parameter in unit.receivers if parameter.grad is not None]
+    outside = [parameter for parameter in module.parameters() if parameter not in managed]
+    trained = [parameter for parameter in outside if parameter.requires_grad or parameter.grad is not None]
+    if trained:
+        held[None] = [parameter.grad for parameter in trained if parameter.grad is not None]
+
+    def named() -> Iterator[tuple[str, torch.Tensor | None]]:
+        return ((name, each.grad) for name, each in module.named_parameters() if each not in managed)
+
+    wide = accumulator(root.units, trained)
     told = told_of(norm_type, max_norm, error_if_nonfinite=error_if_nonfinite)
-    with root.meeting("norm of gradients", shards, told):
-        return _clip(root, module, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+    total = agreed_norm(root, root.units, held, norm_type, wide, told, named)
+    if error_if_nonfinite:
+        _refuse_not_finite(root, total, outside)
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    by_place: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradients in held.values():
+        for gradient in gradients:
+            by_place.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (place, dtype), tensors in by_place.items():
+        _torch_private.foreach_mul_(tensors, factor.to(device=place, dtype=dtype))
+    return total
 
 
 def told_of(norm_type: float, max_norm: float | None = None, *, error_if_nonfinite: bool = False) -> str:
@@ -41,36 +84,141 @@ def told_of(norm_type: float, max_norm: float | None = None, *, error_if_nonfini
     return f" of order {float(norm_type)}{most}{', finite or an error' if error_if_nonfinite else ''}"
 
 
-def _clip(
-    root: Root, module: nn.Module, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+def agreed_norm(
+    root: Root,
+    units: Iterable[Unit],
+    held: Held,
+    norm_type: float,
+    wide: torch.dtype,
+    told: str,
+    outside: Outside,
 ) -> torch.Tensor:
+    """The norm over all of ``held``, 0-dim on the compute device, the same on every rank.
+
+    ``units``: those that gradients are of, for messages.
+
+    [Note: norms of what lies outside of units]
+    The reduction makes a unit's gradients those of all its ranks. Nothing does that for a parameter outside of units,
+    nor between the worlds of units that are sharded over different ranks: each rank could come to a norm of its own,
+    and scale its pieces of one gradient differently. Where there are such parameters, ranks therefore take the largest
+    norm that any of them has of these. All scale alike then, whatever happened. Norms that differ are an error, where
+    the host need not wait for the device to see it: on the CPU at each call, on other devices at the first that has
+    gradients (of the first three), and at each with ``check_ranks="always"``.
+
+    Raises:
+        RankMismatchError: the ranks' norms differ of what should be one gradient; on all ranks.
+    """
     device = root.collectives.device
-    groups: dict[Collectives | None, list[torch.Tensor]] = {}
-    managed: set[nn.Parameter] = set()
-    for unit in root.units:
-        managed.update(unit.originals.tensors)
-        # A rank without a part of any parameter still takes part in the reduction.
-        group = groups.setdefault(unit.grid.shard, [])
-        group += [parameter.grad for parameter in unit.receivers if parameter.grad is not None]
-    outside = [parameter for parameter in module.parameters() if parameter not in managed]
-    loose = [parameter.grad for parameter in outside if parameter.grad is not None]
-    if loose:
-        groups.setdefault(None, []).extend(loose)
-    gradients = [gradient for group in groups.values() for gradient in group]
-    wide = accumulator(root.units, gradients)
-    norms = group_norms(groups, norm_type, wide, device)
-    if not norms:
-        return torch.zeros((), dtype=wide, device=device)
-    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    if error_if_nonfinite:
-        _refuse_not_finite(root, total, outside)
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    by_place: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for gradient in gradients:
-        by_place.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for (place, dtype), tensors in by_place.items():
-        _torch_private.foreach_mul_(tensors, factor.to(device=place, dtype=dtype))
+    alike = {grid: grid.everyone for grid in held if grid is not None}
+    # In one order on all ranks, which a set has not.
+    first = _first_of_each(dict.fromkeys(alike.values()))
+    # What ranks have alike, they are known to have so among themselves alone.
+    kinds = dict.fromkeys(first.values())
+    unsure = [each for each in kinds if each] if len(kinds) > 1 or None in held else []
+    if unsure:
+        told += ", with parameters outside of units" if None in held else ", of units over different ranks"
+    meeting = [grid.shard for grid in alike] + [group for each in unsure for group in each]
+    with root.meeting("norm of gradients", dict.fromkeys(meeting), told):
+        norms: dict[Everyone | None, list[torch.Tensor]] = {}
+        for grid, tensors in held.items():
+            norm = _group_norm(None if grid is None else grid.shard, tensors, norm_type, wide, device)
+            norms.setdefault(None if grid is None else first[alike[grid]], []).append(norm)
+        if not norms:
+            return torch.zeros((), dtype=wide, device=device)
+        total = _together([norm for each in norms.values() for norm in each], norm_type)
+        reads = bool(unsure) and _may_read(root, device)
+        # Most ranks last, which then have one norm.
+        for everyone in sorted(unsure, key=_number_of):
+            rest = [norm for each, found in norms.items() if each is not everyone for norm in found]
+            flags = _without_nan(_together(rest, norm_type))
+            most = torch.stack([*flags, -flags[0]])
+            for group in everyone:
+                group.all_reduce(most, op=ReduceOp.MAX).wait()
+            if reads:
+                _refuse_different(root, everyone, most, units, outside)
+            agreed = most[0].masked_fill(most[1] > 0, math.nan)
+            total = _together([*norms.get(everyone, ()), agreed], norm_type)
     return total
+
+
+def _first_of_each(all_of_them: Collection[Everyone]) -> dict[Everyone, Everyone]:
+    """For each the first that reaches the same ranks."""
+    if len(all_of_them) < 2:
+        return {each: each for each in all_of_them}
+    found: dict[object, Everyone] = {}
+    return {each: found.setdefault(_ranks_of(each), each) for each in all_of_them}
+
+
+def _ranks_of(everyone: Everyone) -> object:
+    groups = [each.process_group for each in everyone]
+    if not all(isinstance(group, ProcessGroup) for group in groups):
+        return everyone
+    return tuple(tuple(get_process_group_ranks(group)) for group in groups)
+
+
+def _number_of(everyone: Everyone) -> int:
+    return math.prod(each.world_size for each in everyone)
+
+
+def _together(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
+
+
+def _may_read(root: Root, device: torch.device) -> bool:
+    """Whether what ranks have of a norm is looked at: see [Note: norms of what lies outside of units]."""
+    if not root.check_ranks or not root.collectives.capabilities.can_communicate:
+        return False
+    if device.type == "cpu":
+        return True
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return not capturing and (root.check_ranks == "always" or root.norms_to_compare > 0)
+
+
+def _refuse_different(
+    root: Root, everyone: Everyone, most: torch.Tensor, units: Iterable[Unit], outside: Outside
+) -> None:
+    largest, unknown, smallest = most.tolist()
+    smallest = -smallest
+    # Norms of nothing say nothing.
+    root.norms_to_compare = 0 if largest > 0 else max(0, root.norms_to_compare - 1)
+    # What is not finite shows in the norm, on all ranks.
+    if unknown or math.isinf(largest) or largest - smallest <= _TOLERANCE * largest:
+        return
+    found: list[dict[str, float | None]] = [{name: _plain_norm(gradient) for name, gradient in outside()}]
+    for group in everyone:
+        found = [each for of_rank in group.all_gather_object(found) for each in of_rank]
+    names = dict.fromkeys(name for each in found for name in each)
+    different = [name for name in names if _differ([each.get(name) for each in found])]
+    if different:
+        more = f" (and of {len(different) - 1} more)" if len(different) > 1 else ""
+        norms = ", ".join(
+            f"{'none' if norm is None else f'{norm:.4g}'} on rank {rank}"
+            for rank, norm in enumerate(each.get(different[0]) for each in found[:4])
+        )
+        what = f"'{different[0]}'{more}, which nothing averages,"
+        values = f"its norm is {norms}{', ...' if len(found) > 4 else ''}"
+    else:
+        other = next((unit for unit in units if _ranks_of(unit.grid.everyone) != _ranks_of(everyone)), None)
+        what = f"unit '{other.name}', which is sharded over other ranks," if other is not None else "some parameter"
+        values = f"the norm of all such gradients is from {smallest:.4g} to {largest:.4g}"
+    raise RankMismatchError(
+        f"The gradient of {what} differs between ranks, and each would clip by a norm of its own: {values} (rank "
+        f"{root.rank}). Where all ranks train one parameter, average its gradient before clipping, or let it be "
+        "sharded with the others. Where each rank has a parameter of its own (an expert), clip without it: by "
+        "torch.nn.utils.clip_grad_norm_ of the others' parameters, or by clip_grads_with_norm_ with a norm that you "
+        "compute. Gradients are as they were."
+    )
+
+
+def _plain_norm(gradient: torch.Tensor | None) -> float | None:
+    if gradient is None:
+        return None
+    return float(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64))
+
+
+def _differ(norms: Sequence[float | None]) -> bool:
+    found = [0.0 if norm is None else norm for norm in norms]
+    return max(found) - min(found) > _TOLERANCE * max(found)
 
 
 def _refuse_not_finite(root: Root, total: torch.Tensor, outside: Sequence[nn.Parameter]) -> None:
@@ -119,37 +267,38 @@ def refuse_order(norm_type: float, call: str, rank: int) -> None:
         )
 
 
-def accumulator(units: Iterable[Unit], gradients: Iterable[torch.Tensor] = ()) -> torch.dtype:
-    """The dtype in which norms add up: fp64 where any gradient is, else fp32. The same on all ranks."""
-    # A rank may hold no fp64 shard where others do, so the units are asked too.
+def accumulator(units: Iterable[Unit], outside: Iterable[torch.Tensor] = ()) -> torch.dtype:
+    """The dtype in which norms add up: fp64 where any gradient is, else fp32. The same on all ranks.
+
+    ``outside``: parameters, since a rank may have no gradient where others have one.
+    """
     if any(unit.dtypes.grad == torch.float64 for unit in units):
         return torch.float64
-    return torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
+    return torch.float64 if any(each.dtype == torch.float64 for each in outside) else torch.float32
 
 
-def group_norms(
-    groups: Mapping[Collectives | None, Sequence[torch.Tensor]],
+def _group_norm(
+    shard: Collectives | None,
+    tensors: Sequence[torch.Tensor],
     norm_type: float,
     wide: torch.dtype,
     device: torch.device,
-) -> list[torch.Tensor]:
-    """The norm over each group of shards, 0-dim on ``device``; each group's ranks must be asked in one order.
-
-    ``groups``: what this rank holds of each, which may be nothing. None: tensors that are whole on every rank.
-    """
+) -> torch.Tensor:
+    """The norm over the ranks of ``shard``, each of which has ``tensors`` of its own, which may be none."""
     infinite = math.isinf(norm_type)
-    norms = []
-    for shard, tensors in groups.items():
-        power = _power(tensors, norm_type, wide, device)
-        if shard is not None and infinite:
-            # A maximum over ranks may drop what is not a number.
-            told = torch.stack([power.nan_to_num(nan=0.0, posinf=math.inf), power.isnan().to(wide)])
-            shard.all_reduce(told, op=ReduceOp.MAX).wait()
-            power = told[0].masked_fill(told[1] > 0, math.nan)
-        elif shard is not None:
-            shard.all_reduce(power, op=ReduceOp.SUM).wait()
-        norms.append(power if infinite else power ** (1.0 / norm_type))
-    return norms
+    power = _power(tensors, norm_type, wide, device)
+    if shard is not None and infinite:
+        told = torch.stack(_without_nan(power))
+        shard.all_reduce(told, op=ReduceOp.MAX).wait()
+        power = told[0].masked_fill(told[1] > 0, math.nan)
+    elif shard is not None:
+        shard.all_reduce(power, op=ReduceOp.SUM).wait()
+    return power if infinite else power ** (1.0 / norm_type)
+
+
+def _without_nan(value: torch.Tensor) -> list[torch.Tensor]:
+    """``value`` or 0, and whether it is not a number, which a maximum over ranks may drop."""
+    return [value.nan_to_num(nan=0.0, posinf=math.inf), value.isnan().to(value.dtype)]
 
 
 def _power(

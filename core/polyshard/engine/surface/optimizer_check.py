@@ -15,6 +15,9 @@ from .block_states import warn_of_cut_blocks
 from .host_scaling import bring_in_reach
 from .live_roots import Found, LiveRoots
 
+#: States of torch's optimizers that are one number for a parameter, whatever its shape.
+NOT_BY_ELEMENT = frozenset({"step", "eta", "mu", "mu_product"})
+
 _ELEMENTWISE = "an optimizer that treats elements alike"
 #: Names of ``torch.optim`` whose update of an element depends on others of the parameter, on which, and what to take.
 _NOT_ELEMENTWISE = {
@@ -216,7 +219,8 @@ def _refuse_whole_matrices(optimizer: torch.optim.Optimizer, groups: Sequence[Se
             first = next(each for group in groups for each in group)
             raise UnsupportedError(
                 f"torch.optim.{name} {does}, and of '{_name(first)}' each rank holds a piece (rank {first.root.rank}). "
-                f"Use {instead}, strategy='no_shard', or pass what it trains in ignored_parameters."
+                f"Use {instead}, strategy='no_shard', or pass what it trains in ignored_parameters, and average its "
+                "gradients over ranks."
             )
 
 
@@ -242,6 +246,8 @@ def _refuse_whole_states(optimizer: torch.optim.Optimizer, groups: Sequence[Sequ
                 continue
             original, whole = each.unit.parameters[each.slot].original, each.unit.layout.slots[each.slot].shape
             for name, value in optimizer.state.get(original, {}).items():
+                if not whole and name in NOT_BY_ELEMENT:
+                    continue
                 if isinstance(value, torch.Tensor) and tuple(value.shape) == whole != tuple(original.shape):
                     raise StateError(
                         f"{type(optimizer).__name__} has '{name}' of the whole '{_name(each)}', {whole}, of which this "

@@ -21,14 +21,15 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import ConfigError, StateError
-from ...interfaces import Collectives, ReduceOp
+from ...interfaces import ReduceOp
 from .. import _torch_private
+from ..planning.ranks import RankGrid
 from ..step.root import Root
 from ..step.unit import Unit
 from .host_scaling import in_reach
 from .inner_backward import follow_inner_backwards
 from .live_roots import Found, live_roots
-from .norms import accumulator, group_norms, refuse_order, told_of
+from .norms import Held, accumulator, agreed_norm, refuse_order, told_of
 from .optimizer_check import OptimizerCheck
 from .state_dicts import guard_state_dicts
 from .whole_functions import guard_whole_functions
@@ -90,10 +91,12 @@ class GradientUtilities:
     ) -> torch.Tensor:
         """``torch.nn.utils.clip_grad_norm_``, by the norm over all ranks that hold pieces of ``parameters``.
 
-        Every rank gives the same parameters, in any order, whether or not it holds elements of them.
+        Every rank gives the same parameters, in any order, whether or not it holds elements of them. Those outside of
+        units count once, and have one gradient on all ranks.
 
         Raises:
             ConfigError: ``norm_type`` is not positive.
+            RankMismatchError: gradients of parameters outside of units differ between ranks.
             StateError: some parameters of a unit are given whose gradients arrive in its flat parameter.
         """
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -102,9 +105,10 @@ class GradientUtilities:
             return self._clip((tensor for tensor in given), max_norm, norm_type, error_if_nonfinite, foreach)
         found = live_roots.find(given)
         given, found = _as_flat(given, found)
-        if not any(map(_is_cut, found)):
+        if not _spans_ranks(found):
             return self._clip(given, max_norm, norm_type, error_if_nonfinite, foreach)
         total = self._norm(
+            given,
             [tensor.grad for tensor in given],
             found,
             norm_type,
@@ -130,6 +134,7 @@ class GradientUtilities:
 
         Raises:
             ConfigError: ``norm_type`` is not positive.
+            RankMismatchError: other gradients than those of units are given, and differ between ranks.
             StateError: some gradients of a sharded model are given and others are not.
         """
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
@@ -139,9 +144,9 @@ class GradientUtilities:
                 # Whole on every rank, as long as this lasts.
                 found[index] = None
         self._find_gradients(given, found)
-        if not any(map(_is_cut, found)):
+        if not _spans_ranks(found):
             return self._total_norm(given, norm_type, error_if_nonfinite, foreach)
-        return self._norm(given, found, norm_type, error_if_nonfinite, foreach, "get_total_norm")
+        return self._norm(given, given, found, norm_type, error_if_nonfinite, foreach, "get_total_norm")
 
     def unscale(
         self,
@@ -153,13 +158,16 @@ class GradientUtilities:
     ) -> dict[torch.device, torch.Tensor]:
         """``GradScaler._unscale_grads_``, whose finding is that of all ranks: they step alike, and scale alike.
 
+        So do they for an optimizer that has parameters of a sharded model outside of units alone.
+
         Raises:
             ConfigError: gradients are fp16, which torch does not unscale.
         """
         given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         found = sorted((each for each in live_roots.find(given) if each is not None), key=lambda each: each.order)
         units = list(dict.fromkeys(each.unit for each in found))
-        if not units:
+        root = found[0].root if found else live_roots.around(given)
+        if root is None:
             return self._unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
         for unit in units:
             # Known on ranks without a gradient too: they would wait for those that torch's own check stops.
@@ -170,12 +178,15 @@ class GradientUtilities:
                 )
         inv_scale, found_inf = in_reach(inv_scale, given), in_reach(found_inf, given)
         findings = self._unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
-        device = found[0].root.collectives.device
+        device = root.collectives.device
         worst = torch.zeros((), dtype=torch.float32, device=device)
         for finding in findings.values():
             worst = torch.maximum(worst, finding.to(device))
         groups = dict.fromkeys(group for unit in units for group in (unit.grid.shard, unit.grid.replicate))
-        with found[0].root.meeting("findings of a GradScaler", groups):
+        if not units and root.units:
+            # Only parameters outside of units: one scale serves these and the model's other optimizers.
+            groups = dict.fromkeys(root.units[0].grid.everyone)
+        with root.meeting("findings of a GradScaler", groups):
             for group in groups:
                 if group is not None:
                     group.all_reduce(worst, op=ReduceOp.MAX).wait()
@@ -185,6 +196,7 @@ class GradientUtilities:
 
     def _norm(
         self,
+        given: Sequence[torch.Tensor],
         tensors: Sequence[torch.Tensor | None],
         found: Sequence[Found | None],
         norm_type: float,
@@ -193,24 +205,51 @@ class GradientUtilities:
         call: str,
         max_norm: float | None = None,
     ) -> torch.Tensor:
-        pairs = list(zip(found, tensors, strict=True))
-        cut = [(each, tensor) for each, tensor in pairs if each is not None and _is_cut(each)]
-        cut.sort(key=lambda pair: pair[0].order)
-        first = cut[0][0].root
+        """The norm of ``tensors``: those that are ``given``, or their gradients."""
+        inside: list[tuple[Found, torch.Tensor | None]] = []
+        outside: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        strange: list[torch.Tensor] = []
+        for parameter, tensor, each in zip(given, tensors, found, strict=True):
+            if each is not None:
+                inside.append((each, tensor))
+            elif tensor is not None and type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+                # It answers for itself.
+                strange.append(tensor)
+            elif tensor is not None or parameter.requires_grad:
+                outside.append((parameter, tensor))
+        inside.sort(key=lambda pair: pair[0].order)
+        first = inside[0][0].root
         order = float(norm_type)
         refuse_order(order, call, first.rank)
-        groups: dict[Collectives | None, list[torch.Tensor]] = {}
-        for each, tensor in cut:
-            group = groups.setdefault(each.unit.grid.shard, [])
+        held: Held = {}
+        grid: RankGrid | None = None
+        group: list[torch.Tensor] = []
+        for each, tensor in inside:
+            if each.unit.grid is not grid:
+                grid = each.unit.grid
+                group = held.setdefault(grid, [])
             if tensor is not None:
                 group.append(tensor)
-        wide = accumulator(each.unit for each, _ in cut)
-        told = told_of(order, max_norm, error_if_nonfinite=error_if_nonfinite)
-        with first.meeting("norm of gradients", groups, told):
-            norms = group_norms(groups, order, wide, first.collectives.device)
-        others = [tensor for each, tensor in pairs if not _is_cut(each) and tensor is not None]
-        # The norm of norms is the norm. Torch's own counts what is whole, and raises where that is asked for.
-        return self._total_norm([*norms, *others], order, error_if_nonfinite, foreach)
+        if outside:
+            held[None] = [tensor for _, tensor in outside if tensor is not None]
+
+        def named() -> Iterator[tuple[str, torch.Tensor | None]]:
+            names = {id(p): name for root in live_roots.roots() for name, p in root.stages[0].module.named_parameters()}
+            for number, (parameter, tensor) in enumerate(outside):
+                shape = "x".join(map(str, parameter.shape))
+                yield names.get(id(parameter), f"number {number} outside of units ({shape})"), tensor
+
+        total = agreed_norm(
+            first,
+            [each.unit for each, _ in inside],
+            held,
+            order,
+            accumulator((each.unit for each, _ in inside), (parameter for parameter, _ in outside)),
+            told_of(order, max_norm, error_if_nonfinite=error_if_nonfinite),
+            named,
+        )
+        # The norm of norms is the norm. Torch's own raises where that is asked for.
+        return self._total_norm([total, *strange], order, error_if_nonfinite, foreach)
 
     def _find_gradients(self, tensors: Sequence[torch.Tensor], found: list[Found | None]) -> None:
         """Find what among ``tensors`` is a gradient of a sharded model, by where it lies: views of one count as it."""
@@ -223,15 +262,16 @@ class GradientUtilities:
         for age, root in enumerate(live_roots.roots()):
             seen, missing = [], None
             for number, unit in enumerate(root.units):
-                for receiver in unit.receivers if unit.grid.shard is not None else ():
+                for receiver in () if unit.grid.alone else unit.receivers:
                     gradient = receiver.grad
                     if gradient is None:
                         continue
                     index = wanted.get((gradient.data_ptr(), gradient.numel()))
                     if index is not None:
                         found[index] = Found(root, unit, None, (age, number))
-                        seen.append(unit)
-                    elif gradient.numel():
+                        if unit.grid.shard is not None:
+                            seen.append(unit)
+                    elif gradient.numel() and unit.grid.shard is not None:
                         missing = unit
             if seen and (missing is not None or not _reaches_every_rank(seen)):
                 raise StateError(
@@ -242,8 +282,13 @@ class GradientUtilities:
                 )
 
 
-def _is_cut(found: Found | None) -> bool:
-    return found is not None and found.unit.grid.shard is not None
+def _spans_ranks(found: Sequence[Found | None]) -> bool:
+    """Whether this rank may not answer alone: others hold pieces, or may have other gradients of what is no unit's."""
+    grids = [each.unit.grid for each in found if each is not None]
+    if any(grid.shard is not None for grid in grids):
+        return True
+    several = len(grids) < len(found) or any(grid is not grids[0] for grid in grids)
+    return several and not all(grid.alone for grid in grids)
 
 
 def _as_flat(given: list[torch.Tensor], found: list[Found | None]) -> tuple[list[torch.Tensor], list[Found | None]]:

@@ -1,0 +1,226 @@
+"""Norms of gradients of a model that has trained parameters outside of its units: one for all ranks, or an error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from parity import draw, on_ranks, root_of, seeded, threaded
+from polyshard.errors import RankMismatchError
+from polyshard.interfaces import ReduceOp
+from polyshard_backends.threaded import ThreadedWorld
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+#: What is ignored here is trained, and its gradients are averaged by hand or not at all.
+pytestmark = pytest.mark.filterwarnings("ignore:Nothing averages the gradients of")
+
+STRATEGIES = [
+    (2, {"strategy": "full_shard"}),
+    (3, {"strategy": "shard_grad_op"}),
+    (2, {"strategy": "no_shard"}),
+    (4, {"strategy": "hybrid_shard", "shard_size": 2}),
+]
+
+Clip = Callable[[nn.Module, float, float], torch.Tensor]
+
+
+class Experts(nn.Module):
+    """A dense layer, and one that the user looks after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(3, 5)
+        self.expert = nn.Linear(5, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.expert(torch.tanh(self.dense(x)))
+        return y
+
+
+def ours(model: nn.Module, most: float, order: float) -> torch.Tensor:
+    return polyshard.clip_grad_norm_(model, most, order)
+
+
+def of_torch(model: nn.Module, most: float, order: float) -> torch.Tensor:
+    return clip_grad_norm_(model.parameters(), most, order)
+
+
+def total(model: nn.Module, most: float, order: float) -> torch.Tensor:
+    return get_total_norm([p.grad for p in model.parameters() if p.grad is not None], order)
+
+
+def backward(model: nn.Module, rank: int) -> None:
+    model(draw(4, 3, rank=rank)).square().mean().backward()
+
+
+def averaged(world_size: int) -> nn.Module:
+    """The unsharded model with the mean gradient of ``world_size`` ranks."""
+    copies = [seeded(Experts) for _ in range(world_size)]
+    for rank, each in enumerate(copies):
+        backward(each, rank)
+    for same in zip(*(each.parameters() for each in copies), strict=True):
+        same[0].grad = sum(each.grad for each in same if each.grad is not None) / world_size  # type: ignore[assignment]
+    return copies[0]
+
+
+def sharded(rank: int, world: ThreadedWorld, **settings: Any) -> nn.Module:
+    model = seeded(Experts)
+    polyshard.shard(model, threaded(world, rank, **settings), ignored_modules=[model.expert])  # type: ignore[list-item]
+    backward(model, rank)
+    return model
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize(("world_size", "settings"), STRATEGIES)
+@pytest.mark.parametrize("order", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("clip", [ours, of_torch, total])
+def test_what_the_user_averaged_counts_once(
+    world_size: int, settings: dict[str, Any], order: float, clip: Clip
+) -> None:
+    wanted = averaged(world_size)
+    flat = torch.cat([p.grad.flatten() for p in wanted.parameters() if p.grad is not None]).abs()
+    norm = flat.max() if math.isinf(order) else flat.pow(order).sum().pow(1 / order)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[torch.Tensor, torch.Tensor]:
+        model = sharded(rank, world, **settings)
+        for mine, same in zip(model.expert.parameters(), wanted.expert.parameters(), strict=True):  # type: ignore[union-attr]
+            mine.grad = same.grad.clone()  # type: ignore[union-attr]
+        got = clip(model, 0.01, order)
+        return got, model.expert.weight.grad.clone()  # type: ignore[union-attr,operator]
+
+    for got, gradient in on_ranks(world_size, on_rank):
+        torch.testing.assert_close(got, norm, rtol=1e-12, atol=0)
+        scale = 1.0 if clip is total else 0.01 / (norm + 1e-6)
+        torch.testing.assert_close(gradient, wanted.expert.weight.grad * scale, rtol=1e-12, atol=0)  # type: ignore[union-attr,operator]
+
+
+@pytest.mark.parametrize(("world_size", "settings"), STRATEGIES)
+@pytest.mark.parametrize("clip", [ours, of_torch])
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_what_nobody_averaged_is_refused_by_name_on_all_ranks(
+    world_size: int, settings: dict[str, Any], order: float, clip: Clip
+) -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> str:
+        model = sharded(rank, world, **settings)
+        before = gradients(model)
+        with pytest.raises(RankMismatchError) as caught:
+            clip(model, 0.01, order)
+        for now, then in zip(gradients(model), before, strict=True):
+            assert torch.equal(now, then)
+        # The remedy that the message names.
+        dense = clip_grad_norm_(model.dense.parameters(), 0.01, order)  # type: ignore[union-attr]
+        return f"{caught.value} {dense.item()}"
+
+    norm = torch.linalg.vector_norm(
+        torch.cat([p.grad.flatten() for p in averaged(world_size).dense.parameters()]),  # type: ignore[union-attr]
+        order,
+    )
+    for rank, message in enumerate(on_ranks(world_size, on_rank)):
+        assert "'expert.weight' (and of 1 more), which nothing averages" in message
+        assert f"(rank {rank})" in message
+        assert float(message.rsplit(" ", 1)[1]) == pytest.approx(norm.item(), rel=1e-12)
+
+
+def test_gradients_alone_are_refused_too() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> str:
+        with pytest.raises(RankMismatchError) as caught:
+            total(sharded(rank, world), 0.0, 2.0)
+        return str(caught.value)
+
+    for message in on_ranks(2, on_rank):
+        assert "(2x5)' (and of 1 more), which nothing averages" in message
+
+
+@pytest.mark.parametrize(("world_size", "settings"), STRATEGIES)
+@pytest.mark.parametrize("clip", [ours, of_torch])
+def test_ranks_that_do_not_compare_scale_alike(world_size: int, settings: dict[str, Any], clip: Clip) -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> list[float]:
+        model = sharded(rank, world, check_ranks=False, **settings)
+        if rank == 1:
+            model.expert.weight.grad[0, 0] = math.nan  # type: ignore[union-attr,index]
+        bad = clip(model, 0.01, 2.0)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.fill_(1.0)
+        model.expert.weight.grad.add_(rank)  # type: ignore[union-attr,operator]
+        return [float(bad.isnan()), clip(model, 0.01, 2.0).item()]
+
+    results = on_ranks(world_size, on_rank)
+    assert all(result == results[0] for result in results)
+    assert results[0][0] == 1.0
+
+
+def test_a_rank_without_a_gradient_is_told_apart() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> str:
+        model = sharded(rank, world)
+        if rank == 1:
+            model.expert.zero_grad()  # type: ignore[union-attr,operator]
+        with pytest.raises(RankMismatchError) as caught:
+            polyshard.clip_grad_norm_(model, 0.01)
+        return str(caught.value)
+
+    for message in on_ranks(2, on_rank):
+        assert "none on rank 1" in message
+
+
+def test_frozen_parameters_outside_of_units_are_no_business_of_the_norm() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
+        model = seeded(Experts)
+        model.expert.requires_grad_(False)  # type: ignore[union-attr,operator]
+        if rank == 1:
+            # A rank may have another one.
+            model.expert = nn.Linear(5, 2, bias=False).double().requires_grad_(False)
+        polyshard.shard(model, threaded(world, rank), ignored_modules=[model.expert])  # type: ignore[list-item]
+        backward(model, rank)
+        return polyshard.clip_grad_norm_(model, 0.01)
+
+    first, second = on_ranks(2, on_rank)
+    assert torch.equal(first, second)
+
+
+def test_one_scale_serves_an_optimizer_of_what_is_outside_of_units() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[float, bool]:
+        model = sharded(rank, world)
+        expert: Any = model.expert
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model.dense, expert)]  # type: ignore[union-attr]
+        scaler.scale(torch.zeros(()))
+        if rank == 1:
+            expert.weight.grad[0, 0] = math.inf
+        before = expert.bias.detach().clone()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale(), torch.equal(before, expert.bias)
+
+    assert on_ranks(2, on_rank) == [(2.0, True), (2.0, True)]
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_hook_that_the_documentation_gives_averages() -> None:
+    wanted = averaged(3)
+    norm = torch.cat([p.grad.flatten() for p in wanted.parameters() if p.grad is not None]).norm()
+
+    def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
+        model: Any = seeded(Experts)
+
+        def average(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            root_of(model).collectives.all_reduce(parameter.grad, op=ReduceOp.MEAN).wait()
+
+        for parameter in model.expert.parameters():
+            parameter.register_post_accumulate_grad_hook(average)
+        polyshard.shard(model, threaded(world, rank), ignored_modules=[model.expert])
+        backward(model, rank)
+        return polyshard.clip_grad_norm_(model, 0.01)
+
+    for got in on_ranks(3, on_rank):
+        torch.testing.assert_close(got, norm, rtol=1e-12, atol=0)

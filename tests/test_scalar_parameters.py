@@ -1,0 +1,296 @@
+"""Parameters of no dimension, such as CLIP's ``logit_scale``, are sharded, trained, saved and loaded as all others."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import polyshard
+import polyshard.checkpoint
+import polyshard.huggingface
+import polyshard.optim
+import polyshard.state
+import pytest
+import torch
+from parity import adam, assert_parity, draw, on_ranks, seeded, sharded_copy, threaded, units_of
+from polyshard.errors import PolyshardError, UnsupportedError
+from polyshard.optim import decay_groups, for_matrices
+from polyshard_backends.threaded import ThreadedWorld
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict as torch_state_dict
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+T = TypeVar("T")
+
+
+class Scaled(nn.Module):
+    """One scalar beside a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.tanh(self.layer(x)) * self.scale.exp()
+        return y
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.scale, 0.7)
+
+
+class Temperature(nn.Module):
+    """A scalar alone, which is a unit by itself where its class is chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.value
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.value, 1.3)
+
+
+class Clip(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Scaled()
+        self.second = Scaled()
+        self.temperature = Temperature()
+        self.logit_scale = nn.Parameter(torch.tensor(-0.4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.temperature(self.second(self.first(x))) * self.logit_scale
+        return y
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.logit_scale, -0.4)
+
+
+UNITS = {"policy": units_of(Scaled, Temperature)}
+WAYS: list[tuple[int, dict[str, Any]]] = [
+    (1, {"strategy": "no_shard"}),
+    (2, {}),
+    (3, {"layout": "rows"}),
+    (3, {"layout": "blocks"}),
+    (2, {"strategy": "shard_grad_op", "offload": "cpu"}),
+    (2, {"strategy": "no_shard"}),
+    (4, {"strategy": "hybrid_shard", "shard_size": 2}),
+    (2, {"policy": "never"}),
+]
+
+
+@pytest.mark.parametrize(("world_size", "settings"), WAYS)
+def test_it_trains_as_unsharded(world_size: int, settings: dict[str, Any]) -> None:
+    assert_parity(seeded(Clip), world_size=world_size, optimizer=adam, settings={**UNITS, **settings})
+
+
+def whole_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    with polyshard.unsharded(model):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def same(got: dict[str, torch.Tensor], plain: nn.Module) -> None:
+    wanted = {name: parameter.detach() for name, parameter in plain.named_parameters()}
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, turns: range) -> None:
+    for turn in turns:
+        # Of all ranks the same, so that it does not matter how many they are.
+        model(draw(4, 3, turn=turn)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("saves", "loads", "flat"),
+    [
+        (WAYS[1], WAYS[3], False),
+        (WAYS[4], WAYS[0], False),
+        (WAYS[0], WAYS[6], False),
+        (WAYS[5], WAYS[2], True),
+        (WAYS[2], WAYS[7], True),
+        (WAYS[6], WAYS[1], True),
+    ],
+)
+def test_a_checkpoint_is_loaded_at_another_number_of_ranks(
+    tmp_path: Path, saves: tuple[int, dict[str, Any]], loads: tuple[int, dict[str, Any]], flat: bool
+) -> None:
+    plain = seeded(Clip)
+    train(plain, torch.optim.AdamW(plain.parameters(), lr=0.1), range(4))
+
+    def start(rank: int, world: ThreadedWorld, settings: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = sharded_copy(seeded(Clip), rank, world, **{**UNITS, **settings})
+        parameters = polyshard.flat_parameters(model) if flat else model.parameters()
+        return model, torch.optim.AdamW(parameters, lr=0.1)
+
+    def save(rank: int, world: ThreadedWorld) -> None:
+        model, optimizer = start(rank, world, saves[1])
+        train(model, optimizer, range(2))
+        polyshard.checkpoint.save(tmp_path, 2, model, optimizer)
+
+    def load(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        model, optimizer = start(rank, world, loads[1])
+        polyshard.checkpoint.load(tmp_path / "step-00000002", model, optimizer)
+        train(model, optimizer, range(2, 4))
+        return whole_of(model)
+
+    on_ranks(saves[0], save)
+    for got in on_ranks(loads[0], load):
+        same(got, plain)
+
+
+def on_each(world_size: int, settings: dict[str, Any], function: Callable[[nn.Module, int], T]) -> list[T]:
+    """``function(model, rank)`` on the ranks of a world, of a sharded ``Clip``."""
+    return on_ranks(
+        world_size,
+        lambda rank, world: function(sharded_copy(seeded(Clip), rank, world, **{**UNITS, **settings}), rank),
+    )
+
+
+@pytest.mark.parametrize(("world_size", "settings"), WAYS)
+def test_states_are_those_of_the_unsharded_model(world_size: int, settings: dict[str, Any]) -> None:
+    """Whole, taken up again by another optimizer, and by the unsharded model's."""
+    plain = seeded(Clip)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    train(plain, reference, range(2))
+    wanted: Any = copy.deepcopy(torch_state_dict(plain, reference))
+
+    def states(model: nn.Module, rank: int) -> tuple[Any, dict[str, torch.Tensor]]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        train(model, optimizer, range(2))
+        whole = polyshard.state.StateOptions(form=polyshard.state.StateForm.FULL)
+        told = polyshard.state.get_state_dict(model, optimizer, whole)
+        again = torch.optim.AdamW(model.parameters(), lr=0.1)
+        # Its own parts, then whole tensors: ours, and those of torch.
+        for given in (polyshard.state.get_state_dict(model, optimizer), told, wanted):
+            if given is wanted:
+                again = torch.optim.AdamW(model.parameters(), lr=0.5)
+            polyshard.state.set_state_dict(model, again, model_state_dict=given[0], optim_state_dict=given[1])
+        train(model, again, range(2, 4))
+        return told, whole_of(model)
+
+    ranks = on_each(world_size, settings, states)
+    train(plain, reference, range(2, 4))
+    for (model_state, optimizer_state), after in ranks:
+        torch.testing.assert_close(dict(model_state), dict(wanted[0]), rtol=1e-12, atol=1e-12)
+        for name, state in wanted[1]["state"].items():
+            torch.testing.assert_close(dict(optimizer_state["state"][name]), dict(state), rtol=1e-12, atol=1e-12)
+        same(after, plain)
+
+
+@pytest.mark.parametrize(("world_size", "settings"), WAYS)
+def test_what_is_told_of_it(world_size: int, settings: dict[str, Any]) -> None:
+    def told(model: nn.Module, rank: int) -> tuple[int, float]:
+        scale = model.get_parameter("logit_scale")
+        placed = polyshard.placement(scale)
+        assert (placed.shape, placed.stride, placed.unit) == ((), (), "(root)")
+        assert sum(stop - start for start, stop in placed.pieces) == 1
+        if scale.numel() < 1 or scale.ndim:
+            with pytest.raises(UnsupportedError, match=r"logit_scale|whole here"):
+                polyshard.as_dtensor(scale)
+        assert [group["weight_decay"] for group in decay_groups(model, 0.1) if scale in set(group["params"])] == [0.0]
+        assert any(scale is each for each in for_matrices(model).others)
+        with polyshard.unsharded(model, writeback=True):
+            assert scale.shape == ()
+            scale.data.fill_(3.0)
+        with polyshard.unsharded(model):
+            return scale.numel(), scale.item()
+
+    assert on_each(world_size, settings, told) == [(1, 3.0)] * world_size
+
+
+@pytest.mark.parametrize("layout", ["flat", "rows", "blocks"])
+def test_it_is_made_from_the_meta_device(layout: str) -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        with world.lock, torch.device("meta"):
+            model = Clip()
+        polyshard.shard(model, threaded(world, rank, device="cpu", layout=layout, **UNITS))
+        return whole_of(model)
+
+    for got in on_ranks(3, on_rank):
+        scalars = {name: value.item() for name, value in got.items() if value.ndim == 0}
+        assert scalars == pytest.approx(
+            {"first.scale": 0.7, "second.scale": 0.7, "temperature.value": 1.3, "logit_scale": -0.4}
+        )
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "int8", "fp8"])
+def test_casters_serve_it(precision: str) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        plain = Clip()
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        model = sharded_copy(plain, rank, world, precision=precision, **UNITS)
+        for _ in range(2):
+            model(draw(4, 3).float()).square().mean().backward()
+        return {
+            name: parameter.grad
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None and parameter.numel()
+        }
+
+    for _ in range(2):
+        plain(draw(4, 3).float()).square().mean().backward()
+    ranks = on_ranks(2, on_rank)
+    for name in ("first.scale", "second.scale", "temperature.value", "logit_scale"):
+        (gradient,) = [each[name] for each in ranks if name in each]
+        wanted: Any = plain.get_parameter(name).grad
+        assert gradient.item() == pytest.approx(wanted.item(), rel=0.1)
+
+
+def test_files_of_hugging_face(tmp_path: Path) -> None:
+    plain = seeded(Clip)
+
+    def save(model: nn.Module, rank: int) -> None:
+        polyshard.huggingface.save(model, tmp_path)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        with world.lock, torch.device("meta"):
+            model = Clip().double()
+        initializer = polyshard.huggingface.to_be_loaded(model)
+        polyshard.shard(model, threaded(world, rank, device="cpu", **UNITS), initializer=initializer)
+        polyshard.huggingface.load(model, tmp_path)
+        return whole_of(model)
+
+    on_each(2, {}, save)
+    torch.testing.assert_close(load_file(tmp_path / "model.safetensors"), dict(plain.state_dict()), rtol=0, atol=0)
+    for got in on_ranks(3, on_rank):
+        same(got, plain)
+
+
+def test_averages_and_muon_beside_it() -> None:
+    plain = seeded(Clip)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    average = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for turn in range(3):
+        train(plain, reference, range(turn, turn + 1))
+        average.update_parameters(plain)
+
+    def averaged(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        mine = polyshard.optim.AveragedWeights(model, 0.5)
+        for turn in range(3):
+            train(model, optimizer, range(turn, turn + 1))
+            mine.update()
+        with mine.applied():
+            return whole_of(model)
+
+    for got in on_each(3, {}, averaged):
+        same(got, average.module)
+
+    def refused(model: nn.Module, rank: int) -> str:
+        model(draw(4, 3)).square().mean().backward()
+        with pytest.raises(PolyshardError) as caught:
+            polyshard.optim.Muon(model.parameters()).step()
+        return str(caught.value)
+
+    for message in on_each(2, {}, refused):
+        assert "a parameter with size: ()" in message
