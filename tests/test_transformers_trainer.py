@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from processes import KeptRanks
 from torch import nn
 from transformers_runs import (
     STEPS,
+    arguments,
     curve,
     launched,
     make_model,
@@ -23,6 +25,7 @@ from transformers_runs import (
     parameters,
     plain_trainer,
     quiet,
+    samples,
     shard_config,
     sharded_trainer,
 )
@@ -394,6 +397,123 @@ def test_adapters_train_and_come_back_bit_equal(ranks: KeptRanks, tmp_path: Path
         assert "model.safetensors" not in found["files"]
         # Of each block one that is frozen and one that is trained, and the frozen root.
         assert found["units"] == 7
+
+
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "trained whole": ("LoraConfig", {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "magnitudes": ("LoraConfig", {"r": 4, "target_modules": ["q_proj"], "use_dora": True}),
+    "tokens": ("LoraConfig", {"r": 4, "target_modules": ["q_proj"], "trainable_token_indices": [3, 5]}),
+    "prompt": ("PromptTuningConfig", {"num_virtual_tokens": 4}),
+    "computed prompt": (
+        "PrefixTuningConfig",
+        {"num_virtual_tokens": 4, "prefix_projection": True, "encoder_hidden_size": 16},
+    ),
+    "recurrent prompt": (
+        "PromptEncoderConfig",
+        {"num_virtual_tokens": 4, "encoder_hidden_size": 16, "encoder_reparameterization_type": "LSTM"},
+    ),
+}
+
+
+def save_adapters(rank: int, folder: str, kind: str) -> dict[str, Any]:
+    quiet()
+    import peft
+    from safetensors.torch import load_file
+
+    config, settings = ADAPTERS[kind]
+    saving = {"max_steps": 3, "warmup_steps": 0, "save_strategy": "steps", "save_steps": 3, "dataloader_num_workers": 0}
+
+    def adapted() -> Any:
+        model = make_model("llama")
+        return peft.get_peft_model(model, getattr(peft, config)(task_type="CAUSAL_LM", **settings))
+
+    def written(where: str) -> dict[str, torch.Tensor]:
+        return load_file(f"{folder}/{where}/checkpoint-3/adapter_model.safetensors")
+
+    with launched(rank, 2):
+        trainer = sharded_trainer(adapted(), f"{folder}/ours", "llama", **saving)
+        trainer.train()
+        found = {"ours": curve(trainer), "written": written("ours")}
+    if not rank:
+        plain = plain_trainer(adapted(), f"{folder}/plain", "llama", **saving)
+        plain.train()
+        found |= {"plain": curve(plain), "expected": written("plain")}
+    return found
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters_of_every_kind_are_written_as_the_plain_trainer_does(
+    ranks: KeptRanks, tmp_path: Path, kind: str
+) -> None:
+    results = ranks.run(2, save_adapters, str(tmp_path), kind)
+    plain, expected = results[0]["plain"], results[0]["expected"]
+    for found in results:
+        for mine, theirs in zip(found["ours"], plain, strict=True):
+            assert mine == pytest.approx(theirs, **CLOSE)
+        torch.testing.assert_close(found["written"], expected, rtol=1e-3, atol=1e-4)
+
+
+def fail_to_write(rank: int, folder: str) -> str:
+    quiet()
+    import peft
+
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    saving = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    with launched(rank, 2):
+        trainer = sharded_trainer(peft.get_peft_model(make_model("llama"), settings), folder, "llama", **saving)
+        if not rank:
+            # As a full disk: one rank alone writes what PEFT reads.
+            Path(f"{folder}/checkpoint-1/adapter_model.safetensors").mkdir(parents=True)
+        with pytest.raises(Exception, match=r"adapter_model|Is a directory") as caught:
+            trainer.train()
+        return str(caught.value)
+
+
+def test_a_rank_that_cannot_write_adapters_ends_all(ranks: KeptRanks, tmp_path: Path) -> None:
+    _, told = ranks.run(2, fail_to_write, str(tmp_path))
+    assert re.match(r"Writing PeftModelForCausalLM to .*checkpoint-1 failed on other ranks.*rank 1", told)
+
+
+class Generating:
+    """Before a ``Trainer``: batches are lists of samples, as of one that generates what it learns from."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        assert isinstance(inputs, list)
+        rows = torch.stack([sample["input_ids"] for sample in inputs])
+        return model(input_ids=rows, labels=rows).loss
+
+
+def train_on_lists(rank: int, folder: str) -> dict[str, Any]:
+    quiet()
+    from polyshard.transformers import PolyshardTrainer
+    from transformers import Trainer
+
+    found: dict[str, Any] = {}
+    for name, kind, size in (("ours", PolyshardTrainer, 2), ("plain", Trainer, 4)):
+        if rank and name == "plain":
+            continue
+        sharding = {"shard": shard_config()} if name == "ours" else {}
+        extra = {"ddp_backend": "gloo"} if name == "ours" else {}
+        with launched(rank, 2) if name == "ours" else nullcontext():
+            trainer = type("Lists", (Generating, kind), {})(
+                model=make_model("llama"),
+                args=arguments(folder, max_steps=3, per_device_train_batch_size=size, **extra),
+                train_dataset=samples("llama", equal=True),
+                data_collator=list,
+                **sharding,
+            )
+            trainer.train()
+            found[name] = curve(trainer)
+            found[f"{name} flos"] = trainer.state.total_flos
+    return found
+
+
+def test_batches_that_are_lists_are_trained_on(ranks: KeptRanks, tmp_path: Path) -> None:
+    results = ranks.run(2, train_on_lists, str(tmp_path))
+    for found in results:
+        for mine, plain in zip(found["ours"], results[0]["plain"], strict=True):
+            assert mine == pytest.approx(plain, **CLOSE)
+        assert found["ours flos"] == results[0]["plain flos"] == 0
 
 
 # Generation

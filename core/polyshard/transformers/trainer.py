@@ -95,7 +95,9 @@ class PolyshardMixin(TrainerHooks):
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """As ``Trainer``: six for each number of the main input and parameter, embeddings aside, of the whole model."""
-        main: torch.Tensor | None = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        name = getattr(self.model, "main_input_name", "input_ids")
+        # Trainers that generate what they learn from pass lists of samples, which have none.
+        main: torch.Tensor | None = inputs[name] if name in inputs else None
         return 0 if main is None else 6 * main.numel() * self._whole_numel
 
     def end(self) -> None:
