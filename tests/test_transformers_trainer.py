@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from blockwise_states import BlockwiseMomentum
 from polyshard.errors import ConfigError
 from processes import KeptRanks
 from torch import nn
@@ -603,7 +604,7 @@ def misuse(rank: int, folder: str) -> dict[str, str]:
     quiet()
     import polyshard
     import polyshard_fsdp2
-    from polyshard.transformers import PolyshardMixin
+    from polyshard.transformers import PolyshardMixin, PreemptionCallback
     from torch.distributed.fsdp import fully_shard
 
     told: dict[str, str] = {}
@@ -622,6 +623,17 @@ def misuse(rank: int, folder: str) -> dict[str, str]:
         trainer = sharded_trainer(model, f"{folder}/run", "llama", **{"max_steps": 2, **settings})
         trainer.train(resume_from_checkpoint=resume)
         return trainer
+
+    def train_blockwise(strategy: str, **settings: Any) -> None:
+        model = make_model("llama")
+        optimizer = BlockwiseMomentum(model.parameters())
+        try:
+            train(model, optimizers=(optimizer, None), save_strategy=strategy, **settings)
+        except polyshard.errors.PolyshardError:
+            # Before a step, with nothing changed.
+            assert not optimizer.state
+            raise
+        assert optimizer.state
 
     with launched(rank, 2):
         other = [nn.Parameter(torch.ones(3, 4))]
@@ -646,6 +658,13 @@ def misuse(rank: int, folder: str) -> dict[str, str]:
         bf16 = shard_config(precision="bf16")
         told_by("sharded bf16", lambda: train(polyshard.shard(make_model("llama"), bf16), shard=None))
         told_by("optim", lambda: train(make_model("llama"), optim="adafactor"))
+        told_by("unsaveable", lambda: train_blockwise("steps"))
+        told_by("not saved", lambda: train_blockwise("no"))
+        told_by("saved without", lambda: train_blockwise("steps", save_only_model=True))
+        told_by("unsaveable at an end", lambda: train_blockwise("no", callbacks=[PreemptionCallback()]))
+        odd = make_model("llama")
+        odd.register_buffer("phases", torch.zeros(2, dtype=torch.complex128))
+        told_by("unwritable", lambda: train(odd, save_strategy="steps"))
         told_by("trainer", lambda: type("Odd", (PolyshardMixin,), {})(model=make_model("llama")))
         told_by("compile", lambda: train(make_model("llama"), torch_compile=True))
         dropping = make_model("llama")
@@ -677,6 +696,12 @@ REFUSED = {
     "sharded bf16": "ConfigError: This LlamaForCausalLM was sharded to compute in bf16, but .* mixed precision 'no'",
     "trainer": "UnsupportedError: Odd has no _build_accelerator_args, .* of its own to override",
     "optim": "UnsupportedError: TrainingArguments.optim='adafactor' computes with whole parameters",
+    "unsaveable": r"ConfigError: Checkpoints of this run would fail\. The optimizer's state 'scales' of .* has "
+    r"shape .*save_only_model=True\), none with save_strategy='no'",
+    "not saved": "nothing",
+    "saved without": "nothing",
+    "unsaveable at an end": "ConfigError: Checkpoints of this run would fail. The optimizer's state 'scales'",
+    "unwritable": r"UnsupportedError: Checkpoints of this run would fail\. Safetensors files cannot hold .*'phases'",
     "compile": "ConfigError: TrainingArguments.torch_compile is set",
     "layerdrop": r"UnsupportedError: LlamaConfig\.layerdrop=0\.1 lets each rank drop other layers",
     "group": "ConfigError: The ShardConfig's collectives is of 1 ranks, but Trainer divides its data between 2",

@@ -232,7 +232,7 @@ def _prepared(
         joint = joint_of(optimizer)
         called.update(step=step, keep=keep, frozen=frozen, optimizer=told(joint))
         called.update(settings_told(joint))
-        state = _state(owner, model, optimizer, frozen=frozen)
+        state = state_of(owner, model, optimizer, frozen=frozen)
         if coordinates(collectives):
             kind = None if joint is None else described(joint)
             aliases = {other: names[0] for names in names_of(model).values() for other in names[1:]}
@@ -287,7 +287,8 @@ def _ended(owner: Root, model: nn.Module, task: _Task, notes: Notes, deadline: f
     owner.events.on_save(model, task.named)
 
 
-def _state(owner: Root, model: nn.Module, optimizer: Optimizers | None, *, frozen: bool) -> dict[str, Any]:
+def state_of(owner: Root, model: nn.Module, optimizer: Optimizers | None, *, frozen: bool) -> dict[str, Any]:
+    """What this rank knows of what a save writes; arguments and errors are those of ``save``."""
     values = model_state(model)
     if not frozen:
         left_out = frozen_names(model)

@@ -12,9 +12,20 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from .. import huggingface
 from ..engine.surface.gathered import whole_on_this_rank
+from ..huggingface.saving import require_saveable
 from ..state import StateForm, StateOptions, get_model_state_dict
 from ..state.agreement import together
 from ..state.resting import resting_root
+
+
+def require_exportable(model: nn.Module, *, one_folder: bool) -> None:
+    """Raise where ``export`` would refuse the model.
+
+    Raises:
+        ConfigError, UnsupportedError: as ``polyshard.huggingface.save``.
+    """
+    if one_folder and isinstance(model, PreTrainedModel):
+        require_saveable(model)
 
 
 def export(model: nn.Module, folder: Path, *, writes: bool, one_folder: bool) -> None:
