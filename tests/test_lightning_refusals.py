@@ -22,6 +22,7 @@ from polyshard import ShardConfig
 from polyshard.errors import (
     AlreadyShardedError,
     ConfigError,
+    ConfigTypeError,
     ParameterError,
     PolyshardError,
     StateError,
@@ -169,6 +170,14 @@ class Renamed(Regression):
         )
 
 
+class Odd(Regression):
+    """Has a hyperparameter that is no value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"made": object()})
+
+
 class Composed(Regression):
     """Shards its blocks by itself."""
 
@@ -221,6 +230,12 @@ def refusals(rank: int, folder: str) -> list[tuple[str, str]]:
         assert not module.optimizer.state
         found.append((type(caught.value).__name__, str(caught.value)))
     refused(found, Renamed(), enable_checkpointing=True)
+    module = Odd()
+    with pytest.raises(PolyshardError) as caught:
+        strategy = PolyshardStrategy(CONFIG, state_dict_type="sharded")
+        trains(folder, strategy, max_epochs=1, enable_checkpointing=True).fit(module, loader(1))
+    assert not module.losses
+    found.append((type(caught.value).__name__, str(caught.value)))
     # What is not saved can be trained, and what is saved without the optimizer.
     trains(folder, max_epochs=1).fit(Blockwise(), loader(1))
     alone = ModelCheckpoint(folder, save_weights_only=True)
@@ -250,6 +265,7 @@ def test_wrong_use_of_the_trainer_is_refused_by_name(tmp_path: Path) -> None:
         (ConfigError, "Checkpoints of this run would fail. The optimizer's state 'scales' of 'net."),
         (ConfigError, "save_weights_only=True), none by Trainer(enable_checkpointing=False)"),
         (UnsupportedError, "Checkpoints of this run would fail. state_dict() of Renamed has no 'net.first.weight'"),
+        (ConfigTypeError, "extra['hyper_parameters']['made'] is of builtins.object"),
     ]
     for found in on_ranks(refusals, str(tmp_path)):
         for (kind, text), (wanted, words) in zip(found, expected, strict=True):

@@ -22,6 +22,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
+from ..checkpoint.encoding import Encoder
 from ..checkpoint.saveable import require_saveable
 from ..composable import no_sync, register_forward_method
 from ..config import ShardConfig
@@ -182,8 +183,15 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
             "Checkpoints without optimizers are written by ModelCheckpoint(save_weights_only=True), none by "
             "Trainer(enable_checkpointing=False).",
             writes=sharded,
-            also=lambda: None if sharded else require_names(self.lightning_module),
+            also=self._require_values if sharded else lambda: require_names(self.lightning_module),
         )
+
+    def _require_values(self) -> None:
+        """Refuse what Lightning would add to a directory, and it could not hold."""
+        module = self.lightning_module
+        Encoder().encode(dict(module.hparams), "extra['hyper_parameters']")
+        for callback in module.trainer.callbacks:
+            Encoder().encode(callback.state_dict(), f"extra['callbacks'][{callback.state_key!r}]")
 
     def model_to_device(self) -> None:
         """Sharding does."""
