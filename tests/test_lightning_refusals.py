@@ -231,8 +231,8 @@ def refusals(rank: int, folder: str) -> list[tuple[str, str]]:
         found.append((type(caught.value).__name__, str(caught.value)))
     refused(found, Renamed(), enable_checkpointing=True)
     module = Odd()
+    strategy = PolyshardStrategy(CONFIG, state_dict_type="sharded")
     with pytest.raises(PolyshardError) as caught:
-        strategy = PolyshardStrategy(CONFIG, state_dict_type="sharded")
         trains(folder, strategy, max_epochs=1, enable_checkpointing=True).fit(module, loader(1))
     assert not module.losses
     found.append((type(caught.value).__name__, str(caught.value)))

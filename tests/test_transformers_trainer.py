@@ -506,6 +506,11 @@ def train_on_lists(rank: int, folder: str) -> dict[str, Any]:
             trainer.train()
             found[name] = curve(trainer)
             found[f"{name} flos"] = trainer.state.total_flos
+            # A model beside the one that is trained, whole on every rank.
+            reference = trainer.accelerator.prepare_model(make_model("llama"), evaluation_mode=True)
+            for parameter in reference.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            found[f"{name} norm"] = float(trainer.accelerator.clip_grad_norm_(reference.parameters(), 1.0))
     return found
 
 
@@ -515,6 +520,7 @@ def test_batches_that_are_lists_are_trained_on(ranks: KeptRanks, tmp_path: Path)
         for mine, plain in zip(found["ours"], results[0]["plain"], strict=True):
             assert mine == pytest.approx(plain, **CLOSE)
         assert found["ours flos"] == results[0]["plain flos"] == 0
+        assert found["ours norm"] == pytest.approx(results[0]["plain norm"])
 
 
 # Generation

@@ -155,7 +155,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], object], type[PolyshardError], li
 def test_what_means_whole_parameters_is_refused_for_pieces_on_every_rank(name: str) -> None:
     call, kind, words = REFUSED[name]
     more = {"functional_call": [*CUT, WHOLE], "apply": CUT, "parameters_to_vector": CUT}
-    more |= dict.fromkeys(("vmap", "jacrev", "distribute_module", "parallelize_module"), [CUT[0], WHOLE])
+    more |= {key: [CUT[0], WHOLE] for key in ("vmap", "jacrev", "distribute_module", "parallelize_module")}
     for world_size, settings in more.get(name, CUT[:1]):
 
         def on_rank(rank: int, world: ThreadedWorld, settings: dict[str, Any] = settings) -> str:

@@ -97,8 +97,8 @@ _told: WeakSet[Callable[..., Any]] = WeakSet()
 def _not_nothing(
     chosen: UnitPlan, root: nn.Module, policy: str, fn: Callable[..., Any], context: PolicyContext
 ) -> UnitPlan:
-    # A function may mean it; but a model in one unit is rarely what it was written for. Once, where a program gives many
-    # modules the same one.
+    # A function may mean it; but a model in one unit is rarely what it was written for. Once, where a program gives
+    # many modules the same one.
     if not chosen and any(root.children()) and not _is_told(fn):
         told = context.warn(
             f"the function of a {policy} policy chose no module inside this {type(root).__name__}, so that the whole "

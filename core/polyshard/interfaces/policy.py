@@ -35,8 +35,8 @@ class PolicyContext:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Where the model computes."""
     warn: Callable[[str], bool] = _warn
-    """Says something of the model to users, as ``warnings.warn`` does, on one of the ranks, which all plan alike; returns
-    whether this is the one."""
+    """Says something of the model to users, as ``warnings.warn`` does, on one of the ranks, which all plan alike;
+    returns whether this is the one."""
 
 
 class WrapPolicy(ABC):

@@ -63,7 +63,9 @@ def _state_after_a_step(
     copied: Any = object.__new__(type(optimizer))
     copied.__dict__.update(vars(optimizer))
     copied.state = defaultdict(dict)
-    copied.param_groups = [{key: value for key, value in group.items() if key != "param_names"} | {"params": [stand_in]}]
+    copied.param_groups = [
+        {key: value for key, value in group.items() if key != "param_names"} | {"params": [stand_in]}
+    ]
     copied._optimizer_step_pre_hooks, copied._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     devices = [stand_in.device] if stand_in.device.type == "cuda" else []
     try:

@@ -99,8 +99,10 @@ class PolyshardMixin(TrainerHooks):
         """As ``Trainer``: six for each number of the main input and parameter, embeddings aside, of the whole model."""
         name = getattr(self.model, "main_input_name", "input_ids")
         # Trainers that generate what they learn from pass lists of samples, which have none.
-        main: torch.Tensor | None = inputs[name] if name in inputs else None
-        return 0 if main is None else 6 * main.numel() * self._whole_numel
+        if name not in inputs:
+            return 0
+        main: torch.Tensor = inputs[name]
+        return 6 * main.numel() * self._whole_numel
 
     def end(self) -> None:
         """As ``Trainer``, which ends the process group; the model, which holds it, is closed before."""

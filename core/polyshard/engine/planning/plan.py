@@ -212,9 +212,9 @@ def _check_parameter(name: str, parameter: nn.Parameter, rank: int, known_refere
     own = _state_of_its_own(parameter)
     if own:
         raise ParameterError(
-            f"The parameter {where} is a {type(parameter).__name__} with state of its own ({', '.join(own[:4])}), which "
-            "the views that compute would not have. Pass it in ignored_parameters, or shard the model without it, as "
-            "one that is not quantized."
+            f"The parameter {where} is a {type(parameter).__name__} with state of its own ({', '.join(own[:4])}), "
+            "which the views that compute would not have. Pass it in ignored_parameters, or shard a model that is not "
+            "quantized."
         )
     if _torch_private.tensor_hooks(parameter):
         raise ParameterError(

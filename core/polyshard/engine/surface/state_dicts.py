@@ -70,7 +70,7 @@ class _Guard:
             return
         pieces = {piece.slot: piece for piece in self.unit.pieces}
         for key, index in self.slots.items():
-            value = state_dict.get(prefix + key)
+            value: Any = state_dict.get(prefix + key)
             slot, piece = self.unit.layout.slots[index], pieces.get(index)
             gathers = _is_dtensor(value)
             # Whatever else there is will not fit, and torch says so.
