@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import DataLoaderConfiguration, GradScalerKwargs, ProjectConfiguration, set_seed
 from accelerate_ranks import forget, launched, loader_of, on_ranks, pairs, whole
+from blockwise_states import BlockwiseMomentum
 from parity import Block, Net, Words, seeded, units_of
 from polyshard import ShardConfig
 from polyshard.accelerate import Accelerator
-from polyshard.errors import ConfigError, StateError
+from polyshard.errors import ConfigError, PolyshardError, StateError
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -409,3 +411,34 @@ def refuse_folders(rank: int, folder: Path) -> None:
 
 def test_folders_of_something_else_are_refused_and_change_nothing(tmp_path: Path) -> None:
     on_ranks(2, refuse_folders, tmp_path)
+
+
+# What cannot be saved.
+
+
+def tell_before_training(rank: int, folder: Path) -> None:
+    with launched():
+        numbered = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
+        accelerator = Accelerator(shard=BLOCKS, cpu=True, project_config=numbered)
+        model = seeded(Net)
+        optimizer = BlockwiseMomentum(model.parameters())
+        with pytest.raises(PolyshardError, match=r"'scales' of .*leave out automatic_checkpoint_naming"):
+            accelerator.prepare(model, optimizer)
+        assert not optimizer.state
+        forget()
+        accelerator = Accelerator(shard=BLOCKS, cpu=True)
+        # Whether it will be saved nobody knows: one rank says so, and it trains.
+        told = pytest.warns(UserWarning, match=r"save_state\(\) will refuse BlockwiseMomentum.*'scales'")
+        with told if rank == 0 else nullcontext():
+            model = seeded(Net)
+            model, optimizer = accelerator.prepare(model, BlockwiseMomentum(model.parameters()))
+        accelerator.backward(model(torch.ones(2, 3).double()).sum())
+        optimizer.step()
+        with pytest.raises(PolyshardError, match="'scales'"):
+            accelerator.save_state(folder / "state")
+        accelerator.save_model(model, folder / "model")
+        accelerator.free_memory()
+
+
+def test_optimizers_that_cannot_be_saved_are_told_of_before_training(tmp_path: Path) -> None:
+    on_ranks(2, tell_before_training, tmp_path)

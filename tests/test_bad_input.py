@@ -69,6 +69,18 @@ def with_hook() -> nn.Module:
     return model
 
 
+class Quantized(nn.Parameter):
+    """As packages of quantization have it: a plain tensor within, and beside it what it takes to read that."""
+
+    scales: torch.Tensor
+
+
+def with_scales() -> nn.Module:
+    odd = Quantized(torch.ones(3), requires_grad=False)
+    odd.scales = torch.full((1,), 0.5)
+    return Tower(Holder(odd))
+
+
 ODD = "'inner.head.odd'"
 PARAMETERS = {
     "integer": Case(
@@ -91,6 +103,11 @@ PARAMETERS = {
         errors.ParameterError,
         ("Subclass", ODD),
         trains=False,
+    ),
+    "state of its own": Case(
+        with_scales,
+        errors.ParameterError,
+        ("Quantized", ODD, "state of its own (scales)", "ignored_parameters"),
     ),
     "sparse gradients": Case(
         lambda: Tower(nn.Embedding(3, 4, sparse=True)),

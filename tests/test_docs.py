@@ -84,7 +84,7 @@ def _identify(page: Path) -> str:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_other_plugins: None) -> Iterator[Path]:
     """The working directory of a page. Nothing that was imported from it, or is logged into it, stays."""
     for variable in [name for name in os.environ if name.startswith("POLYSHARD_")]:
         monkeypatch.delenv(variable)

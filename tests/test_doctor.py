@@ -212,6 +212,7 @@ def test_limits(machine: Machine, expected: dict[str, Level]) -> None:
     assert told(doctor.limits(machine)) == expected
 
 
+@pytest.mark.usefixtures("no_other_plugins")
 def test_plugins_that_cannot_be_used_are_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     offers = [("polyshard.offload", "torn", "acme_ill:Torn"), ("polyshard.offload", "none", "acme_ill_not:Fine")]
     sources = {

@@ -23,22 +23,22 @@ ACME = ROOT / "examples" / "acme"
 PAGE = ROOT / "docs" / "plugins.md"
 SUPPORT = Path(__file__).with_name("support")
 
-#: Two ranks of gloo, with all plugins of the package but its collectives.
+#: Two ranks of gloo, with all plugins of the package but its collectives. By labels: others may offer the same names.
 TOGETHER = """
 [shard]
 collectives = "gloo"
 precision = "acme:bf16_but_norms"
-policy = "keep_last"
-layout = { name = "whole_heads", rows = 4 }
-offload = { name = "disk", folder = "FOLDER" }
-listeners = [{ name = "tally", every = 2 }]
+policy = "acme:keep_last"
+layout = { name = "acme:whole_heads", rows = 4 }
+offload = { name = "acme:disk", folder = "FOLDER" }
+listeners = [{ name = "acme:tally", every = 2 }]
 """
 #: One rank, with the collectives that pretend.
 ALONE = """
 [shard]
 strategy = "no_shard"
-collectives = "loopback"
-policy = "keep_last"
+collectives = "acme:loopback"
+policy = "acme:keep_last"
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import polyshard_fsdp2
 import pytest
 import torch
 import torch.distributed as dist
+from blockwise_states import BlockwiseMomentum
 from lightning.fabric.plugins import MixedPrecision
 from lightning_ranks import BATCH, CONFIG, Net, Pairs, built, loader, mean_losses, on_ranks, reference
 from parity import Block, units_of
@@ -500,3 +502,27 @@ def test_wrong_use_is_refused_by_name(tmp_path: Path) -> None:
         for (kind, text), (wanted, words) in zip(found, expected, strict=True):
             assert kind == wanted.__name__, text
             assert words in text
+
+
+def tell_before_training(rank: int, folder: str, form: str) -> None:
+    runs = fabric(form)
+    for jointly in (True, False):
+        model: Any = built().double()
+        optimizer: Any = BlockwiseMomentum(model.parameters())
+        told = pytest.warns(UserWarning, match=r"fabric\.save\(\) will refuse BlockwiseMomentum.*'scales'")
+        with told if rank == 0 else nullcontext():
+            if jointly:
+                model, optimizer = runs.setup(model, optimizer)
+            else:
+                model = runs.setup_module(model)
+                optimizer = runs.setup_optimizers(optimizer)
+        runs.backward(model(torch.ones(2, 3).double()).sum())
+        optimizer.step()
+        with pytest.raises(PolyshardError, match="'scales'"):
+            runs.save(f"{folder}/both", {"model": model, "optimizer": optimizer})
+        runs.save(f"{folder}/model", {"model": model})
+
+
+@pytest.mark.parametrize("form", ["sharded", "full"])
+def test_optimizers_that_cannot_be_saved_are_told_of_before_training(tmp_path: Path, form: str) -> None:
+    on_ranks(tell_before_training, str(tmp_path), form)

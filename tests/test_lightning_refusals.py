@@ -10,9 +10,10 @@ import lightning
 import polyshard
 import pytest
 import torch
+from blockwise_states import BlockwiseMomentum
 from lightning.fabric.plugins.precision.fsdp import FSDPPrecision as FabricsFSDPPrecision
 from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import FSDPPrecision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning_ranks import CONFIG, Regression, lightnings_warnings, loader, mean_losses, on_ranks, reference
@@ -21,6 +22,7 @@ from polyshard import ShardConfig
 from polyshard.errors import (
     AlreadyShardedError,
     ConfigError,
+    ConfigTypeError,
     ParameterError,
     PolyshardError,
     StateError,
@@ -150,6 +152,32 @@ class Foreign(Regression):
         return torch.optim.SGD([*self.parameters(), *self.other], lr=0.1)
 
 
+class Blockwise(Regression):
+    """Its optimizer keeps state of other shapes than parameters have."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.optimizer = BlockwiseMomentum(self.parameters())
+        return self.optimizer
+
+
+class Renamed(Regression):
+    """Its state dict has other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(
+            lambda module, state, prefix, metadata: state.update(other=state.pop("net.first.weight"))
+        )
+
+
+class Odd(Regression):
+    """Has a hyperparameter that is no value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"made": object()})
+
+
 class Composed(Regression):
     """Shards its blocks by itself."""
 
@@ -193,6 +221,26 @@ def refusals(rank: int, folder: str) -> list[tuple[str, str]]:
     module = Regression()
     trains(folder, max_epochs=1).fit(module, loader(1))
     refused(found, module, ShardConfig())
+    for kind in ("full", "sharded"):
+        module = Blockwise()
+        strategy = PolyshardStrategy(CONFIG, state_dict_type=kind)
+        with pytest.raises(PolyshardError) as caught:
+            trains(folder, strategy, max_epochs=1, enable_checkpointing=True).fit(module, loader(1))
+        assert not module.losses
+        assert not module.optimizer.state
+        found.append((type(caught.value).__name__, str(caught.value)))
+    refused(found, Renamed(), enable_checkpointing=True)
+    module = Odd()
+    strategy = PolyshardStrategy(CONFIG, state_dict_type="sharded")
+    with pytest.raises(PolyshardError) as caught:
+        trains(folder, strategy, max_epochs=1, enable_checkpointing=True).fit(module, loader(1))
+    assert not module.losses
+    found.append((type(caught.value).__name__, str(caught.value)))
+    # What is not saved can be trained, and what is saved without the optimizer.
+    trains(folder, max_epochs=1).fit(Blockwise(), loader(1))
+    alone = ModelCheckpoint(folder, save_weights_only=True)
+    trains(folder, max_epochs=1, enable_checkpointing=True, callbacks=[alone]).fit(Blockwise(), loader(1))
+    assert Path(alone.best_model_path).is_file()
     # What was refused left everything as it was.
     module.losses.clear()
     trains(folder, max_epochs=1).fit(module, loader(1))
@@ -214,6 +262,10 @@ def test_wrong_use_of_the_trainer_is_refused_by_name(tmp_path: Path) -> None:
         (UnshardedUseError, "Unnamed.on_train_epoch_start"),
         (RuntimeError, "compiled model is incompatible"),
         (ConfigError, "other settings (policy"),
+        (ConfigError, "Checkpoints of this run would fail. The optimizer's state 'scales' of 'net."),
+        (ConfigError, "save_weights_only=True), none by Trainer(enable_checkpointing=False)"),
+        (UnsupportedError, "Checkpoints of this run would fail. state_dict() of Renamed has no 'net.first.weight'"),
+        (ConfigTypeError, "extra['hyper_parameters']['made'] is of builtins.object"),
     ]
     for found in on_ranks(refusals, str(tmp_path)):
         for (kind, text), (wanted, words) in zip(found, expected, strict=True):

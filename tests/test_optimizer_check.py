@@ -203,3 +203,14 @@ def test_a_parameter_group_that_comes_later_is_looked_at() -> None:
     optimizer.add_param_group({"params": [], "weight_decay": 0.1})
     with pytest.raises(ConfigError, match="group 1 is empty"):
         optimizer.step()
+
+
+def by_names_as_trainers_do(model: nn.Module) -> torch.optim.Optimizer:
+    """What has no bias or norm that is to be trained leaves the group that does not decay empty."""
+    return torch.optim.AdamW(
+        [{"params": list(model.parameters()), "weight_decay": 0.5}, {"params": [], "weight_decay": 0.0}], lr=1e-2
+    )
+
+
+def test_an_empty_group_that_no_matrix_was_meant_for_trains_as_the_unsharded_model() -> None:
+    assert_parity(seeded(Net), world_size=2, optimizer=by_names_as_trainers_do, settings=BLOCKS)

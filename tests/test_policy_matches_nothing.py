@@ -9,8 +9,10 @@ from typing import Any
 import polyshard
 import pytest
 import torch
+from parity import on_ranks, threaded
 from polyshard import ShardConfig, errors
 from polyshard.cli import main
+from polyshard_backends.threaded import ThreadedWorld
 from refusal import Tower, refused, silent
 from torch import nn
 
@@ -105,6 +107,32 @@ def test_a_function_that_chooses_nothing_is_warned_of(policy: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert units(Tower(), policy=lambda module: isinstance(module, nn.Linear)) == 3
+
+
+def test_it_is_told_of_once_and_by_one_rank() -> None:
+    def nothing(module: nn.Module) -> bool:
+        return False
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        for _ in range(3):
+            with world.lock:
+                model = tower()
+            polyshard.shard(model, threaded(world, rank, policy=nothing))
+
+    with pytest.warns(UserWarning, match="chose no module inside this Tower") as told:
+        on_ranks(3, on_rank)
+    assert len(told) == 1
+
+
+def test_large_units_are_told_of_by_one_rank() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        with world.lock:
+            model = tower()
+        polyshard.shard(model, threaded(world, rank, policy={"name": "budget", "unit_bytes": 8}))
+
+    with pytest.warns(UserWarning, match="cannot divide") as told:
+        on_ranks(3, on_rank)
+    assert len(told) == 1
 
 
 # The command.

@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 BLOCKS = {"policy": units_of(Block)}
 STRATEGIES = [
@@ -212,9 +214,31 @@ def _loads(rank: int, broadcasts: bool) -> dict[str, torch.Tensor]:
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+def _loads_dtensors(rank: int, settings: dict[str, Any], assign: bool) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (2,))
+    placed = {1: [Shard(0)], 2: [Shard(1)]}
+    state: dict[str, Any] = {
+        name: nn.Parameter(distribute_tensor(value, mesh, placed[value.ndim]))
+        for name, value in seeded(Net, seed=7).state_dict().items()
+    }
+    model = polyshard.shard(seeded(Net), polyshard.ShardConfig(**BLOCKS, **settings))
+    wrong = {**state, "last.bias": distribute_tensor(torch.zeros(9).double(), mesh, placed[1])}
+    with pytest.raises((StateError, RuntimeError), match=r"last\.bias"):
+        model.load_state_dict(wrong)
+    answer = model.load_state_dict(state, assign=assign)
+    assert not answer.missing_keys
+    model(draw(4, 3)).sum().backward()
+    with polyshard.unsharded(model):
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
 def test_on_processes() -> None:
     wanted = {name: p.detach() for name, p in seeded(Net, seed=7).named_parameters()}
     with RankPool(2) as ranks:
         for broadcasts in (False, True):
             for got in ranks.run(_loads, broadcasts):
                 torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+        for settings in ({}, {"strategy": "no_shard"}):
+            for assign in (False, True):
+                for got in ranks.run(_loads_dtensors, settings, assign):
+                    torch.testing.assert_close(got, wanted, rtol=0, atol=0)

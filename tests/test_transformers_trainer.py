@@ -6,16 +6,19 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from blockwise_states import BlockwiseMomentum
 from polyshard.errors import ConfigError
 from processes import KeptRanks
 from torch import nn
 from transformers_runs import (
     STEPS,
+    arguments,
     curve,
     launched,
     make_model,
@@ -23,6 +26,7 @@ from transformers_runs import (
     parameters,
     plain_trainer,
     quiet,
+    samples,
     shard_config,
     sharded_trainer,
 )
@@ -396,6 +400,129 @@ def test_adapters_train_and_come_back_bit_equal(ranks: KeptRanks, tmp_path: Path
         assert found["units"] == 7
 
 
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "trained whole": ("LoraConfig", {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "magnitudes": ("LoraConfig", {"r": 4, "target_modules": ["q_proj"], "use_dora": True}),
+    "tokens": ("LoraConfig", {"r": 4, "target_modules": ["q_proj"], "trainable_token_indices": [3, 5]}),
+    "prompt": ("PromptTuningConfig", {"num_virtual_tokens": 4}),
+    "computed prompt": (
+        "PrefixTuningConfig",
+        {"num_virtual_tokens": 4, "prefix_projection": True, "encoder_hidden_size": 16},
+    ),
+    "recurrent prompt": (
+        "PromptEncoderConfig",
+        {"num_virtual_tokens": 4, "encoder_hidden_size": 16, "encoder_reparameterization_type": "LSTM"},
+    ),
+}
+
+
+def save_adapters(rank: int, folder: str, kind: str) -> dict[str, Any]:
+    quiet()
+    import peft
+    from safetensors.torch import load_file
+
+    config, settings = ADAPTERS[kind]
+    saving = {"max_steps": 3, "warmup_steps": 0, "save_strategy": "steps", "save_steps": 3, "dataloader_num_workers": 0}
+
+    def adapted() -> Any:
+        model = make_model("llama")
+        return peft.get_peft_model(model, getattr(peft, config)(task_type="CAUSAL_LM", **settings))
+
+    def written(where: str) -> dict[str, torch.Tensor]:
+        return load_file(f"{folder}/{where}/checkpoint-3/adapter_model.safetensors")
+
+    with launched(rank, 2):
+        trainer = sharded_trainer(adapted(), f"{folder}/ours", "llama", **saving)
+        trainer.train()
+        found = {"ours": curve(trainer), "written": written("ours")}
+    if not rank:
+        plain = plain_trainer(adapted(), f"{folder}/plain", "llama", **saving)
+        plain.train()
+        found |= {"plain": curve(plain), "expected": written("plain")}
+    return found
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters_of_every_kind_are_written_as_the_plain_trainer_does(
+    ranks: KeptRanks, tmp_path: Path, kind: str
+) -> None:
+    results = ranks.run(2, save_adapters, str(tmp_path), kind)
+    plain, expected = results[0]["plain"], results[0]["expected"]
+    for found in results:
+        for mine, theirs in zip(found["ours"], plain, strict=True):
+            assert mine == pytest.approx(theirs, **CLOSE)
+        torch.testing.assert_close(found["written"], expected, rtol=1e-3, atol=1e-4)
+
+
+def fail_to_write(rank: int, folder: str) -> str:
+    quiet()
+    import peft
+
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    saving = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    with launched(rank, 2):
+        trainer = sharded_trainer(peft.get_peft_model(make_model("llama"), settings), folder, "llama", **saving)
+        if not rank:
+            # As a full disk: one rank alone writes what PEFT reads.
+            Path(f"{folder}/checkpoint-1/adapter_model.safetensors").mkdir(parents=True)
+        with pytest.raises(Exception, match=r"adapter_model|Is a directory") as caught:
+            trainer.train()
+        return str(caught.value)
+
+
+def test_a_rank_that_cannot_write_adapters_ends_all(ranks: KeptRanks, tmp_path: Path) -> None:
+    _, told = ranks.run(2, fail_to_write, str(tmp_path))
+    assert re.match(r"Writing PeftModelForCausalLM to .*checkpoint-1 failed on other ranks.*rank 1", told)
+
+
+class Generating:
+    """Before a ``Trainer``: batches are lists of samples, as of one that generates what it learns from."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        assert isinstance(inputs, list)
+        rows = torch.stack([sample["input_ids"] for sample in inputs])
+        return model(input_ids=rows, labels=rows).loss
+
+
+def train_on_lists(rank: int, folder: str) -> dict[str, Any]:
+    quiet()
+    from polyshard.transformers import PolyshardTrainer
+    from transformers import Trainer
+
+    found: dict[str, Any] = {}
+    for name, kind, size in (("ours", PolyshardTrainer, 2), ("plain", Trainer, 4)):
+        if rank and name == "plain":
+            continue
+        sharding = {"shard": shard_config()} if name == "ours" else {}
+        extra = {"ddp_backend": "gloo"} if name == "ours" else {}
+        with launched(rank, 2) if name == "ours" else nullcontext():
+            trainer = type("Lists", (Generating, kind), {})(
+                model=make_model("llama"),
+                args=arguments(folder, max_steps=3, per_device_train_batch_size=size, **extra),
+                train_dataset=samples("llama", equal=True),
+                data_collator=list,
+                **sharding,
+            )
+            trainer.train()
+            found[name] = curve(trainer)
+            found[f"{name} flos"] = trainer.state.total_flos
+            # A model beside the one that is trained, whole on every rank.
+            reference = trainer.accelerator.prepare_model(make_model("llama"), evaluation_mode=True)
+            for parameter in reference.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            found[f"{name} norm"] = float(trainer.accelerator.clip_grad_norm_(reference.parameters(), 1.0))
+    return found
+
+
+def test_batches_that_are_lists_are_trained_on(ranks: KeptRanks, tmp_path: Path) -> None:
+    results = ranks.run(2, train_on_lists, str(tmp_path))
+    for found in results:
+        for mine, plain in zip(found["ours"], results[0]["plain"], strict=True):
+            assert mine == pytest.approx(plain, **CLOSE)
+        assert found["ours flos"] == results[0]["plain flos"] == 0
+        assert found["ours norm"] == pytest.approx(results[0]["plain norm"])
+
+
 # Generation
 
 
@@ -483,7 +610,7 @@ def misuse(rank: int, folder: str) -> dict[str, str]:
     quiet()
     import polyshard
     import polyshard_fsdp2
-    from polyshard.transformers import PolyshardMixin
+    from polyshard.transformers import PolyshardMixin, PreemptionCallback
     from torch.distributed.fsdp import fully_shard
 
     told: dict[str, str] = {}
@@ -502,6 +629,17 @@ def misuse(rank: int, folder: str) -> dict[str, str]:
         trainer = sharded_trainer(model, f"{folder}/run", "llama", **{"max_steps": 2, **settings})
         trainer.train(resume_from_checkpoint=resume)
         return trainer
+
+    def train_blockwise(strategy: str, **settings: Any) -> None:
+        model = make_model("llama")
+        optimizer = BlockwiseMomentum(model.parameters())
+        try:
+            train(model, optimizers=(optimizer, None), save_strategy=strategy, **settings)
+        except polyshard.errors.PolyshardError:
+            # Before a step, with nothing changed.
+            assert not optimizer.state
+            raise
+        assert optimizer.state
 
     with launched(rank, 2):
         other = [nn.Parameter(torch.ones(3, 4))]
@@ -526,6 +664,13 @@ def misuse(rank: int, folder: str) -> dict[str, str]:
         bf16 = shard_config(precision="bf16")
         told_by("sharded bf16", lambda: train(polyshard.shard(make_model("llama"), bf16), shard=None))
         told_by("optim", lambda: train(make_model("llama"), optim="adafactor"))
+        told_by("unsaveable", lambda: train_blockwise("steps"))
+        told_by("not saved", lambda: train_blockwise("no"))
+        told_by("saved without", lambda: train_blockwise("steps", save_only_model=True))
+        told_by("unsaveable at an end", lambda: train_blockwise("no", callbacks=[PreemptionCallback()]))
+        odd = make_model("llama")
+        odd.register_buffer("phases", torch.zeros(2, dtype=torch.complex128))
+        told_by("unwritable", lambda: train(odd, save_strategy="steps"))
         told_by("trainer", lambda: type("Odd", (PolyshardMixin,), {})(model=make_model("llama")))
         told_by("compile", lambda: train(make_model("llama"), torch_compile=True))
         dropping = make_model("llama")
@@ -557,6 +702,12 @@ REFUSED = {
     "sharded bf16": "ConfigError: This LlamaForCausalLM was sharded to compute in bf16, but .* mixed precision 'no'",
     "trainer": "UnsupportedError: Odd has no _build_accelerator_args, .* of its own to override",
     "optim": "UnsupportedError: TrainingArguments.optim='adafactor' computes with whole parameters",
+    "unsaveable": r"ConfigError: Checkpoints of this run would fail\. The optimizer's state 'scales' of .* has "
+    r"shape .*save_only_model=True\), none with save_strategy='no'",
+    "not saved": "nothing",
+    "saved without": "nothing",
+    "unsaveable at an end": "ConfigError: Checkpoints of this run would fail. The optimizer's state 'scales'",
+    "unwritable": r"UnsupportedError: Checkpoints of this run would fail\. Safetensors files cannot hold .*'phases'",
     "compile": "ConfigError: TrainingArguments.torch_compile is set",
     "layerdrop": r"UnsupportedError: LlamaConfig\.layerdrop=0\.1 lets each rank drop other layers",
     "group": "ConfigError: The ShardConfig's collectives is of 1 ranks, but Trainer divides its data between 2",

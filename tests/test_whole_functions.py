@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import polyshard
 import pytest
 import torch
 from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, square_step, threaded, units_of
+from polyshard.engine.surface.once_imported import once_imported
 from polyshard.errors import ParameterChangedError, PolyshardError, StateError, UnsupportedError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
+from torch.distributed.tensor import distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, vmap
 
 # By name, as scripts do, long before anything is sharded.
@@ -119,6 +125,21 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], object], type[PolyshardError], li
         StateError,
         ["torch.nn.init.kaiming_uniform_ got 'last.weight'"],
     ),
+    "distribute_tensor": (
+        lambda model: distribute_tensor(model.last.weight),
+        StateError,
+        ["torch.distributed.tensor.distribute_tensor got 'last.weight'", "polyshard.as_dtensor"],
+    ),
+    "distribute_module": (
+        lambda model: distribute_module(model),
+        UnsupportedError,
+        ["torch.distributed.tensor.distribute_module would divide 'first.weight'", "ignored_modules"],
+    ),
+    "parallelize_module": (
+        lambda model: parallelize_module(model, None, {"last": ColwiseParallel()}),
+        UnsupportedError,
+        ["torch.distributed.tensor.parallel.parallelize_module would divide 'first.weight'", "ignored_modules"],
+    ),
     "xavier, by keyword": (
         lambda model: nn.init.xavier_normal_(tensor=model.last.weight, gain=2.0),
         StateError,
@@ -134,7 +155,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], object], type[PolyshardError], li
 def test_what_means_whole_parameters_is_refused_for_pieces_on_every_rank(name: str) -> None:
     call, kind, words = REFUSED[name]
     more = {"functional_call": [*CUT, WHOLE], "apply": CUT, "parameters_to_vector": CUT}
-    more |= {"vmap": [CUT[0], WHOLE], "jacrev": [CUT[0], WHOLE]}
+    more |= {key: [CUT[0], WHOLE] for key in ("vmap", "jacrev", "distribute_module", "parallelize_module")}
     for world_size, settings in more.get(name, CUT[:1]):
 
         def on_rank(rank: int, world: ThreadedWorld, settings: dict[str, Any] = settings) -> str:
@@ -386,3 +407,18 @@ def test_penalties_of_single_elements_count_in_the_loss() -> None:
 
     for got in on_ranks(2, on_rank):
         torch.testing.assert_close(got, norm, rtol=1e-12, atol=0)
+
+
+def test_modules_that_are_imported_later_are_reached_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "acme_imported_late.py").write_text("def answer():\n    return 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = list(sys.meta_path)
+    seen: list[int] = []
+    once_imported("acme_imported_late", lambda module: seen.append(module.answer()))
+    assert seen == []
+    importlib.import_module("acme_imported_late")
+    assert seen == [1]
+    once_imported("acme_imported_late", lambda module: seen.append(module.answer()))
+    assert seen == [1, 1]
+    assert sys.meta_path == before
+    assert importlib.reload(sys.modules["acme_imported_late"]).answer() == 1

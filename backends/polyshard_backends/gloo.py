@@ -123,7 +123,9 @@ class GlooCollectives(ProcessGroupCollectives):
         listed = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
         return RankMismatchError(
             f"Ranks are about to issue different collectives (rank {self._rank}):\n{listed}\n"
-            "Let every rank run the same modules in the same order; one that caught an exception goes on from there."
+            "Let every rank run the same modules in the same order; one that caught an exception goes on from there. "
+            "What some ranks skip, as a tower or an expert, must be no unit by itself: leave its class out of the "
+            "policy."
         )
 
     def _texts(self, mine: str) -> list[str]:

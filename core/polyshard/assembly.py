@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -247,9 +248,10 @@ def _plan(request: Request, plugins: ChosenPlugins, shards: int) -> _Planned:
         rank=rank,
     )
     refuse_unable(plugins.caster, rank)
-    chosen = plugins.policy.plan(
-        module, PolicyContext(request.ignored_modules, request.ignored_parameters, shards, plugins.context.device)
+    context = PolicyContext(
+        request.ignored_modules, request.ignored_parameters, shards, plugins.context.device, partial(_say, rank)
     )
+    chosen = plugins.policy.plan(module, context)
     names = {inner: name for name, inner in module.named_modules()}
     if isinstance(chosen, Mapping):
         alone = {
@@ -273,6 +275,13 @@ def _plan(request: Request, plugins: ChosenPlugins, shards: int) -> _Planned:
     refuse_uninitializable(planned, named, request.initializer, rank)
     _refuse_irreducible(planned, plugins.collectives)
     return _Planned(planned, owned)
+
+
+def _say(rank: int, text: str) -> bool:
+    """Warn of what all ranks see alike, on the first; returns whether this is it."""
+    if rank == 0:
+        warnings.warn(text, stacklevel=6)
+    return rank == 0
 
 
 def _refuse_pieces(request: Request, rank: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -86,7 +85,7 @@ class Budget(WrapPolicy):
         least = 0.0 if self._link is None else self._link.least_nbytes(self._share, context.shards)
         most, division = self._divide(homes, least)
         units = homes.owned(division.chosen)
-        self._warn_of_large(homes, units, most)
+        self._warn_of_large(homes, units, most, context)
         self._reasons.clear()
         for module in division.chosen:
             self._reasons[module] = self._reason(module, homes, units[module], most, division, context.shards)
@@ -125,7 +124,9 @@ class Budget(WrapPolicy):
         spent = self._link.share(nbytes, shards)
         return f"{text}its gather of {_figure(nbytes, 'B')} takes {spent:.2f} of its time in bandwidth at {self._link}"
 
-    def _warn_of_large(self, homes: Homes, units: Mapping[nn.Module, Collection[nn.Parameter]], most: int) -> None:
+    def _warn_of_large(
+        self, homes: Homes, units: Mapping[nn.Module, Collection[nn.Parameter]], most: int, context: PolicyContext
+    ) -> None:
         if self._room.gather_nbytes is not None and self._room.fits(homes, units):
             return
         names = {module: name for name, module in homes.root.named_modules()}
@@ -144,9 +145,8 @@ class Budget(WrapPolicy):
             text = f"may give a unit {_figure(most, 'B')}, but cannot divide {_listed(large)}"
         else:
             return
-        warnings.warn(
-            f"{self._where} {text}. Gathers will take more memory: allow more, or divide these modules in the model.",
-            stacklevel=3,
+        context.warn(
+            f"{self._where} {text}. Gathers will take more memory: allow more, or divide these modules in the model."
         )
 
 

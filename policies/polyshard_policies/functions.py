@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from polyshard.errors import PluginContractError
 from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy, resolve_callable
@@ -35,7 +35,7 @@ class Lambda(WrapPolicy):
         if self._recursive is not None:
             return self._recursive.plan(root, context)
         chosen: UnitPlan = {module: {} for name, module in candidates(root, context) if self._answer(name, module)}
-        return _not_nothing(chosen, root, "lambda")
+        return _not_nothing(chosen, root, "lambda", self._fn, context)
 
     def reason(self, module: nn.Module, name: str) -> str:
         if self._recursive is not None:
@@ -83,19 +83,36 @@ class Custom(WrapPolicy):
             elif answer:
                 chosen[module] = {}
         self._chosen.update(chosen)
-        return _not_nothing(chosen, root, "custom")
+        return _not_nothing(chosen, root, "custom", self._fn, context)
 
     def reason(self, module: nn.Module, name: str) -> str:
         settings = ", ".join(f"{key}={value!r}" for key, value in self._chosen[module].items())
         return f"{described(self._fn)} chose it" + (f" with {settings}" if settings else "")
 
 
-def _not_nothing(chosen: UnitPlan, root: nn.Module, policy: str) -> UnitPlan:
-    if not chosen and any(root.children()):
-        # A function may mean it; but a model in one unit is rarely what it was written for.
-        warnings.warn(
+#: Functions of which it was told that they chose nothing.
+_told: WeakSet[Callable[..., Any]] = WeakSet()
+
+
+def _not_nothing(
+    chosen: UnitPlan, root: nn.Module, policy: str, fn: Callable[..., Any], context: PolicyContext
+) -> UnitPlan:
+    # A function may mean it; but a model in one unit is rarely what it was written for. Once, where a program gives
+    # many modules the same one.
+    if not chosen and any(root.children()) and not _is_told(fn):
+        told = context.warn(
             f"the function of a {policy} policy chose no module inside this {type(root).__name__}, so that the whole "
-            "model is one unit. Correct it, or take the policy 'never' if that is meant.",
-            stacklevel=3,
+            "model is one unit. Correct it, or take the policy 'never' if that is meant."
         )
+        if told:
+            # Not all that can be called can be remembered.
+            with suppress(TypeError):
+                _told.add(fn)
     return chosen
+
+
+def _is_told(fn: Callable[..., Any]) -> bool:
+    try:
+        return fn in _told
+    except TypeError:
+        return False

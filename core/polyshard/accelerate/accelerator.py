@@ -12,6 +12,7 @@ import accelerate
 import torch
 from torch import nn
 
+from ..checkpoint.saveable import require_saveable
 from ..composable import close, no_sync, outermost_root, shard
 from ..config import ShardConfig
 from ..errors import ConfigError, UnsupportedError
@@ -20,6 +21,7 @@ from ..trainers.device import on_device
 from ..trainers.engines import refuse_engines
 from ..trainers.optimizers import parameters_of
 from ..trainers.ranks import keeps_whole, refuse_other_ranks, with_ranks
+from ..trainers.saving import warn_unsaveable
 from . import _private, precision, refusals
 from .saved_state import Index, TrainingState, tidy
 from .sharded import refuse_flat, refuse_unreduced, sharded_in, uncompiled
@@ -178,12 +180,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """Wrap ``optimizer`` as theirs does.
+        """Wrap ``optimizer`` as theirs does. Every rank calls it.
+
+        Of one whose state ``save_state`` would refuse it warns: whether that will be called is not known.
 
         Raises:
-            ConfigError: it holds a parameter of no prepared model.
+            ConfigError: it holds a parameter of no prepared model; its state cannot be saved, where this Accelerator
+                numbers its checkpoints (``automatic_checkpoint_naming``), and so is to save.
         """
         self._refuse_optimizers([optimizer], [])
+        models = [found for model in _private.models_of(self) if (found := sharded_in(model)) is not None]
+        for model, part in TrainingState(models, [_private.unwrapped(optimizer)]).parts():
+            if self.project_configuration.automatic_checkpoint_naming:
+                require_saveable(model, part, "Choose another optimizer, or leave out automatic_checkpoint_naming.")
+            else:
+                warn_unsaveable(model, part, "save_state()", self.process_index)
         return super().prepare_optimizer(optimizer, device_placement)
 
     @contextmanager

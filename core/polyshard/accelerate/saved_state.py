@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,12 @@ class TrainingState:
         self._models = tuple(models)
         self._parts = [[_Part(number, each, model) for number, each in enumerate(optimizers)] for model in models]
         self._parts = [[part for part in parts if part.groups] for parts in self._parts]
+
+    def parts(self) -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
+        """Each model, with each optimizer over its parameters, as far as it is of these."""
+        for model, parts in zip(self._models, self._parts, strict=True):
+            for part in parts:
+                yield model, part.optimizer
 
     def save(self, folder: Path, step: int, *, speaks: bool) -> Index:
         """Write a checkpoint of each model; every rank calls it.

@@ -233,7 +233,7 @@ def _prepared(
         joint = joint_of(optimizer)
         called.update(step=step, keep=keep, frozen=frozen, optimizer=told(joint))
         called.update(settings_told(joint))
-        state = _state(owner, model, optimizer, frozen=frozen)
+        state = state_of(owner, model, optimizer, frozen=frozen)
         broken = not_finite(owner, joint)
         if coordinates(collectives):
             kind = None if joint is None else described(joint)
@@ -303,7 +303,8 @@ def _in_background(
         notes.await_end(target, identity)
 
 
-def _state(owner: Root, model: nn.Module, optimizer: Optimizers | None, *, frozen: bool) -> dict[str, Any]:
+def state_of(owner: Root, model: nn.Module, optimizer: Optimizers | None, *, frozen: bool) -> dict[str, Any]:
+    """What this rank knows of what a save writes; arguments and errors are those of ``save``."""
     values = model_state(model)
     if not frozen:
         left_out = frozen_names(model)

@@ -162,7 +162,7 @@ def plan_writing(
     """
     what = f"Sharing out {directory}"
     with together(collectives, what):
-        offer, views = _offered(state, () if document is None else document.tensors)
+        offer, views = offered(state, () if document is None else document.tensors)
     offers = gather_to_first(collectives, offer)
     numbers = range(collectives.world_size) if speaks(collectives) else (collectives.rank,)
     shares = manifest = None
@@ -190,10 +190,14 @@ def write_all(writing: Writing, collectives: Collectives) -> tuple[dict[str, int
     return finished
 
 
-def _offered(
+def offered(
     state: Mapping[str, Any], within: Iterable[tuple[Any, torch.Tensor]]
 ) -> tuple[Offer, dict[Key, list[torch.Tensor]]]:
-    """What this rank can write, and the memory of each chunk of it."""
+    """What this rank can write of ``state`` and of tensors ``within`` a document, and the memory of each chunk of it.
+
+    Raises:
+        ConfigTypeError: there is a tensor, or a value, that no checkpoint holds; names it.
+    """
     offer = Offer()
     views: dict[Key, list[torch.Tensor]] = {}
 

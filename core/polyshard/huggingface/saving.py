@@ -155,6 +155,18 @@ def save_through(
     tell_listeners(collectives, f"{what}, which is written", partial(root.events.on_save, model, folder))
 
 
+def require_saveable(model: nn.Module) -> None:
+    """Raise where ``save`` with its defaults would refuse what ``model`` is, whatever the folder. Exchanges nothing.
+
+    Raises:
+        ConfigError, UnsupportedError, StateError: as ``save``.
+    """
+    root = resting_root(model, "huggingface.save()")
+    held = held_in(root)
+    refuse_hollow(held, root.rank)
+    _planned(root, held, None, None, nbytes_of("5GB"))
+
+
 def _leave_no_empty(made: Iterable[Path]) -> None:
     """Remove folders that are empty again, where nothing was saved into them."""
     with suppress(OSError):

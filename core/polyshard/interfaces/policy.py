@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -14,6 +15,11 @@ UnitPlan = Mapping[torch.nn.Module, Mapping[str, Any]]
 
 #: The settings that a policy may override for one unit.
 UNIT_OVERRIDES: tuple[str, ...] = ("precision", "offload", "layout", "reshard_after_forward")
+
+
+def _warn(text: str) -> bool:
+    warnings.warn(text, stacklevel=4)
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +34,9 @@ class PolicyContext:
     """How many ranks share each unit: one of them holds this part of it between uses."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Where the model computes."""
+    warn: Callable[[str], bool] = _warn
+    """Says something of the model to users, as ``warnings.warn`` does, on one of the ranks, which all plan alike;
+    returns whether this is the one."""
 
 
 class WrapPolicy(ABC):

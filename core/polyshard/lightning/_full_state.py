@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -36,6 +36,19 @@ def whole_model_state(module: nn.Module) -> dict[str, Any]:
     Raises:
         UnsupportedError: the state dict does not have the parameters under their names, or ranks are pretended.
     """
+    shown, cut = require_names(module)
+    whole = get_model_state_dict(module, _WHOLE)
+    if not whole:
+        return {}
+    return {name: whole[name] if name in cut else _on_host(value) for name, value in shown.items()}
+
+
+def require_names(module: nn.Module) -> tuple[Mapping[str, Any], Set[str]]:
+    """``module.state_dict()`` with this rank's pieces, and the names in it of what is sharded.
+
+    Raises:
+        UnsupportedError: as ``whole_model_state``.
+    """
     with state_dicts_of_pieces():
         shown = module.state_dict()
     cut = {name for name, value in get_model_state_dict(module).items() if isinstance(value, CheckpointTensor)}
@@ -45,10 +58,7 @@ def whole_model_state(module: nn.Module) -> dict[str, Any]:
             f"state_dict() of {type(module).__name__} has no '{missing}': a hook changed its names, so that its "
             f"parameters cannot be told (rank {dist.get_rank()}). Save with state_dict_type='sharded'."
         )
-    whole = get_model_state_dict(module, _WHOLE)
-    if not whole:
-        return {}
-    return {name: whole[name] if name in cut else _on_host(value) for name, value in shown.items()}
+    return shown, cut
 
 
 def whole_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

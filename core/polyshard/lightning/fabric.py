@@ -21,6 +21,7 @@ from ..config import ShardConfig
 from ..engine.cutting.materialize import Initializer
 from ..errors import ConfigError, StateError, UnsupportedError
 from ..trainers.optimizers import parameters_of
+from ..trainers.saving import warn_unsaveable
 from ._folder import has_optimizers, is_folder, load_folder, make_room, require_file, save_folder
 from ._full_state import (
     load_whole_model_state,
@@ -181,7 +182,10 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
         """
         for optimizer in optimizers:
             self._require_known(optimizer, module)
-        return self.setup_module(module), optimizers, scheduler
+        sharded = self.setup_module(module)
+        for optimizer in optimizers:
+            self._look_at_saving(optimizer, module)
+        return sharded, optimizers, scheduler
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Take an optimizer over parameters of modules that are, or will be, set up.
@@ -191,6 +195,7 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
         """
         if len(self._live):
             self._require_known(optimizer)
+            self._look_at_saving(optimizer, self._module_of(optimizer))
         return optimizer
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
@@ -210,6 +215,10 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
     def _require_known(self, optimizer: torch.optim.Optimizer, *further: nn.Module) -> None:
         refuse_optimizer(optimizer, [*self._live, *further], self._precise, self.global_rank)
         self._known.add(optimizer)
+
+    def _look_at_saving(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+        sharded = self._settings.state_dict_type is StateDictType.SHARDED
+        warn_unsaveable(module, optimizer, "fabric.save()", self.global_rank, writes=sharded)
 
     # Checkpoints.
 

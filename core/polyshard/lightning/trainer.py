@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Callback, Checkpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import (
     DoublePrecision,
@@ -22,6 +22,8 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
+from ..checkpoint.encoding import Encoder
+from ..checkpoint.saveable import require_saveable
 from ..composable import no_sync, register_forward_method
 from ..config import ShardConfig
 from ..engine.cutting.materialize import Initializer
@@ -30,6 +32,7 @@ from ._folder import has_optimizers, is_folder, load_folder, make_room, require_
 from ._full_state import (
     load_whole_model_state,
     load_whole_optimizer_state,
+    require_names,
     whole_model_state,
     whole_optimizer_state,
 )
@@ -39,6 +42,7 @@ from ._processes import Processes
 from ._random_states import random_states, restore_random_state
 from ._settings import Settings, StateDictType
 from ._sharding import is_sharded, refuse_module, refuse_optimizer, shard_once
+from .preemption import PreemptionCallback
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
@@ -120,7 +124,7 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
 
         Raises:
             ConfigError, UnsupportedError, PolyshardError: as ``polyshard.shard``, before anything changes; an optimizer
-                holds other parameters; a callback copies the model.
+                holds other parameters; a callback copies the model, or would fail to save it.
         """
         module = self.lightning_module
         fits = trainer.state.fn == TrainerFn.FITTING
@@ -136,6 +140,8 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
         if fits:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        if fits and not trainer.fast_dev_run:
+            self._require_saveable(trainer.callbacks)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         manual = isinstance(model, LightningModule) and not model.automatic_optimization
@@ -164,6 +170,28 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
         ParallelStrategy.setup_optimizers(self, trainer)
         for optimizer in self.optimizers:
             refuse_optimizer(optimizer, [self.lightning_module], self._precise, self.global_rank)
+
+    def _require_saveable(self, callbacks: list[Callback]) -> None:
+        saving = [each for each in callbacks if isinstance(each, (Checkpoint, PreemptionCallback))]
+        if not saving:
+            return
+        sharded = self._settings.state_dict_type is StateDictType.SHARDED
+        whole = [each for each in saving if not getattr(each, "save_weights_only", False)]
+        require_saveable(
+            self.lightning_module,
+            self.optimizers if whole and self.optimizers else None,
+            "Checkpoints without optimizers are written by ModelCheckpoint(save_weights_only=True), none by "
+            "Trainer(enable_checkpointing=False).",
+            writes=sharded,
+            also=self._require_values if sharded else lambda: require_names(self.lightning_module),
+        )
+
+    def _require_values(self) -> None:
+        """Refuse what Lightning would add to a directory, and it could not hold."""
+        module = self.lightning_module
+        Encoder().encode(dict(module.hparams), "extra['hyper_parameters']")
+        for callback in module.trainer.callbacks:
+            Encoder().encode(callback.state_dict(), f"extra['callbacks'][{callback.state_key!r}]")
 
     def model_to_device(self) -> None:
         """Sharding does."""

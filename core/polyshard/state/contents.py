@@ -119,27 +119,36 @@ def _managed(root: Root) -> Iterator[nn.Parameter]:
 
 def _entries(holding: Holding, key: str, value: Any, rank: int) -> dict[str, Any]:
     """The state ``key`` of each parameter that ``holding`` stands for, by name."""
+    require_entry(holding, key, value, rank)
+    if not isinstance(value, torch.Tensor):
+        return dict.fromkeys(holding.here, value)
+    if holding.places and value.ndim > 0 and value.shape == holding.parameter.shape:
+        return dict(holding.parts(value))
+    return dict.fromkeys(holding.here, value.detach())
+
+
+def require_entry(holding: Holding, key: str, value: Any, rank: int) -> None:
+    """Refuse state of a parameter that no other number of ranks could take over.
+
+    Raises:
+        ConfigError: naming the state ``key``, and the parameter that ``holding`` is about.
+    """
     if isinstance(value, (dict, list, tuple)):
         raise ConfigError(
             f"The optimizer's state '{key}' of {holding.described} is a {type(value).__name__} (rank {rank}), of which "
             "it cannot be told how it is sharded. Use an optimizer whose state is tensors and numbers."
         )
-    if not isinstance(value, torch.Tensor):
-        return dict.fromkeys(holding.here, value)
-    if holding.places and value.ndim > 0:
+    if isinstance(value, torch.Tensor) and holding.places and value.ndim > 0:
         if type(value) not in (torch.Tensor, nn.Parameter):
             raise ConfigError(
                 f"The optimizer's state '{key}' of {holding.described} is a {type(value).__name__} (rank {rank}), of "
                 "which it cannot be told where its elements lie. Save the model without this optimizer, and the "
                 "optimizer's state_dict() of each rank beside it."
             )
-        if value.shape == holding.parameter.shape:
-            return dict(holding.parts(value))
-        if holding.partial and value.numel() != 1:
+        if holding.partial and value.numel() != 1 and value.shape != holding.parameter.shape:
             raise ConfigError(
                 f"The optimizer's state '{key}' of {holding.described} has shape {tuple(value.shape)} on rank {rank}: "
                 f"neither a scalar nor the shard's shape {tuple(holding.parameter.shape)}, so it means nothing to "
                 "other ranks. Use an optimizer whose state has the parameter's shape, or save the model without it, "
                 "and the optimizer's state_dict() of each rank beside it."
             )
-    return dict.fromkeys(holding.here, value.detach())

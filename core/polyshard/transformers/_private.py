@@ -53,6 +53,10 @@ class TrainerHooks(_Trainer):  # type: ignore[misc]
         """Training, or evaluation, is about to use ``self.model``."""
         raise NotImplementedError
 
+    def require_saveable(self) -> None:
+        """Training is about to begin, with everything prepared; raise where a checkpoint of it would fail."""
+        raise NotImplementedError
+
     def save_whole(self, folder: Path) -> bool:
         """Write what ``from_pretrained`` reads, and what belongs to it; False where ``Trainer`` is to do that."""
         raise NotImplementedError
@@ -85,7 +89,9 @@ class TrainerHooks(_Trainer):  # type: ignore[misc]
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         # Before the optimizer is made: fused ones ask on which device parameters are.
         self.ensure_sharded(training=True)
-        return super()._prepare_for_training(*args, **kwargs)
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        self.require_saveable()
+        return prepared
 
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         self.ensure_sharded(training=False)

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..composable import clip_grad_norm_, no_sync
+from ..trainers.sharded import is_sharded
 from ._private import prepared_optimizers
 
 
@@ -32,7 +33,13 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]
             accelerator.scaler = torch.amp.GradScaler(accelerator.device.type)
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """``model`` itself: neither wrapped for data parallelism, nor moved, nor under autocast."""
+        """``model`` itself: neither wrapped for data parallelism, nor moved, nor under autocast.
+
+        One that is not sharded, such as a reference that a trainer compares with, is theirs to place.
+        """
+        if not is_sharded(model):
+            placed: nn.Module = super().prepare_model(model, *args, **kwargs)
+            return placed
         self.sharded = model
         return model
 

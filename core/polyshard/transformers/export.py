@@ -11,7 +11,21 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from .. import huggingface
+from ..engine.surface.gathered import whole_on_this_rank
+from ..huggingface.saving import require_saveable
 from ..state import StateForm, StateOptions, get_model_state_dict
+from ..state.agreement import together
+from ..state.resting import resting_root
+
+
+def require_exportable(model: nn.Module, *, one_folder: bool) -> None:
+    """Raise where ``export`` would refuse the model.
+
+    Raises:
+        ConfigError, UnsupportedError: as ``polyshard.huggingface.save``.
+    """
+    if one_folder and isinstance(model, PreTrainedModel):
+        require_saveable(model)
 
 
 def export(model: nn.Module, folder: Path, *, writes: bool, one_folder: bool) -> None:
@@ -30,14 +44,19 @@ def export(model: nn.Module, folder: Path, *, writes: bool, one_folder: bool) ->
     if one_folder and isinstance(model, PreTrainedModel):
         huggingface.save(model, folder)
         return
+    root = resting_root(model, "export()")
     # Several ranks may write, each on a machine of its own; which do is not told to the others.
     state = get_model_state_dict(
         model, StateOptions(form=StateForm.FULL if not one_folder else StateForm.FULL_ON_RANK_0)
     )
-    if not writes:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    if hasattr(model, "save_pretrained"):
-        cast("Any", model).save_pretrained(folder, state_dict=state)
-    else:
-        save_file(state, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+    with together(root.collectives, f"Writing {type(model).__name__} to {folder}"):
+        if not writes:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        if not hasattr(model, "save_pretrained"):
+            save_file(state, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+            return
+        # Beside what they are given, adapters look at the model: at state dicts of modules that are trained whole, and
+        # at what prompts are computed from.
+        with whole_on_this_rank(root, state):
+            cast("Any", model).save_pretrained(folder, state_dict=state)

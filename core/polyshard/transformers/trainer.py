@@ -13,7 +13,9 @@ import torch
 import transformers
 from torch import nn
 from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import SaveStrategy
 
+from ..checkpoint.saveable import require_saveable
 from ..composable import close, placement, shard
 from ..config import ShardConfig
 from ..trainers.device import on_device
@@ -23,7 +25,7 @@ from ..trainers.sharded import is_sharded
 from ._private import TrainerHooks, plain_optimizer, refuse_other_trainers
 from .accelerator import ShardedAccelerator
 from .checkpoints import SCHEDULER, load_state, require_state, save_state
-from .export import export
+from .export import export, require_exportable
 from .generation import register_generate
 from .initialization import initializer_of
 from .precision import with_precision
@@ -95,8 +97,12 @@ class PolyshardMixin(TrainerHooks):
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """As ``Trainer``: six for each number of the main input and parameter, embeddings aside, of the whole model."""
-        main: torch.Tensor | None = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
-        return 0 if main is None else 6 * main.numel() * self._whole_numel
+        name = getattr(self.model, "main_input_name", "input_ids")
+        # Trainers that generate what they learn from pass lists of samples, which have none.
+        if name not in inputs:
+            return 0
+        main: torch.Tensor = inputs[name]
+        return 6 * main.numel() * self._whole_numel
 
     def end(self) -> None:
         """As ``Trainer``, which ends the process group; the model, which holds it, is closed before."""
@@ -143,6 +149,26 @@ class PolyshardMixin(TrainerHooks):
         config = self.shard_config or ShardConfig(policy="transformers")
         config = with_precision(config, self.args.mixed_precision)
         return with_ranks(on_device(config, self.args.device, "Trainer", self.args.process_index))
+
+    def require_saveable(self) -> None:
+        """Raise where the first checkpoint would fail.
+
+        Raises:
+            ConfigError, UnsupportedError, RankMismatchError: as ``polyshard.checkpoint.save`` and
+                ``polyshard.huggingface.save``, before a step.
+        """
+        preempted = any(isinstance(each, PreemptionCallback) for each in self.callback_handler.callbacks)
+        if self.args.save_strategy == SaveStrategy.NO and not preempted:
+            return
+        require_saveable(
+            self.model,
+            None if self.args.save_only_model else plain_optimizer(self.optimizer),
+            "Checkpoints without optimizer are written with TrainingArguments(save_only_model=True), none with "
+            "save_strategy='no'.",
+            frozen=self._save_frozen,
+            writes=not self.args.save_only_model,
+            also=lambda: require_exportable(self.model, one_folder=not self.args.save_on_each_node),
+        )
 
     def save_whole(self, folder: Path) -> bool:
         """Write the model for ``from_pretrained``, tokenizer and arguments; False where it is not sharded."""

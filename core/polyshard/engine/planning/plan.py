@@ -204,6 +204,13 @@ def _check_parameter(name: str, parameter: nn.Parameter, rank: int, known_refere
             f"The parameter {where} is a {type(parameter.data).__name__}, not a plain tensor. "
             "Pass it in ignored_parameters."
         )
+    own = _state_of_its_own(parameter)
+    if own:
+        raise ParameterError(
+            f"The parameter {where} is a {type(parameter).__name__} with state of its own ({', '.join(own[:4])}), "
+            "which the views that compute would not have. Pass it in ignored_parameters, or shard a model that is not "
+            "quantized."
+        )
     if _torch_private.tensor_hooks(parameter):
         raise ParameterError(
             f"The parameter {where} has a hook from register_hook, which would never fire on a sharded parameter. "
@@ -216,6 +223,11 @@ def _check_parameter(name: str, parameter: nn.Parameter, rank: int, known_refere
             f"The meta parameter {where} is weakly referenced, so it cannot be materialized in place. "
             "Drop the reference, or materialize the model before sharding it."
         )
+
+
+def _state_of_its_own(parameter: nn.Parameter) -> list[str]:
+    """Attributes of a parameter of another class than torch's, as quantized ones need to compute."""
+    return [] if type(parameter) is nn.Parameter else list(vars(parameter))
 
 
 def _walk(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -66,6 +66,27 @@ def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
                     # What was removed stays so, for the next forward to refuse: something else computes in its place.
                     if key in module._parameters:
                         module._parameters[key] = parameter.original
+            unit.originals.expose()
+        root.unsharded = False
+
+
+@contextmanager
+def whole_on_this_rank(root: Root, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Inside, every original has its whole shape on this rank, without a word to others: for what reads a model that it
+    is given, modules called included. Between steps alone. Changes are dropped on leaving.
+
+    Args:
+        root: Of the model; all of its parameters.
+        values: Whole tensors by the parameters' first names, on any device; not copied.
+    """
+    root.unsharded = True
+    try:
+        for unit in root.units:
+            for parameter in unit.parameters:
+                become(parameter.original, values[parameter.names[0]])
+        yield
+    finally:
+        for unit in root.units:
             unit.originals.expose()
         root.unsharded = False
 

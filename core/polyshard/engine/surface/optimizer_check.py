@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -268,7 +268,7 @@ def _refuse_split_of_pieces(optimizer: torch.optim.Optimizer, groups: Sequence[S
     mixed = [index for index in matrices if any(ndim < 2 for ndim in dims[index])]
     decays = [bool(group.get("weight_decay", 0)) for group in given]
     for index, group in enumerate(given):
-        empty = not group["params"]
+        empty = not group["params"] and not _harmless(group, [given[other] for other in matrices])
         loses_decay = decays[index] and not any(decays[other] for other in matrices)
         if index in matrices or not (mixed or empty) or not (loses_decay or (empty and mixed)):
             continue
@@ -286,6 +286,20 @@ def _refuse_split_of_pieces(optimizer: torch.optim.Optimizer, groups: Sequence[S
             "sharded parameter may be 1-D: choose by polyshard.placement(parameter).shape, by name, or before "
             "sharding. If it is meant so, leave an empty group out, and give matrices a group of their own."
         )
+
+
+def _harmless(empty: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a group without parameters may have been chosen by names or whole shapes: as a trainer does, which gives
+    biases and norms of a model that has none a group that decays less. A group that was meant for matrices and lost
+    them to their pieces' shapes has a setting of its own, or decays most.
+    """
+    aside = ("params", "param_names", "weight_decay")
+    settings = {key: value for key, value in empty.items() if key not in aside}
+    return all(
+        settings == {key: value for key, value in other.items() if key not in aside}
+        and empty.get("weight_decay", 0) <= other.get("weight_decay", 0)
+        for other in others
+    )
 
 
 def _warn_of_lost_decay(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Found]]) -> None:

@@ -6,6 +6,7 @@ alone who ask for pieces.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -65,15 +66,20 @@ class _Guard:
 
     def before_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         """Leave this rank's piece of each whole parameter in ``state_dict``, which is ``load_state_dict``'s own."""
-        if not self._shows_pieces:
+        if self._is_left_alone:
             return
         pieces = {piece.slot: piece for piece in self.unit.pieces}
         for key, index in self.slots.items():
-            value = state_dict.get(prefix + key)
-            # Whatever else there is will not fit, and torch says so.
-            if type(value) is not torch.Tensor and type(value) is not nn.Parameter:
-                continue
+            value: Any = state_dict.get(prefix + key)
             slot, piece = self.unit.layout.slots[index], pieces.get(index)
+            gathers = _is_dtensor(value)
+            # Whatever else there is will not fit, and torch says so.
+            if not gathers and (type(value) is not torch.Tensor and type(value) is not nn.Parameter):
+                continue
+            if not self._shows_pieces:
+                if gathers:
+                    state_dict[prefix + key] = value.detach().full_tensor()
+                continue
             if tuple(value.shape) != slot.shape:
                 raise StateError(
                     f"load_state_dict() got '{self._parameter(index)}' in shape {tuple(value.shape)}, "
@@ -81,13 +87,16 @@ class _Guard:
                     "rank takes its part of, or load what polyshard.local_state_dict returned with "
                     "polyshard.load_local_state_dict."
                 )
-            whole = value.detach()
+            # Of any mesh, cut otherwise than the parameter. All ranks come by here.
+            whole = value.detach().full_tensor() if gathers else value.detach()
             if whole.stride() != slot.stride:
                 whole = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device=value.device).copy_(
                     whole
                 )
             start, stop = (piece.start, piece.stop) if piece is not None else (0, 0)
-            state_dict[prefix + key] = whole.as_strided(*slot.shown(stop - start), whole.storage_offset() + start)
+            own = whole.as_strided(*slot.shown(stop - start), whole.storage_offset() + start)
+            # What was gathered is nobody else's, and would be kept alive by a piece that is assigned.
+            state_dict[prefix + key] = own.clone() if gathers else own
 
     # A module that is copied or pickled by itself holds pieces as before, and may not drag the model along.
     def __deepcopy__(self, memo: dict[int, Any]) -> _Guard:
@@ -100,9 +109,13 @@ class _Guard:
     def _shows_pieces(self) -> bool:
         root = self.unit.step
         assert isinstance(root, Root)
-        if self.unit.grid.shard is None or root.unsharded or root.answers_state_dicts:
-            return False
-        return not _of_pieces.get()
+        return not (self.unit.grid.shard is None or root.unsharded or self._is_left_alone)
+
+    @property
+    def _is_left_alone(self) -> bool:
+        root = self.unit.step
+        assert isinstance(root, Root)
+        return root.answers_state_dicts or _of_pieces.get()
 
     def _parameter(self, index: int) -> str:
         return self.unit.parameters[index].names[0]
@@ -110,6 +123,12 @@ class _Guard:
     @property
     def _rank(self) -> int:
         return self.unit.grid.world.rank
+
+
+def _is_dtensor(value: object) -> bool:
+    # Where nobody has imported them, which takes long, there are none.
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(value, tensors.DTensor)
 
 
 class _NoGuard:

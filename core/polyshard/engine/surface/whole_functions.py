@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize, prune
 from ...errors import StateError, UnsupportedError
 from .. import _torch_private
 from .live_roots import Found, live_roots
+from .once_imported import once_imported
 
 _VECTORS = "inside of 'with polyshard.unsharded(model)'"
 _INITIALISERS = (
@@ -44,6 +45,18 @@ def guard_whole_functions() -> None:
     _exchange(parametrize.register_parametrization, partial(_parametrize, "register_parametrization"))
     _exchange(parametrize.remove_parametrizations, partial(_parametrize, "remove_parametrizations"))
     _exchange(vars(prune.BasePruningMethod)["apply"].__func__, _prune)
+    # These take seconds to import, which programs without tensor parallelism are spared.
+    once_imported("torch.distributed.tensor", _guard_distribution)
+    once_imported("torch.distributed.tensor.parallel", _guard_parallelization)
+
+
+def _guard_distribution(tensors: Any) -> None:
+    _exchange(tensors.distribute_tensor, _distribute_tensor)
+    _exchange(tensors.distribute_module, partial(_divide, "torch.distributed.tensor.distribute_module"))
+
+
+def _guard_parallelization(parallel: Any) -> None:
+    _exchange(parallel.parallelize_module, partial(_divide, "torch.distributed.tensor.parallel.parallelize_module"))
 
 
 def _exchange(public: Callable[..., Any], function: Callable[..., Any]) -> None:
@@ -97,6 +110,24 @@ def _parametrize(
             f"{found.root.rank}): what came in its place would be no part of the sharded model. Do it before sharding."
         )
     return torchs(module, tensor_name, *args, **kwargs)
+
+
+def _distribute_tensor(torchs: Callable[..., torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if live_roots.may_hold(tensor):
+        instead = "Call polyshard.as_dtensor for this piece as a part of a DTensor"
+        _refuse_pieces("torch.distributed.tensor.distribute_tensor", [tensor], instead)
+    return torchs(tensor, *args, **kwargs)
+
+
+def _divide(call: str, torchs: Callable[..., nn.Module], module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    found = _first(module.parameters())
+    if found is not None:
+        raise UnsupportedError(
+            f"{call} would divide '{_name(found)}', which is sharded (rank {found.root.rank}), a second time, and put "
+            "what is no part of the sharded model in its place. Leave it out; what tensor parallelism is to divide has "
+            "to be in ignored_modules of polyshard.shard."
+        )
+    return torchs(module, *args, **kwargs)
 
 
 def _prune(

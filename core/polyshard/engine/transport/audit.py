@@ -11,6 +11,14 @@ from ...interfaces import Collectives
 from ..planning.answers import plugin_name
 from ..planning.values import checksum
 
+_REMEDY = (
+    "Let every rank run the same modules in the same order, with the same settings. What some ranks skip, as a tower "
+    "without an image or an expert without a token, must be no unit by itself: leave its class out of the policy "
+    "(leave_out of 'transformers', force_leaf of 'size' and 'budget'), so that it is gathered with the module around "
+    "it, and set split_root=False where that is the whole model. Or let all ranks run it, with inputs that do not "
+    "count."
+)
+
 
 class Audit:
     """Compares each collective with the other ranks', before it is issued.
@@ -39,10 +47,7 @@ class Audit:
         everyone = world.all_gather_object(mine)
         if any(other != mine for other in everyone):
             listed = "\n".join(f"  rank {rank}: {what}" for rank, what in enumerate(everyone))
-            raise RankMismatchError(
-                f"Ranks are about to issue different collectives:\n{listed}\n"
-                "Let every rank run the same modules in the same order, with the same settings."
-            )
+            raise RankMismatchError(f"Ranks are about to issue different collectives:\n{listed}\n{_REMEDY}")
 
     def compare_gathered(
         self, group: Collectives, unit: str, buffer: torch.Tensor, own: torch.Tensor, sent: torch.Tensor | None
@@ -61,10 +66,7 @@ class Audit:
         everyone: list[Any] = group.all_gather_object([f"gather of unit '{unit}'", int(checksum(buffer)), kept])
         if any(each[0] != everyone[0][0] for each in everyone):
             listed = "\n".join(f"  rank {rank}: {each[0]}" for rank, each in enumerate(everyone))
-            raise RankMismatchError(
-                f"Ranks wait for different collectives:\n{listed}\n"
-                "Let every rank run the same modules in the same order."
-            )
+            raise RankMismatchError(f"Ranks wait for different collectives:\n{listed}\n{_REMEDY}")
         name = f"all_gather of {plugin_name(group)}"
         lost = [rank for rank, each in enumerate(everyone) if not each[2]]
         if lost:
