@@ -57,7 +57,7 @@ def _no_lending() -> AbstractContextManager[None]:
     from polyshard.engine.parameters.bindings import Bindings, ShardedParameter
 
     def refusing(self: Bindings, index: int, parameter: Any) -> torch.Tensor:
-        return ShardedParameter.of(parameter.original, parameter.names[0])
+        return ShardedParameter.of(parameter)
 
     return _replaced((Bindings, "_guard", refusing), (build, "LendingParameters", dict))
 
