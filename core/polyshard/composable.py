@@ -337,7 +337,7 @@ def outermost_root(model: nn.Module, call: str) -> Root:
         StateError: ``model`` is not the outermost sharded module, or was closed.
     """
     root = _outermost_root(model, call)
-    root.refuse_closed(call)
+    root.refuse_ended(call)
     return root
 
 

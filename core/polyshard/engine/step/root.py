@@ -74,6 +74,7 @@ class Root(Step):
         self.timeout_s = 600.0
         #: What ``checkpoint`` saved or loaded last; it alone knows what that is.
         self.checkpoint_line: object | None = None
+        self.recorder.when_failed = self._keep_memory
         for stage in self.stages:
             stage.step = self
             stage.schedule = schedule
@@ -90,6 +91,7 @@ class Root(Step):
         """The outermost forward starts."""
         if self.phase is not Phase.IDLE:
             self.abandon()
+            self.refuse_ended("A forward")
         if self.recorder.peers is not None and self.recorder.peers.spoke:
             self.recorder.peers.go_on()
         if self.audit is not None and self.audit.done:
@@ -167,7 +169,7 @@ class Root(Step):
                 return
             # One before this one raised.
             self.abandon()
-        self.refuse_closed("A backward")
+        self.refuse_ended("A backward")
         if self.outdated and self.active is not None:
             self._refuse_outdated()
         self.phase = Phase.BACKWARD
@@ -358,12 +360,13 @@ class Root(Step):
         """Give up an unfinished forward or backward: release everything, drop its gradients.
 
         Raises:
-            StateError: the model was closed.
+            StateError: the model was closed, or a communication had failed before.
         """
         # Here alone, which no step between two others comes to, a forward of a closed model is found.
-        self.refuse_closed("A forward")
+        if self.phase in (Phase.CLOSED, Phase.FAILED):
+            self.refuse_ended("A forward")
         self.active = None
-        self.phase = Phase.IDLE
+        self.phase = Phase.IDLE if self.recorder.failure is None else Phase.FAILED
         if self.rest is not None:
             self.rest.enter()
         self.schedule.end_backward()
@@ -382,8 +385,16 @@ class Root(Step):
         if self.phase is Phase.BACKWARD and not _torch_private.in_backward():
             self.abandon()
 
-    def refuse_closed(self, call: str) -> None:
-        """Raise if the model was closed; ``call`` begins the message.
+    def _keep_memory(self) -> None:
+        """A communication failed, which may still read and write: nothing of it is let go of, and none follows."""
+        for unit in self.units:
+            unit.keep_memory()
+        self.reducer.keep_memory()
+        if self.phase is Phase.IDLE:
+            self.phase = Phase.FAILED
+
+    def refuse_ended(self, call: str) -> None:
+        """Raise if the model was closed, or if a communication failed; ``call`` begins the message.
 
         Raises:
             StateError: saying so.
@@ -393,6 +404,7 @@ class Root(Step):
                 f"{call} came after polyshard.close (rank {self.rank}): the model's ranks cannot exchange anything any "
                 "more, and its parameters are this rank's pieces. Close a model behind its last use."
             )
+        self.recorder.refuse_behind_failure(call)
 
     def close(self) -> None:
         """Release the gather buffers and the collectives that were made for this model.
@@ -403,10 +415,11 @@ class Root(Step):
         if self.phase is Phase.CLOSED:
             return
         self.leave_failed_backward()
-        if self.phase is not Phase.IDLE or self.unsharded:
+        if self.phase not in (Phase.IDLE, Phase.FAILED) or self.unsharded:
             where = "polyshard.unsharded()" if self.unsharded else f"a {self.phase.value} of the model"
             raise StateError(f"close() was called inside {where} (rank {self.rank}). Call it between steps.")
-        self.abandon()
+        if self.phase is not Phase.FAILED:
+            self.abandon()
         if self.lanes.here() is not None:
             # What was issued must have run before its communicators end.
             torch.cuda.synchronize(self.collectives.device)

@@ -300,6 +300,12 @@ class Unit:
             return None
         return self.gradients.claim(index, step.reducer)
 
+    def keep_memory(self) -> None:
+        """Keep alive what a communication that did not end may still read and write."""
+        if self.prepared and self.buffer.attached:
+            self.buffer.keep()
+        self.gradients.input.keep_memory()
+
     def discard_gradients(self) -> None:
         """Drop what a backward that failed left behind."""
         if not self.resident:
