@@ -358,3 +358,32 @@ def test_behind_a_communication_that_timed_out_every_other_is_refused_on_both_ra
             assert f"refused on rank {rank}, because an earlier communication of this model did not end" in text
             assert number[1].splitlines()[0] in text
             assert "Start the job again from its last checkpoint, or make new process groups" in text
+
+
+def raise_elsewhere(rank: int, folder: str) -> str:
+    """Rank 1's model raises in backward. Then backwards raise there that are none of that model."""
+    config = polyshard.ShardConfig(timeout_s=2, policy=units_of(Block))
+    model = polyshard.shard(nn.Sequential(Planned(), Planned(), Planned()), config)
+    heard = Path(folder) / "heard"
+    model(torch.ones(4, 5)).sum().backward()
+    if rank:
+        planned = model[1]
+        assert isinstance(planned, Planned)
+        planned.backward_fails = True
+        with pytest.raises(ValueError, match="planned in backward"):
+            model(torch.ones(4, 5)).sum().backward()
+        with pytest.raises(RuntimeError, match="grad can be implicitly created"):
+            (torch.ones(3, requires_grad=True) * 2).backward()
+        wait_for(heard)
+        return ""
+    with pytest.raises(CollectiveError) as caught:
+        model(torch.ones(4, 5)).sum().backward()
+    heard.touch()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_backward_of_something_else_that_raises_is_not_told_as_the_models(tmp_path: Path) -> None:
+    with RankPool(2) as pool:
+        text, _ = pool.run(raise_elsewhere, str(tmp_path))
+    assert text.startswith("PeerFailedError: Rank 1 raised ValueError: planned in backward"), text
+    assert "implicitly" not in text

@@ -34,8 +34,9 @@ class Forward:
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
-        # What was being handled when the forward began: another exception behind it is the forward's own.
-        self._outer_error: BaseException | None = None
+        # Which exception was being handled when the forward began: another one behind it is the forward's own. Its id
+        # alone, which no other has meanwhile: the exception would keep its frames, and these their tensors.
+        self._outer_error = id(None)
         # Of the hook that leaves.
         self._leaves = 0
         self.side_outputs = SideOutputs(self._own_modules)
@@ -103,7 +104,7 @@ class Forward:
         # In a backward that raised, too: none runs.
         if step.phase is not Phase.FORWARD:
             root_of(stage).begin_forward(stage, stage.module)
-        self._outer_error = sys.exception()
+        self._outer_error = id(sys.exception())
         stage.entered += 1
         if records:
             stage.enters_first = step.itinerary is not stage.itinerary
@@ -124,7 +125,7 @@ class Forward:
         recomputes = _torch_private.in_backward()
         if output is None:
             error = sys.exception()
-            if error is not None and error is not self._outer_error:
+            if error is not None and id(error) != self._outer_error:
                 if step.active is stage and not recomputes:
                     step.recorder.tell(error)
                 self._give_up(step, recomputes)

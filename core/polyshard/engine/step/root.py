@@ -56,6 +56,8 @@ class Root(Step):
         self._presence: Presence | None = None
         # Whether the backward that was entered last may still end.
         self._goes_on: Callable[[], bool] = bool
+        # Whether other ranks were told that it raised.
+        self._told = False
         self._walk: Walk[Stage] = Walk()
         # The last itinerary of each inner stage that was called by itself, with gradients on, since the last backward.
         self._apart: dict[object, Itinerary[Stage]] = {}
@@ -173,6 +175,7 @@ class Root(Step):
         if self.outdated and self.active is not None:
             self._refuse_outdated()
         self.phase = Phase.BACKWARD
+        self._told = False
         self.accumulates = any(
             leaf.requires_grad and _torch_private.will_accumulate(leaf)
             for stage in reversed(self.stages)
@@ -379,6 +382,18 @@ class Root(Step):
             for unit in stage.units:
                 unit.reduced = False
                 unit.discard_gradients()
+
+    def tell_failed_backward(self, error: Exception) -> None:
+        """Let other ranks know that a backward in this thread raised ``error``, where it was one of this model.
+
+        One of another thread, or around the one that raised, goes on; one that raised before was told then.
+        """
+        if self.phase is not Phase.BACKWARD or self._told:
+            return
+        alone = self._thread == threading.get_ident() and not _torch_private.in_backward()
+        if alone or not self._goes_on():
+            self._told = True
+            self.recorder.tell(error)
 
     def leave_failed_backward(self) -> None:
         """Abandon a backward that raised, behind which nothing of ours ran; one that runs goes on."""

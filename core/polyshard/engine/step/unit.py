@@ -503,6 +503,13 @@ class Unit:
         if self.originals.retrained():
             self.follow_requires_grad()
 
+    def forgo(self) -> None:
+        """Let go of memory in which a gather would have arrived that could not be issued."""
+        if self.state is UnitState.SHARDED:
+            self.buffer.release()
+        else:
+            self.reshard()
+
     def _issued(self) -> None:
         self.state = UnitState.GATHERING
         self.places.clear()
@@ -533,7 +540,13 @@ def unshard_together(units: Sequence[Unit]) -> None:
             # Among those that gather: replicas may evaluate apart.
             step.lanes.meet(shard.announce, "all_gather of " + ", ".join(unit.name for unit in units))
         step.lanes.gather(units)
-    except CollectiveError as error:
-        step.recorder.refuse(error, entry)
+    except BaseException as error:
+        if isinstance(error, CollectiveError):
+            step.recorder.fail(error, entry)
+        for unit in units:
+            unit.forgo()
+        if isinstance(error, CollectiveError):
+            step.recorder.refuse(error, entry)
+        raise
     for unit in units:
         unit._issued()
