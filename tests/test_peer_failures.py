@@ -387,3 +387,32 @@ def test_a_backward_of_something_else_that_raises_is_not_told_as_the_models(tmp_
         text, _ = pool.run(raise_elsewhere, str(tmp_path))
     assert text.startswith("PeerFailedError: Rank 1 raised ValueError: planned in backward"), text
     assert "implicitly" not in text
+
+
+def use_another_model(rank: int, folder: str) -> list[str]:
+    """Of two models over one group, the first one's gather times out; what the others of that group say then."""
+    config = polyshard.ShardConfig(timeout_s=1.0, policy=units_of(Block))
+    model, other = (polyshard.shard(seeded(lambda: Net(5)), config) for _ in range(2))
+    for each in (model, other):
+        each(draw(4, 3, rank=rank)).sum().backward()
+    ends = [Path(folder) / f"ended {number}" for number in range(2)]
+    if rank:
+        wait_for(ends[0])
+    told = []
+    for each in (model, other, polyshard.shard(nn.Linear(2, 2), polyshard.ShardConfig(check_ranks=False))):
+        with pytest.raises(CollectiveError) as caught:
+            each(draw(4, 3, rank=rank) if each in (model, other) else torch.ones(1, 2))
+        remove_report(str(caught.value))
+        told.append(f"{type(caught.value).__name__}: {caught.value}")
+    ends[rank].touch()
+    wait_for(ends[1 - rank])
+    return told
+
+
+def test_other_models_over_a_group_that_failed_are_refused(tmp_path: Path) -> None:
+    with RankPool(2) as pool:
+        for rank, (first, *others) in enumerate(pool.run(use_another_model, str(tmp_path))):
+            assert first.startswith("CollectiveTimeoutError")
+            for text in others:
+                assert text.startswith("CollectiveAbortedError"), text
+                assert f"on rank {rank} are of no further use: all_gather on rank {rank} did not end within 1 s" in text
