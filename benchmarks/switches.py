@@ -57,7 +57,7 @@ def _no_lending() -> AbstractContextManager[None]:
     from polyshard.engine.parameters.bindings import Bindings, ShardedParameter
 
     def refusing(self: Bindings, index: int, parameter: Any) -> torch.Tensor:
-        return ShardedParameter.of(parameter.original, parameter.names[0])
+        return ShardedParameter.of(parameter)
 
     return _replaced((Bindings, "_guard", refusing), (build, "LendingParameters", dict))
 
@@ -78,12 +78,12 @@ def _no_direct_gradients() -> AbstractContextManager[None]:
 
 
 def _embeddings_gathered() -> AbstractContextManager[None]:
-    from polyshard.engine.step.stage import Stage
+    from polyshard.engine.planning import draft
 
-    def always(self: Stage) -> bool:
+    def always(module: Any) -> bool:
         return True
 
-    return _replaced((Stage, "needs_parameters_in_backward", always))
+    return _replaced((draft, "reads_in_backward", always))
 
 
 def _no_turning_unit() -> AbstractContextManager[None]:

@@ -20,6 +20,7 @@ BEGIN, END = "<!-- figures -->\n", "<!-- /figures -->\n"
 TITLES = {
     "kills": "SIGKILL of one of three ranks, in every phase",
     "stops": "SIGSTOP of one of three ranks",
+    "timeouts": "Three steps more on each of three ranks behind a caught timeout",
     "mistakes": "One rank raises, runs out of memory, leaves a block out, makes a step more, or gets NaN",
     "late_ranks": "One rank comes too late to `shard()`, before it or inside of it; then all call again",
     "replicas": "A flipped bit in one of several copies of a parameter",

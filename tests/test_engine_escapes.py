@@ -159,6 +159,67 @@ def test_a_loss_kept_as_an_attribute(read_by: str, with_output: bool, prefetch: 
     assert_parity(seeded(Root), step, world_size=2, settings=settings)
 
 
+class LateRouter(Router):
+    """Keeps its loss under ``name``, from the second forward on."""
+
+    def __init__(self, name: str, blank: object = None) -> None:
+        super().__init__()
+        self.name, self.forwards = name, 0
+        if name.endswith("blank"):
+            setattr(self, name, blank)
+        if name.startswith("registered"):
+            self.register_buffer(name, None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        balance, self.balance = self.balance, torch.zeros(())
+        self.forwards += 1
+        if self.forwards > 1:
+            setattr(self, self.name, [balance] if self.name.endswith("list") else balance)
+        return y
+
+    def loss(self) -> torch.Tensor | float:
+        kept = getattr(self, self.name, None) or 0.0
+        return kept[0] if isinstance(kept, list) else kept
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize(
+    ("name", "blank"),
+    [
+        ("new", None),
+        ("_new", None),
+        ("blank", None),
+        ("_blank", None),
+        ("blank", 0.0),
+        ("new_list", None),
+        ("registered", None),
+    ],
+)
+def test_a_loss_that_appears_under_a_new_or_private_name_in_a_later_forward(
+    name: str, blank: object, alone: bool, strategy: str
+) -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 2)
+            self.routers = nn.Sequential(LateRouter(name, blank), LateRouter(name, blank))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.routers(self.first(x))).square().mean()
+
+    def step(model: Any, turn: int, rank: int) -> list[torch.Tensor]:
+        loss = model(draw(4, 3, turn=turn, rank=rank))
+        late = model.routers[0].loss() + model.routers[1].loss()
+        # Through nothing but what is kept.
+        total = late if alone and turn else loss + late
+        total.backward()
+        return [total.detach()]
+
+    assert_parity(seeded(Root), step, world_size=2, settings={"policy": units_of(LateRouter), "strategy": strategy})
+
+
 @pytest.mark.parametrize("hides", [lambda y: lambda: y, lambda y: (each for each in [y])])
 def test_a_backward_through_an_output_that_cannot_be_found_raises_and_trains_nothing(
     hides: Callable[[torch.Tensor], Any],

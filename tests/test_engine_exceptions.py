@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +25,8 @@ from parity import (
     units_of,
     whole_of,
 )
+from polyshard.errors import CollectiveError
+from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
@@ -322,3 +326,68 @@ def test_a_second_forward_that_raises_does_not_take_the_first_one_s_backward_awa
         return [loss.detach(), x.grad]
 
     assert_parity(seeded(FragileNet), step, world_size=2, settings=FRAGILE)
+
+
+def test_a_forward_inside_an_except_clause_keeps_nothing_of_what_is_handled_there() -> None:
+    """An exception has its frames, and these have tensors: activations of a batch that was too large, say."""
+    config = polyshard.ShardConfig(collectives={"name": "fake", "world_size": 2}, policy=units_of(Block))
+    model = polyshard.shard(Net(), config)
+
+    def too_large() -> None:
+        activations = torch.ones(1000)
+        alive.append(weakref.ref(activations))
+        raise PlannedError(activations.numel())
+
+    alive: list[weakref.ref[torch.Tensor]] = []
+    for _ in range(2):
+        try:
+            too_large()
+        except PlannedError:
+            model(torch.ones(4, 3)).sum().backward()
+    gc.collect()
+    assert [each() for each in alive] == [None, None]
+
+
+def live_nbytes() -> int:
+    """Bytes of all tensors that Python knows."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+    return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}.values())
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("failing", range(4))
+@pytest.mark.parametrize("together", [0, "16 MiB"])
+def test_after_a_gather_that_could_not_be_issued_no_memory_stays(
+    failing: int, together: int | str, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = FakeCollectives.all_gather
+    left: list[int] = []
+
+    def fails(self: FakeCollectives, out: torch.Tensor, shard: torch.Tensor) -> Any:
+        if left and not left[0]:
+            left.clear()
+            raise CollectiveError("told to")
+        if left:
+            left[0] -= 1
+        return whole(self, out, shard)
+
+    monkeypatch.setattr(FakeCollectives, "all_gather", fails)
+    config = polyshard.ShardConfig(
+        collectives={"name": "fake", "world_size": 2},
+        policy=units_of(Block),
+        strategy=strategy,
+        batch_nbytes=together,
+    )
+    model = polyshard.shard(Net(), config)
+    for _ in range(2):
+        model(torch.ones(4, 3)).sum().backward()
+    model.zero_grad()
+    before = live_nbytes()
+    left.append(failing)
+    with pytest.raises(CollectiveError, match="told to"):
+        model(torch.ones(4, 3))
+    assert live_nbytes() == before
+    model(torch.ones(4, 3)).sum().backward()
+    model.zero_grad()
+    assert live_nbytes() == before

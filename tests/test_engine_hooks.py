@@ -22,6 +22,7 @@ from parity import (
     warns_for,
     whole_of,
 )
+from polyshard.errors import RankMismatchError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
@@ -175,3 +176,123 @@ def test_full_backward_hooks_on_units_and_root_see_the_right_gradients(before: b
         return [*square_step(model, turn, rank), *logs[model]]
 
     assert_parity(seeded(Net), step, world_size=2, wrap=wrap, settings=BLOCKS)
+
+
+class Words(nn.Module):
+    """An embedding in front of blocks; ``penalty`` is what a hook adds to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 5)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.penalty: torch.Tensor | float = 0.0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.blocks(self.embedding(tokens))
+        return y.square().mean() + self.penalty
+
+
+def words_step(model: Words, turn: int, rank: int) -> None:
+    tokens = torch.arange(8).reshape(2, 4) * (turn + rank + 1) % 11
+    model(tokens).backward()
+
+
+def observe(model: Words) -> None:
+    """Behind the forward, as PEFT and those that collect activations do."""
+    model.embedding.register_forward_hook(lambda module, args, output: None)
+
+
+def penalise_before(model: Words) -> None:
+    """Its backward needs the weight that the forward saw."""
+
+    def hook(module: nn.Embedding, args: Any) -> None:
+        model.penalty = module.weight.pow(3).sum()
+
+    model.embedding.register_forward_pre_hook(hook)
+
+
+def penalise_behind(model: Words) -> None:
+    def hook(module: nn.Embedding, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * module.weight.pow(2).sum()
+
+    model.embedding.register_forward_hook(hook, prepend=True)
+
+
+def replace_forward(model: Words) -> None:
+    embedding = model.embedding
+    embedding.forward = lambda tokens: nn.functional.embedding(tokens, embedding.weight.pow(2))  # type: ignore
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("change", [observe, penalise_before, penalise_behind, replace_forward])
+def test_a_hook_that_one_rank_adds_later_to_an_embedding_is_right_and_changes_no_collective(
+    change: Callable[[Words], None], strategy: str
+) -> None:
+    model = seeded(Words)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        mine = sharded_copy(
+            model, rank, world, policy=units_of(Block, nn.Embedding), strategy=strategy, check_ranks="always"
+        )
+        assert isinstance(mine, Words)
+        words_step(mine, 0, rank)
+        mine.zero_grad()
+        if rank == 0:
+            change(mine)
+        # One graph beside another, and one backward behind another.
+        words_step(mine, 1, rank)
+        losses = [mine(torch.tensor([[1, 2, 3, 1]]) + rank) for _ in range(2)]
+        (losses[0] + losses[1]).backward()
+        with polyshard.unsharded(mine):
+            pass
+        words_step(mine, 2, rank)
+        return whole_gradients(mine)
+
+    wanted: dict[str, torch.Tensor] = {}
+    for rank in range(2):
+        plain = seeded(Words)
+        assert isinstance(plain, Words)
+        if rank == 0:
+            change(plain)
+        words_step(plain, 1, rank)
+        for _ in range(2):
+            plain(torch.tensor([[1, 2, 3, 1]]) + rank).backward()
+        words_step(plain, 2, rank)
+        for name, parameter in plain.named_parameters():
+            assert parameter.grad is not None
+            wanted[name] = wanted.get(name, 0.0) + parameter.grad / 2
+    for found in on_ranks(2, on_rank):
+        assert found.keys() == wanted.keys()
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-12, atol=1e-12)
+
+
+def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Gradients put together from all ranks' pieces."""
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    with polyshard.unsharded(model):
+        found = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    return found
+
+
+def test_a_hook_that_one_rank_had_before_sharding_is_refused_where_it_decides_what_is_gathered() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> str:
+        with world.lock:
+            mine = seeded(Words)
+        if rank == 0:
+            mine.embedding.register_forward_hook(lambda *_: None)
+        before = {name: (p.data_ptr(), tuple(p.shape)) for name, p in mine.named_parameters()}
+        with pytest.raises(RankMismatchError) as caught:
+            polyshard.shard(mine, threaded(world, rank, policy=units_of(Block, nn.Embedding)))
+        assert {name: (p.data_ptr(), tuple(p.shape)) for name, p in mine.named_parameters()} == before
+        return str(caught.value)
+
+    for text in on_ranks(2, on_rank):
+        assert "'embedding'" in text
+        assert "not gathered in backward" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -630,3 +631,26 @@ def test_ranks_compare_options_of_the_inner_manager_too() -> None:
 
     for text in on_ranks(2, on_rank):
         assert "pin_memory" in text
+
+
+def test_a_copy_of_a_part_that_trained_by_itself_is_the_larger_models() -> None:
+    """``keep = "compute"`` has one copy of each master, under whatever names its unit had."""
+
+    def copies() -> int:
+        """Storages of one rank's elements of ``nn.Linear(32, 64)``, in bf16: no gather buffer is so small."""
+        nbytes = (32 * 64 + 64) // 2 * torch.bfloat16.itemsize
+        found = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.dtype is torch.bfloat16]
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in found}
+        return list(storages.values()).count(nbytes)
+
+    config = polyshard.ShardConfig(
+        collectives={"name": "fake", "world_size": 2}, offload=partial(units="*", keep="compute"), precision="bf16"
+    )
+    inner = nn.Linear(32, 64)
+    polyshard.fully_shard(inner, config)
+    inner(torch.ones(2, 32)).sum().backward()
+    assert copies() == 1
+    outer = nn.Sequential(inner, nn.Linear(64, 3))
+    polyshard.fully_shard(outer, config)
+    outer(torch.ones(2, 32)).sum().backward()
+    assert copies() == 1

@@ -8,6 +8,7 @@ import re
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import polyshard
 import pytest
 import torch
 from parity import Block, Net, draw, seeded, units_of
-from polyshard.errors import CollectiveError, ConfigError, ParameterChangedError, RankMismatchError
+from polyshard.errors import CollectiveError, ConfigError, ParameterChangedError, PolyshardError, RankMismatchError
 from processes import RankPool
 from torch import nn
 
@@ -299,3 +300,138 @@ def test_always_is_set_by_a_file_and_by_the_environment(tmp_path: Path) -> None:
 def test_what_check_ranks_cannot_be_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match="check_ranks must be True, False or 'always', not "):
         polyshard.ShardConfig(check_ranks=value)  # type: ignore[arg-type]
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 30.0
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.01)
+
+
+def refused(call: Callable[[], object]) -> str:
+    """What ``call`` raised; it must not wait for anybody."""
+    begun = time.monotonic()
+    try:
+        call()
+    except PolyshardError as error:
+        assert time.monotonic() - begun < 0.3
+        remove_report(str(error))
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def come_late(rank: int, folder: str, backward: bool, check_ranks: bool) -> list[str]:
+    """Rank 1 comes once rank 0 has given up waiting, and has tried to go on; what each rank was told, call by call."""
+    settings = {"timeout_s": 1.0, "policy": units_of(Block), "check_ranks": check_ranks}
+    model = polyshard.shard(seeded(lambda: Net(5)), polyshard.ShardConfig(**settings))
+    gave_up, came = Path(folder) / "gave up", Path(folder) / "came"
+
+    def step() -> None:
+        loss = model(draw(4, 3, rank=rank)).sum()
+        if backward and rank:
+            wait_for(gave_up)
+        loss.backward()
+
+    model(draw(4, 3, rank=rank)).sum().backward()
+    if rank and not backward:
+        wait_for(gave_up)
+    with pytest.raises(CollectiveError) as caught:
+        step()
+    remove_report(str(caught.value))
+    told = [f"{type(caught.value).__name__}: {caught.value}"]
+    del caught
+    calls: list[Callable[[], object]] = [
+        lambda: model(draw(4, 3, rank=rank)),
+        lambda: polyshard.clip_grad_norm_(model, 1.0),
+        lambda: polyshard.unsharded(model).__enter__(),
+        lambda: polyshard.checkpoint.save(folder, 1, model),
+        lambda: polyshard.check_replicas(model),
+        lambda: model(draw(4, 3, rank=rank)),
+    ]
+    told += [refused(call) for call in calls]
+    if not rank:
+        gave_up.touch()
+        # What the late rank sends arrives meanwhile.
+        wait_for(came)
+    else:
+        came.touch()
+    # This rank's pieces can be had still.
+    assert all(bool(value.isfinite().all()) for value in polyshard.local_state_dict(model).values())
+    polyshard.close(model)
+    return told
+
+
+@pytest.mark.parametrize(("backward", "check_ranks"), [(False, True), (True, True), (False, False)])
+def test_behind_a_communication_that_timed_out_every_other_is_refused_on_both_ranks(
+    tmp_path: Path, backward: bool, check_ranks: bool
+) -> None:
+    with RankPool(2) as pool:
+        everyone = pool.run(come_late, str(tmp_path), backward, check_ranks)
+    for rank, (first, *later) in enumerate(everyone):
+        assert first.startswith(("CollectiveTimeoutError", "CollectiveAbortedError")), first
+        number = re.search(rf"Rank {rank} waited for its communication (number \d+, [^.]*)\.", first)
+        assert number is not None, first
+        for text in later:
+            assert text.startswith("StateError"), text
+            assert f"refused on rank {rank}, because an earlier communication of this model did not end" in text
+            assert number[1].splitlines()[0] in text
+            assert "Start the job again from its last checkpoint, or make new process groups" in text
+
+
+def raise_elsewhere(rank: int, folder: str) -> str:
+    """Rank 1's model raises in backward. Then backwards raise there that are none of that model."""
+    config = polyshard.ShardConfig(timeout_s=2, policy=units_of(Block))
+    model = polyshard.shard(nn.Sequential(Planned(), Planned(), Planned()), config)
+    heard = Path(folder) / "heard"
+    model(torch.ones(4, 5)).sum().backward()
+    if rank:
+        planned = model[1]
+        assert isinstance(planned, Planned)
+        planned.backward_fails = True
+        with pytest.raises(ValueError, match="planned in backward"):
+            model(torch.ones(4, 5)).sum().backward()
+        with pytest.raises(RuntimeError, match="grad can be implicitly created"):
+            (torch.ones(3, requires_grad=True) * 2).backward()
+        wait_for(heard)
+        return ""
+    with pytest.raises(CollectiveError) as caught:
+        model(torch.ones(4, 5)).sum().backward()
+    heard.touch()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_backward_of_something_else_that_raises_is_not_told_as_the_models(tmp_path: Path) -> None:
+    with RankPool(2) as pool:
+        text, _ = pool.run(raise_elsewhere, str(tmp_path))
+    assert text.startswith("PeerFailedError: Rank 1 raised ValueError: planned in backward"), text
+    assert "implicitly" not in text
+
+
+def use_another_model(rank: int, folder: str) -> list[str]:
+    """Of two models over one group, the first one's gather times out; what the others of that group say then."""
+    config = polyshard.ShardConfig(timeout_s=1.0, policy=units_of(Block))
+    model, other = (polyshard.shard(seeded(lambda: Net(5)), config) for _ in range(2))
+    for each in (model, other):
+        each(draw(4, 3, rank=rank)).sum().backward()
+    ends = [Path(folder) / f"ended {number}" for number in range(2)]
+    if rank:
+        wait_for(ends[0])
+    told = []
+    for each in (model, other, polyshard.shard(nn.Linear(2, 2), polyshard.ShardConfig(check_ranks=False))):
+        with pytest.raises(CollectiveError) as caught:
+            each(draw(4, 3, rank=rank) if each in (model, other) else torch.ones(1, 2))
+        remove_report(str(caught.value))
+        told.append(f"{type(caught.value).__name__}: {caught.value}")
+    ends[rank].touch()
+    wait_for(ends[1 - rank])
+    return told
+
+
+def test_other_models_over_a_group_that_failed_are_refused(tmp_path: Path) -> None:
+    with RankPool(2) as pool:
+        for rank, (first, *others) in enumerate(pool.run(use_another_model, str(tmp_path))):
+            assert first.startswith("CollectiveTimeoutError")
+            for text in others:
+                assert text.startswith("CollectiveAbortedError"), text
+                assert f"on rank {rank} are of no further use: all_gather on rank {rank} did not end within 1 s" in text

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
 import polyshard
+import pytest
 import torch
+from int8_wire import Int8Wire
 from parity import Block, Net, adam, assert_parity, on_ranks, root_of, seeded, threaded, units_of
 from polyshard import ShardConfig
+from polyshard.errors import ParameterChangedError, StateError, UnshardedUseError
 from polyshard.interfaces import (
     OffloadCapabilities,
     OffloadManager,
@@ -192,3 +196,75 @@ def test_parameters_have_the_names_that_the_larger_model_gives_them() -> None:
     assert names == {name for name, _ in outer.named_parameters()}
     aliases = {name for unit in root_of(outer).units for each in unit.parameters for name in each.names}
     assert aliases == {name for name, _ in outer.named_parameters(remove_duplicate=False)}
+
+
+class NotingNames(Int8Wire):
+    """Tells by which names it is asked for each unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoded: list[str] = []
+        self.decoded: list[str] = []
+
+    def encode(self, unit: UnitSpec, wire: torch.Tensor, shard: torch.Tensor) -> None:
+        self.encoded.append(unit.name)
+        super().encode(unit, wire, shard)
+
+    def decode(self, unit: UnitSpec, wire: torch.Tensor, out: torch.Tensor) -> None:
+        self.decoded.append(unit.name)
+        super().decode(unit, wire, out)
+
+
+@pytest.mark.parametrize("together", [0, "16 MiB"])
+def test_a_caster_is_asked_by_the_names_of_the_larger_model(together: int | str) -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        with world.lock:
+            inner: Any = seeded(Net).float()
+        caster = NotingNames()
+        config = threaded(world, rank, precision=caster, batch_nbytes=together, split_root=False)
+        for block in inner.blocks:
+            polyshard.fully_shard(block, config)
+        outer = nn.Sequential(seeded(lambda: nn.Linear(3, 3)).float(), inner)
+        polyshard.fully_shard(outer, config)
+        names = {unit.spec.name for unit in root_of(outer).units}
+        assert names == {"", "1.blocks.0", "1.blocks.1", "1.blocks.2"}
+        caster.encoded.clear()
+        caster.decoded.clear()
+        outer(torch.ones(4, 3)).sum().backward()
+        assert set(caster.prepared[-1]) == names
+        assert set(caster.encoded) == names
+        assert set(caster.decoded) == names
+
+    on_ranks(2, on_rank)
+
+
+def test_errors_name_parameters_as_the_larger_model_does() -> None:
+    """Whatever was made while the inner model was the outermost one, and had run."""
+
+    class Outer(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.encoder = inner
+            self.head = nn.Linear(2, 2)
+            self.peeks = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.head(self.encoder(x))
+            return y * self.encoder.get_submodule("blocks.1.up").weight.sum() if self.peeks else y
+
+    inner: Any = Net()
+    for block in inner.blocks:
+        polyshard.fully_shard(block, fake())
+    polyshard.fully_shard(inner, fake())
+    inner(torch.ones(4, 3)).sum().backward()
+    outer = Outer(inner)
+    polyshard.fully_shard(outer, fake())
+    outer.peeks = True
+    with pytest.raises(UnshardedUseError, match=r"'encoder\.blocks\.1\.up\.weight'"):
+        outer(torch.ones(4, 3))
+    outer.peeks = False
+    with pytest.raises(StateError, match=r"'encoder\.blocks\.1\.up\.weight'"):
+        copy.deepcopy(inner.blocks[1].up)
+    inner.blocks[1].up.weight = nn.Parameter(torch.ones(2))
+    with pytest.raises(ParameterChangedError, match=r"'encoder\.blocks\.1\.up\.weight'"):
+        outer(torch.ones(4, 3))

@@ -21,7 +21,6 @@ from .process_group import (
     receive_buffer,
     reduce_rows,
     torch_op,
-    translated,
 )
 
 _CAPABILITIES = CollectivesCapabilities(
@@ -47,14 +46,19 @@ _TEXT_NBYTES = 1024
 class _GlooWork:
     """An operation in flight, and the local part that follows it."""
 
-    __slots__ = ("_finish", "_operation", "_rank", "_timeout", "_work")
+    __slots__ = ("_collectives", "_finish", "_operation", "_timeout", "_work")
 
     def __init__(
-        self, work: Any, operation: str, rank: int, timeout: timedelta, finish: Callable[[], None] | None = None
+        self,
+        work: Any,
+        operation: str,
+        collectives: GlooCollectives,
+        timeout: timedelta,
+        finish: Callable[[], None] | None = None,
     ) -> None:
         self._work = work
         self._operation = operation
-        self._rank = rank
+        self._collectives = collectives
         self._timeout = timeout
         self._finish = finish
 
@@ -64,7 +68,7 @@ class _GlooWork:
         try:
             self._work.wait(self._timeout)
         except RuntimeError as error:
-            raise translated(error, self._operation, self._rank, self._timeout.total_seconds()) from error
+            raise self._collectives.failed(error, self._operation) from error
         self._work = None
         if self._finish is not None:
             self._finish()
@@ -210,8 +214,9 @@ class GlooCollectives(ProcessGroupCollectives):
         finish: Callable[[], None] | None = None,
         **options: Any,
     ) -> Work:
+        group = self.gather_group()
         try:
-            work = function(*tensors, group=self.gather_group(), async_op=True, **options)
+            work = function(*tensors, group=group, async_op=True, **options)
         except RuntimeError as error:
-            raise self._translated(error, operation) from error
-        return _GlooWork(work, operation, self._rank, self._context.timeout, finish)
+            raise self.failed(error, operation) from error
+        return _GlooWork(work, operation, self, self._context.timeout, finish)

@@ -7,6 +7,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -179,6 +180,10 @@ def new_group(ranks: Sequence[int], backend: str, timeout: Any, *, everywhere: b
     return group if isinstance(group, dist.ProcessGroup) and dist.get_rank() in ranks else None
 
 
+#: Groups in which an operation did not end, and which. Of the process, as torch's groups are, and gone with them.
+_FAILED: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+
+
 class ProcessGroupCollectives(Collectives):
     """Base of the backends over ``torch.distributed``.
 
@@ -215,6 +220,9 @@ class ProcessGroupCollectives(Collectives):
         self._reductions: dist.ProcessGroup | None = None
         self._all_gather = flat_collective("all_gather_single", "all_gather_into_tensor")
         self._closed = False
+        # Of these groups, the operation that did not end.
+        self._failure: str | None = None
+        _USERS.add(self)
 
     @property
     def rank(self) -> int:
@@ -255,12 +263,23 @@ class ProcessGroupCollectives(Collectives):
     def _make_groups(self) -> None:
         if self._closed:
             raise self._was_closed()
+        self._refuse_failed()
         # Both at once: which of the two a rank needs first may differ between ranks, the order of making may not.
         if group_backend(self.process_group, self.device_type) == self.transport:
             self._gathers = self.process_group
         else:
             self._gathers = self._second_group()
         self._reductions = self._second_group() if self.separate_reductions else self._gathers
+        self._leave_failed()
+        self._refuse_failed()
+
+    def _refuse_failed(self) -> None:
+        if self._failure is not None:
+            raise CollectiveAbortedError(
+                f"collectives {self._context.name!r} on rank {self._rank} are of no further use: {self._failure}, and "
+                "ranks stand at different places of their order. Start the job again, or make new process groups on "
+                "all ranks and shard the models anew over them"
+            )
 
     def _second_group(self) -> dist.ProcessGroup:
         ranks = dist.get_process_group_ranks(self.process_group)
@@ -321,6 +340,30 @@ class ProcessGroupCollectives(Collectives):
     def _translated(self, error: Exception, operation: str) -> CollectiveError:
         return translated(error, operation, self._rank, self._context.timeout.total_seconds())
 
+    def failed(self, error: Exception, operation: str) -> CollectiveError:
+        """``error`` of ``operation`` as one of polyshard's; what did not end lets nothing more into its groups.
+
+        Ranks stand at different places of their order then: what is sent next meets an earlier operation of another
+        rank, for which gloo ends the process. That holds for all who use these groups.
+        """
+        told = self._translated(error, operation)
+        if isinstance(told, CollectiveTimeoutError | CollectiveAbortedError):
+            groups = [group for group in (self._gathers, self._reductions) if group is not None]
+            for group in groups:
+                _FAILED.setdefault(group, str(told).partition(";")[0])
+            for other in list(_USERS):
+                if other._gathers in groups or other._reductions in groups:
+                    other._leave_failed()
+        return told
+
+    def _leave_failed(self) -> None:
+        """Use no groups of which one failed; what comes next raises in ``_make_groups``."""
+        for group in (self._gathers, self._reductions):
+            if group is not None and group in _FAILED:
+                self._failure = _FAILED[group]
+                self._gathers = self._reductions = None
+                return
+
     def partition(self, rank_lists: Sequence[Sequence[int]]) -> ProcessGroupCollectives:
         own = own_group(rank_lists, self._rank, self._world_size)
         global_ranks = dist.get_process_group_ranks(self.process_group)
@@ -353,6 +396,7 @@ class ProcessGroupCollectives(Collectives):
         self._enter(whole._context, shared.groups[0])
         self._gathers, self._reductions = shared.groups[0], shared.groups[-1]
         self._leased = [shared]
+        self._leave_failed()
 
     def abort(self, reason: str) -> None:
         # Only groups made here: the user may go on using the given one.
@@ -369,3 +413,7 @@ class ProcessGroupCollectives(Collectives):
         self._given = self._gathers = self._reductions = None
         while self._leased:
             self._leased.pop().give_back()
+
+
+#: All that may use such a group.
+_USERS: WeakSet[ProcessGroupCollectives] = WeakSet()

@@ -127,6 +127,7 @@ def build(blueprint: Blueprint, grid: RankGrid, masters: Masters) -> Root:
                 full_precision_in_eval=draft.full_precision_in_eval,
                 signature=blueprint.signature,
                 host=None if plan.host is None else made[plan.host],
+                reads_in_backward=draft.reads_in_backward,
             )
             if plan.host is not None:
                 lend(made[plan.module], made[plan.host])

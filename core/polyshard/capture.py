@@ -238,7 +238,7 @@ class CapturedStep(Generic[P, T]):
     def _refuse_inside_a_step(self) -> None:
         root = self._root
         root.leave_failed_backward()
-        root.refuse_closed("A CapturedStep")
+        root.refuse_ended("A CapturedStep")
         if root.phase is not Phase.IDLE or root.unsharded or root.borrowed:
             where = f"a {root.phase.value} of the model"
             if root.unsharded or root.borrowed:

@@ -255,7 +255,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         raise ConfigError(
             f"{type(module)} does not have a method {name} ('{stage.name or '(root)'}'). Name a method that computes."
         )
-    stage.has_methods = True
+    # Its methods may compute with an embedding's weight.
+    stage.reads_in_backward = True
     setattr(module, name, _computing(Forward(stage), module, method))
 
 
@@ -338,7 +339,7 @@ def outermost_root(model: nn.Module, call: str) -> Root:
         StateError: ``model`` is not the outermost sharded module, or was closed.
     """
     root = _outermost_root(model, call)
-    root.refuse_closed(call)
+    root.refuse_ended(call)
     return root
 
 

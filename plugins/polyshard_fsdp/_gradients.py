@@ -8,17 +8,16 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from polyshard.engine.gradients.gradients import Gradients
+from polyshard.engine.gradients.gradients import Gradients, Reducible
 from polyshard.engine.gradients.reducer import CommHook as HookedReduction
 from polyshard.engine.gradients.reducer import Reducer
 from polyshard.engine.gradients.reduction_input import Copies, ReductionInput
 from polyshard.engine.parameters.originals import MasterViews
 from polyshard.engine.planning.layout import FlatLayout
-from polyshard.engine.planning.ranks import RankGrid
 from polyshard.engine.transport.buffer import FlatBuffer, view_of
 from polyshard.engine.transport.lanes import Lanes
 from polyshard.errors import StateError
-from polyshard.interfaces import OffloadManager, UnitDtypes, UnitSpec
+from polyshard.interfaces import OffloadManager, UnitDtypes
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
@@ -34,12 +33,10 @@ class CommHook:
     hook: Callable[..., Any]
 
 
-class FlatParameterUnit(Protocol):
+class FlatParameterUnit(Reducible, Protocol):
     """What gradients ask of their unit. ``_unit.FlatUnit`` is the one kind."""
 
-    spec: UnitSpec
     layout: FlatLayout
-    grid: RankGrid
     dtypes: UnitDtypes
     master: torch.Tensor
     originals: MasterViews
@@ -94,7 +91,7 @@ class FlatGradients(Gradients):
     input: FlatInput
 
     def __init__(self, unit: FlatParameterUnit) -> None:
-        super().__init__(unit.spec, unit.layout, unit.grid, unit.dtypes, unit.originals.recipients, unit.keeper)
+        super().__init__(unit, unit.layout, unit.dtypes, unit.originals.recipients, unit.keeper)
         self.input = FlatInput(unit.layout, unit.dtypes, unit.spec.device)
         self._unit = unit
         self._training_dtypes = unit.dtypes
@@ -108,7 +105,7 @@ class FlatGradients(Gradients):
         """In which dtypes the next backward accumulates and reduces."""
         dtypes = self._training_dtypes
         if full_precision:
-            master = self.spec.master_dtype
+            master = self.unit.spec.master_dtype
             dtypes = UnitDtypes(compute=master, wire=master, reduce=master, grad=master)
         self._dtypes = dtypes
         self.input.choose(dtypes)
@@ -207,8 +204,8 @@ class FlatGradients(Gradients):
             elif given.shape != gradient.shape:
                 raise StateError(
                     f"Cannot writeback when the gradient shape changes\nExpects {gradient.shape} but got {given.shape} "
-                    f"in unit '{self._unit.name}' on rank {self.grid.world.rank}, whose gradients under no_sync() are "
-                    "whole. Set .grad to a tensor of the whole shape, or to None."
+                    f"in unit '{self._unit.name}' on rank {self.unit.grid.world.rank}, whose gradients under no_sync() "
+                    "are whole. Set .grad to a tensor of the whole shape, or to None."
                 )
             elif given.data_ptr() != gradient.data_ptr():
                 gradient.copy_(given)
@@ -227,7 +224,7 @@ class FlatGradients(Gradients):
     def _reduce_by(self, registered: CommHook, gradients: torch.Tensor) -> torch.Tensor:
         # Hooks that compress give the tensor other data, and the input's memory serves the next backward too.
         gradients = gradients.detach()
-        if self.grid.shard is None:
+        if self.unit.grid.shard is None:
             registered.hook(registered.state, gradients)
             return gradients
         result = torch.empty(self._layout.shard_numel, dtype=gradients.dtype, device=gradients.device)

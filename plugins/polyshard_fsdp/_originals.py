@@ -70,7 +70,7 @@ class FlatBindings(Bindings):
     def _collect(self, leaves: Sequence[torch.Tensor]) -> dict[nn.Module, Swap]:
         swaps: dict[nn.Module, Swap] = {}
         for parameter, leaf in zip(self._parameters, leaves, strict=True):
-            guard = ShardedParameter.of(parameter.original, parameter.names[0])
+            guard = ShardedParameter.of(parameter)
             outside = guard if self._elsewhere is Shown.GUARDS else leaf.detach()
             for module, attribute in parameter.sites:
                 swap = swaps.setdefault(module, Swap(module.__dict__, {shown: {} for shown in Shown}))

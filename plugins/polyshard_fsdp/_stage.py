@@ -26,6 +26,7 @@ class FSDPStage(Stage):
         *,
         full_precision_in_eval: bool,
     ) -> None:
+        # Gathered in every module's backward, as in FSDP, whose users see whole parameters there.
         super().__init__("", module, units, full_precision_in_eval=full_precision_in_eval)
         self.instance = instance
         #: The module that the user gave; ``module`` is the one that is called, a wrapper around it or the same.
@@ -50,10 +51,6 @@ class FSDPStage(Stage):
         if not self.in_backward:
             self.mark(HandleTrainingState.BACKWARD_PRE)
         super().pre_backward()
-
-    def needs_parameters_in_backward(self) -> bool:
-        # As in FSDP, whose users see whole parameters in every module's backward.
-        return True
 
     def prefetch(self, batches: Sequence[Sequence[Stage]]) -> None:
         self._ahead = [stage for batch in batches for stage in batch]

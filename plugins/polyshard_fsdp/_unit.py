@@ -69,7 +69,8 @@ class FlatUnit(Unit):
         super().__init__(
             spec,
             handle.layout,
-            handle.parameters,
+            # The handle's have the names inside of its instance, whatever the instance becomes part of.
+            [dataclasses.replace(each) for each in handle.parameters],
             grid,
             _parked(offload, spec, handle.keep_own_shard()),
             dtypes,

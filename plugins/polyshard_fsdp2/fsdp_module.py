@@ -70,7 +70,7 @@ class FSDPModule:
         if stage is not None and units:
             root = root_of(stage)
             root.leave_failed_backward()
-            root.refuse_closed("unshard()")
+            root.refuse_ended("unshard()")
             if root.unsharded:
                 raise StateError(
                     f"unshard() was called inside of polyshard.unsharded (rank {root.rank}), where parameters are "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
+
 import torch
-from polyshard.interfaces import UnitSpec
+from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class KeptSlices:
@@ -13,9 +15,11 @@ class KeptSlices:
     """
 
     def __init__(self) -> None:
-        self._copies: dict[UnitSpec, torch.Tensor] = {}
-        # Of which master each copy is: where two models share a manager, units of theirs may be equal.
-        self._current: dict[UnitSpec, int] = {}
+        # By master, and for as long as that lives: a unit has another name once its model is part of a larger one, and
+        # where two models share a manager, units of theirs may be equal.
+        self._copies: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
+        # The addresses of masters of which the copy is current.
+        self._current: set[int] = set()
         self._begun = False
 
     def expire(self) -> None:
@@ -23,26 +27,22 @@ class KeptSlices:
         self._current.clear()
         self._begun = True
 
-    def forget(self, unit: UnitSpec) -> None:
-        """``unit`` has another master from now on."""
-        self._current.pop(unit, None)
-
-    def serve(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> bool:
+    def serve(self, master: torch.Tensor, own_slice: torch.Tensor) -> bool:
         """Write the copy of ``master`` into ``own_slice`` (``[shard_numel]``); False where there is no current one."""
-        copy = self._copies.get(unit)
-        if copy is None or self._current.get(unit) != master.data_ptr() or copy.dtype != own_slice.dtype:
+        copy = self._copies.get(master)
+        if copy is None or master.data_ptr() not in self._current or copy.dtype != own_slice.dtype:
             return False
         own_slice.copy_(copy)
         return True
 
-    def keep(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
+    def keep(self, master: torch.Tensor, own_slice: torch.Tensor) -> None:
         """Copy ``own_slice``, just written from ``master``; not before the first forward, when a fetch is a trial."""
         if not self._begun:
             return
-        copy = self._copies.get(unit)
+        copy = self._copies.get(master)
         if copy is None or copy.dtype != own_slice.dtype:
             # One that was first made in an inference forward must serve training, too.
             with torch.inference_mode(False):
-                copy = self._copies[unit] = torch.empty_like(own_slice)
+                copy = self._copies[master] = torch.empty_like(own_slice)
         copy.copy_(own_slice)
-        self._current[unit] = master.data_ptr()
+        self._current.add(master.data_ptr())

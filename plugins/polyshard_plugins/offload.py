@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 import torch
 from polyshard.errors import ConfigError, DeviceError
 from polyshard.interfaces import OffloadCapabilities, OffloadManager, PluginContext, UnitSpec
+from torch.utils.weak import WeakTensorKeyDictionary
 
 _CPU = torch.device("cpu")
 
@@ -78,8 +80,9 @@ class CpuOffload(OffloadManager):
                 "Write true or false, without quotes."
             )
         self._pin_memory = pin_memory
-        self._staging: dict[UnitSpec, _Staging] = {}
-        self._master_read: dict[UnitSpec, torch.Event] = {}
+        # By master, and for as long as that lives: a unit has another name once its model is part of a larger one.
+        self._staging: MutableMapping[torch.Tensor, _Staging] = WeakTensorKeyDictionary()
+        self._master_read: MutableMapping[torch.Tensor, torch.Event] = WeakTensorKeyDictionary()
         self._arriving: list[torch.Event] = []
         self._owed: list[_OwedSum] = []
 
@@ -99,9 +102,10 @@ class CpuOffload(OffloadManager):
         elif own_slice.dtype == master.dtype:
             own_slice.copy_(master, non_blocking=True)
             # One event a unit, recorded anew: inference fetches forever without a sync_for_step in between.
-            if unit not in self._master_read:
-                self._master_read[unit] = torch.Event(device=own_slice.device)
-            _record(self._master_read[unit], own_slice.device)
+            read = self._master_read.get(master)
+            if read is None:
+                read = self._master_read[master] = torch.Event(device=own_slice.device)
+            _record(read, own_slice.device)
         else:
             self._fetch_cast(unit, master, own_slice)
 
@@ -133,12 +137,12 @@ class CpuOffload(OffloadManager):
         self._owed.clear()
 
     def _fetch_cast(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
-        staging = self._staging.get(unit)
+        staging = self._staging.get(master)
         if staging is None or staging.buffer.dtype != own_slice.dtype:
             # A dtype other than last time's comes from full precision in eval; the old buffer, if its copy still runs,
             # is kept by the allocator until then.
             staging = _Staging(self._host_like(unit, own_slice), torch.Event(device=own_slice.device))
-            self._staging[unit] = staging
+            self._staging[master] = staging
         else:
             # The last copy out of it served the unit's previous gather, which has long been used: this rarely waits.
             staging.crossed.synchronize()

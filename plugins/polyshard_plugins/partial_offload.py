@@ -67,17 +67,15 @@ class PartialOffload(OffloadManager):
         return self._inner.units_to_park(self._rule.parked(units))
 
     def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
-        if self._kept is not None:
-            self._kept.forget(unit)
         return self._inner.place(unit, shard)
 
     @torch.no_grad()
     def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
         if self._kept is None:
             self._inner.fetch(unit, master, own_slice)
-        elif not self._kept.serve(unit, master, own_slice):
+        elif not self._kept.serve(master, own_slice):
             self._inner.fetch(unit, master, own_slice)
-            self._kept.keep(unit, master, own_slice)
+            self._kept.keep(master, own_slice)
 
     def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
         return self._inner.store_grad(unit, grad, into)

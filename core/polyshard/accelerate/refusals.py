@@ -83,7 +83,7 @@ def refuse_models(models: Sequence[nn.Module], rank: int) -> None:
         refuse_wrapped(model, rank, "Give prepare() the model itself, or one that polyshard.shard has sharded.")
         inner = sharded_in(model)
         if inner is not None:
-            root_in(inner).refuse_closed("prepare()")
+            root_in(inner).refuse_ended("prepare()")
             continue
         refuse_sharded(model, rank)
         refuse_unshardable(model, ignored_modules=(), ignored_parameters=(), rank=rank)

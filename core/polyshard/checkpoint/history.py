@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from ..engine.step.root import Root
+from ..engine.step.step import Phase
 from ..engine.transport.peers import words
 from ..errors import BackgroundSaveError, RankMismatchError
 from ..state.agreement import Answers
@@ -74,7 +75,8 @@ class History:
             As ``settle``.
         """
         try:
-            if self.pending is not None:
+            # Behind a communication that failed no rank can ask another: the log and the end of the program tell.
+            if self.pending is not None and root.phase is not Phase.FAILED:
                 with root.meeting("end of a save in the background", (root.collectives,)):
                     self.settle(root, "The model is closed all the same.")
         finally:

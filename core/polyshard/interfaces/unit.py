@@ -13,7 +13,9 @@ class UnitSpec:
 
     name: str
     """Unique in the model: the fully-qualified name of the unit's module in the root, empty for the root itself. Behind
-    that ``suffix``, which the second and later units of one module have."""
+    that ``suffix``, which the second and later units of one module have. Where a model that is sharded becomes part of
+    a larger one, all later calls bring the name that it has there: what a plugin keeps for a unit's life belongs to
+    the unit's master, and not to its name."""
     module_class: type[torch.nn.Module]
     """Class of the unit's module; where a module was split off the outermost one, the outermost one's class."""
     parameter_names: tuple[str, ...]

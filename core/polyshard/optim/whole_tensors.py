@@ -13,7 +13,7 @@ from torch import nn
 
 from ..engine import _torch_private
 from ..engine.surface.live_roots import live_roots
-from ..errors import PluginContractError
+from ..errors import CollectiveError, PluginContractError
 from .exchange import Held, Round
 from .plan import Plan, Whole, plan_for, units_of
 
@@ -110,7 +110,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
             ConfigError: it was given a flat parameter.
             UnsupportedError: the model's collectives cannot exchange pieces.
             RankMismatchError: in the first step, where ranks gave it different parameters.
-            StateError: a model was closed.
+            StateError: a model was closed, or a communication of it failed.
         """
         loss = None
         if closure is not None:
@@ -120,11 +120,17 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
         for plan in plans:
             root = None if plan.root is None else plan.root()
             if root is not None:
-                root.refuse_closed(f"{type(self).__name__}.step()")
+                root.refuse_ended(f"{type(self).__name__}.step()")
         for plan in plans:
-            # Triton launches kernels where the current device is, wherever their tensors are.
-            with torch.cuda.device(plan.device) if plan.device.type == "cuda" else nullcontext():
-                self._run(plan)
+            try:
+                # Triton launches kernels where the current device is, wherever their tensors are.
+                with torch.cuda.device(plan.device) if plan.device.type == "cuda" else nullcontext():
+                    self._run(plan)
+            except CollectiveError as error:
+                root = None if plan.root is None else plan.root()
+                if root is not None:
+                    root.recorder.fail(error)
+                raise
         return loss
 
     def _current_plans(self) -> list[Plan]:

@@ -34,8 +34,8 @@ def resting_root(model: nn.Module, call: str) -> Root:
             f"{call} needs the outermost sharded module, but '{stage.name}' lies inside "
             f"{type(root.stages[0].module).__name__} (rank {root.rank}). Pass that."
         )
-    root.refuse_closed(call)
     root.leave_failed_backward()
+    root.refuse_ended(call)
     if root.phase is not Phase.IDLE:
         raise StateError(
             f"{call} was called inside a {root.phase.value} of the model (rank {root.rank}). Call it between steps."

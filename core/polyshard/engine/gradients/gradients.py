@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter, is_
+from typing import Protocol
 
 import torch
 from torch.utils.weak import TensorWeakRef
@@ -24,6 +25,14 @@ _gradient_of = attrgetter("grad")
 _is_trained = attrgetter("requires_grad")
 
 
+class Reducible(Protocol):
+    """What gradients need of their unit, asked anew each time: it may become part of a larger model."""
+
+    spec: UnitSpec
+    grid: RankGrid
+    observers: tuple[Observer, ...]
+
+
 class Gradients:
     """Collects one unit's gradients, contributes them to reductions, and delivers its shard to the optimizer.
 
@@ -32,24 +41,23 @@ class Gradients:
 
     def __init__(
         self,
-        spec: UnitSpec,
+        unit: Reducible,
         layout: FlatLayout,
-        grid: RankGrid,
         dtypes: UnitDtypes,
         recipients: Sequence[Recipient],
         keeper: OffloadManager | None,
     ) -> None:
         """``keeper``: what parks the reduced gradient; None where it stays on the device that computes."""
-        self.spec = spec
-        self.grid = grid
+        self.unit = unit
         self._layout = layout
         self._dtypes = dtypes
         self._keeper = keeper
         wire = dtypes.wire
-        if grid.shard is None or not (grid.shard.capabilities.widening and wire in grid.shard.capabilities.dtypes):
+        shard = unit.grid.shard
+        if shard is None or not (shard.capabilities.widening and wire in shard.capabilities.dtypes):
             # Nothing widens on the way, so what travels is as wide as what accumulates.
             wire = dtypes.reduce
-        self.input = ReductionInput(layout, wire, dtypes.reduce, spec.device)
+        self.input = ReductionInput(layout, wire, dtypes.reduce, unit.spec.device)
         #: Which parameters had no gradient on this rank in the backward that runs.
         self.missed: frozenset[int] = frozenset()
         #: Which of them have their ``.grad`` here, and had none before.
@@ -68,7 +76,6 @@ class Gradients:
         self._delivered: TensorWeakRef | None = None
         self._shown: list[int] = []
         self._addresses: list[int] = []
-        self.observers: tuple[Observer, ...] = ()
         self.deliver_to(recipients)
 
     def deliver_to(self, recipients: Sequence[Recipient]) -> None:
@@ -96,7 +103,7 @@ class Gradients:
     @property
     def widens(self) -> bool:
         """Whether gradients are cast on their way into the reduction, or reduced whole."""
-        return self.grid.shard is None or self.input.dtype != self._dtypes.compute
+        return self.unit.grid.shard is None or self.input.dtype != self._dtypes.compute
 
     @property
     def unreduced(self) -> bool:
@@ -150,7 +157,8 @@ class Gradients:
         return contribution
 
     def _contribution(self, places: Sequence[object]) -> Contribution:
-        return Contribution(self.spec, self.grid, self.input, places, self.observers, self.comm_hook, self._deliver)
+        unit = self.unit
+        return Contribution(unit.spec, unit.grid, self.input, places, unit.observers, self.comm_hook, self._deliver)
 
     def _note_missed(self, missed: frozenset[int]) -> None:
         if self.unfilled:
@@ -220,10 +228,11 @@ class Gradients:
         present = list(map(_gradient_of, self._owners))
         fresh = whole is not None or all(map(is_, present, repeat(None)))
         if self._keeper is not None:
-            stored = self._keeper.store_grad(self.spec, result, whole)
+            spec = self.unit.spec
+            stored = self._keeper.store_grad(spec, result, whole)
             # A rank that holds no element has no owner, and nothing views the gradient.
             device = self._owners[0].device if self._owners else None
-            refuse_gradient(self._keeper, self.spec, stored, result, device, self.grid.world.rank)
+            refuse_gradient(self._keeper, spec, stored, result, device, self.unit.grid.world.rank)
             if stored is whole:
                 return
             if not fresh:
@@ -241,7 +250,7 @@ class Gradients:
             elif current.shape != view.shape:
                 raise StateError(
                     f"Cannot writeback when the gradient shape changes\nExpects {view.shape} but got {current.shape} "
-                    f"in unit '{self.spec.label}' on rank {self.grid.world.rank}. Set .grad to a tensor "
+                    f"in unit '{self.unit.spec.label}' on rank {self.unit.grid.world.rank}. Set .grad to a tensor "
                     "of the shard's shape."
                 )
             else:
@@ -278,7 +287,7 @@ class Gradients:
                 owner.grad = view
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        if self._strided or self.grid.shard is None:
+        if self._strided or self.unit.grid.shard is None:
             start = flat.storage_offset()
             return [flat.as_strided(each.shape, each.stride, start + each.offset) for each in self._recipients]
         parts = torch.split_with_sizes(flat, self._sizes)

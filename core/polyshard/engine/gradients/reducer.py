@@ -209,6 +209,13 @@ class Reducer:
         for merged in self._merged.values():
             merged.release()
 
+    def keep_memory(self) -> None:
+        """Leave alone what reductions on their way read and write: they may not have ended when all else is given up.
+
+        It goes with the last of them.
+        """
+        self._merged.clear()
+
     def _forget_waiting(self) -> None:
         self._waiting.clear()
         self._places.clear()

@@ -147,6 +147,10 @@ class ReductionInput:
         self.claimed.clear()
         return copies
 
+    def keep_memory(self) -> None:
+        """Leave alone what a reduction on its way reads; it goes with that."""
+        self._buffer = None
+
     def discard(self) -> None:
         """Release the memory and forget a backward that failed; what earlier ones left waits on."""
         self.gradients = None

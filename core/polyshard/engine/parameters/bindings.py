@@ -57,15 +57,16 @@ class ShardedParameter(torch.Tensor):
     would not.
     """
 
-    parameter_name: str
+    _parameter: ManagedParameter
 
     @classmethod
-    def of(cls, original: torch.Tensor, name: str) -> ShardedParameter:
-        """The stand-in of ``original``, whose fully-qualified name is ``name``."""
+    def of(cls, parameter: ManagedParameter) -> ShardedParameter:
+        """The stand-in of ``parameter``."""
+        original = parameter.original
         with _torch_private.without_torch_function():
             guard = original.detach().as_subclass(cls)
             guard.requires_grad_(original.requires_grad)
-        guard.parameter_name = name
+        guard._parameter = parameter
         return guard
 
     @classmethod
@@ -83,7 +84,7 @@ class ShardedParameter(torch.Tensor):
             with _torch_private.without_torch_function():
                 return func(*args, **(kwargs or {}))
         used = next((value for value in (*args, *(kwargs or {}).values()) if isinstance(value, cls)), None)
-        which = f"'{used.parameter_name}'" if used is not None else "of a unit"
+        which = f"'{used._parameter.names[0]}'" if used is not None else "of a unit"
         raise UnshardedUseError(
             f"The parameter {which} was used by {name or func} while it is sharded. Compute with it inside its own "
             "module's forward, name the method that does with polyshard.register_forward_method, or let both users "
@@ -162,7 +163,7 @@ class Bindings:
 
     def _guard(self, index: int, parameter: ManagedParameter) -> torch.Tensor:
         if self._lends is None:
-            return ShardedParameter.of(parameter.original, parameter.names[0])
+            return ShardedParameter.of(parameter)
         module, attribute = parameter.sites[0]
         lent = LentParameter.of(self._swaps[module].of[Shown.VIEWS][attribute], self._lends[index])
         self._lent.append(lent)

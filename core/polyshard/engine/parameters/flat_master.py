@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import nn
 
@@ -10,16 +12,25 @@ from ..transport.buffer import view_of
 from .originals import MasterViews, Recipient
 
 
+class Named(Protocol):
+    """What errors need of a unit."""
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+
+
 class FlatMaster:
     """One parameter over a unit's whole master, for optimizers that treat all elements alike.
 
     A step of the optimizer then costs one tensor a unit. Padding stays zero: its gradient is.
     """
 
-    def __init__(self, originals: MasterViews, master: torch.Tensor, unit: str, rank: int) -> None:
+    def __init__(self, originals: MasterViews, master: torch.Tensor, unit: Named, rank: int) -> None:
         self._originals = originals
         self._master = master
-        self._where = f"unit '{unit}' on rank {rank}"
+        self._unit = unit
+        self._rank = rank
         self._mixed = False
         if any(original.grad is not None for original in originals.tensors):
             raise StateError(
@@ -29,6 +40,10 @@ class FlatMaster:
         with torch.inference_mode(False):
             self.parameter = nn.Parameter(self._whole(), requires_grad=False)
         self.follow_requires_grad()
+
+    @property
+    def _where(self) -> str:
+        return f"unit '{self._unit.name}' on rank {self._rank}"
 
     @property
     def recipient(self) -> Recipient:

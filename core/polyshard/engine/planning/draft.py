@@ -61,6 +61,8 @@ class Draft:
     input_cast: InputCast | None
     output_cast: OutputCast | None
     full_precision_in_eval: bool
+    reads_in_backward: bool
+    """Whether its units are gathered in backward."""
 
     @property
     def parks(self) -> bool:
@@ -137,6 +139,22 @@ def draft_stage(
         callable_or_none(caster, "input_cast", first, rank) if casts else None,
         callable_or_none(caster, "output_cast", first, rank) if casts else None,
         full_precision_in_eval_of(caster, first, rank),
+        reads_in_backward(stage.module),
+    )
+
+
+def reads_in_backward(module: nn.Module) -> bool:
+    """Whether its backward may need whole parameters: torch's embedding makes its gradient from indices alone.
+
+    Asked at the wrap, and compared by ranks: what one rank gathers all of them gather.
+    """
+    return (
+        # Of a subclass too, unless it computes otherwise.
+        type(module).forward is not nn.Embedding.forward
+        or module.max_norm is not None
+        or "forward" in module.__dict__
+        # They may compute with the weight.
+        or bool(module._forward_hooks or module._forward_pre_hooks)
     )
 
 

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from torch import nn
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class ManagedParameter:
-    """A parameter of the user's model, and every place that refers to it."""
+    """A parameter of the user's model, and every place that refers to it.
+
+    One object for whoever knows the parameter: ``names`` change where its model becomes part of a larger one.
+    """
 
     original: nn.Parameter
     """The user's own object, which outside compute views the master shard."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from operator import methodcaller
+from operator import is_, methodcaller
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,8 @@ T = TypeVar("T")
 Hook = Callable[..., None]
 
 _detached = methodcaller("detach")
+#: Attributes of every module, which are nobody's results.
+_TORCHS = frozenset(nn.Module().__dict__)
 
 
 class Boundary(torch.autograd.Function):
@@ -83,22 +86,27 @@ class SideOutputs:
     """Tensors that a forward leaves in attributes of its modules: the losses of a mixture's routers, say.
 
     A backward may enter the unit through them as through its output. Which attributes of ``modules()`` they are is
-    found after the first forward, once; later forwards look at those alone.
+    found after the first forward, and again when there are others than then, or something in the place of nothing.
+    Forwards look at those alone; whether others have come is compared at C speed.
     """
 
     def __init__(self, modules: Callable[[], Iterable[nn.Module]]) -> None:
         self._modules = modules
-        self._places: list[tuple[dict[str, Any], str]] | None = None
+        self._places: list[tuple[dict[str, Any], str]] = []
+        # The attributes of each module, and how many there were.
+        self._attributes: list[dict[str, Any]] = []
+        self._sizes = [-1]
+        # Those that were nothing: where they stand, under which name, and what they were.
+        self._holders: list[dict[str, Any]] = []
+        self._keys: list[str] = []
+        self._blank: list[Any] = []
 
     def watch(self, hook: Hook) -> bool:
         """Call ``hook`` before a backward goes through any of them; whether there is one."""
-        if self._places is None:
-            self._places = [
-                (module.__dict__, key)
-                for module in self._modules()
-                for key, value in module.__dict__.items()
-                if not key.startswith("_") and any(_has_graph(tensor) for tensor in iter_tensors(value))
-            ]
+        if list(map(len, self._attributes)) != self._sizes or (
+            self._keys and not all(map(is_, map(dict.get, self._holders, self._keys), self._blank))
+        ):
+            self._find()
         watched = False
         for attributes, key in self._places:
             for tensor in iter_tensors(attributes.get(key)):
@@ -106,6 +114,21 @@ class SideOutputs:
                     _torch_private.on_gradient(tensor, hook)
                     watched = True
         return watched
+
+    def _find(self) -> None:
+        modules = list(self._modules())
+        buffers = [module._buffers for module in modules if module._buffers]
+        self._attributes = [*(module.__dict__ for module in modules), *buffers]
+        self._sizes = list(map(len, self._attributes))
+        found = [(each, key, value) for each in self._attributes for key, value in each.items() if key not in _TORCHS]
+        blank = [each for each in found if each[2] is None or (type(each[2]) in (int, float) and not each[2])]
+        # Buffers are many, and nearly always stay the tensors that they are.
+        held = {id(value) for each in buffers for value in each.values() if value is not None and not _has_graph(value)}
+        blank += [each for each in found if id(each[2]) in held]
+        self._places = [(each, key) for each, key, value in found if id(value) not in held and _may_hold_a_graph(value)]
+        self._holders = [each for each, _, _ in blank]
+        self._keys = [key for _, key, _ in blank]
+        self._blank = [value for _, _, value in blank]
 
 
 def refuse_escape(units: Sequence[Unit], output: Any, stage: str) -> None:
@@ -136,6 +159,13 @@ def _owner(unit: Unit, tensor: torch.Tensor) -> str:
         if slot.offset <= offset < slot.end:
             return parameter.names[0]
     return unit.name
+
+
+def _may_hold_a_graph(value: Any) -> bool:
+    """Whether it does, or is a tensor or a container that may next time."""
+    if isinstance(value, torch.Tensor) or (isinstance(value, list | dict | set | deque) and not value):
+        return True
+    return any(_has_graph(tensor) for tensor in iter_tensors(value))
 
 
 def _has_graph(tensor: torch.Tensor) -> bool:

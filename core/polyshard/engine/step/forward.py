@@ -34,8 +34,11 @@ class Forward:
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
-        # What was being handled when the forward began: another exception behind it is the forward's own.
-        self._outer_error: BaseException | None = None
+        # Which exception was being handled when the forward began: another one behind it is the forward's own. Its id
+        # alone, which no other has meanwhile: the exception would keep its frames, and these their tensors.
+        self._outer_error = id(None)
+        # Of the hook that leaves.
+        self._leaves = 0
         self.side_outputs = SideOutputs(self._own_modules)
 
     def attach(self) -> None:
@@ -44,7 +47,7 @@ class Forward:
         # on errors too: nothing stays gathered.
         module = self.stage.module
         module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self.leave, with_kwargs=True, always_call=True)
+        self._leaves = module.register_forward_hook(self.leave, with_kwargs=True, always_call=True).id
 
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -74,6 +77,8 @@ class Forward:
             if records:
                 stage.itinerary, stage.enters_first = None, True
         show_whole(stage.units, stage.governing.training, recomputes=recomputes)
+        if not stage.reads_in_backward:
+            stage.keep_gathered(self._computes_otherwise())
         unshard_ahead(ahead)
         if stage.input_cast is not None and not stage.in_full_precision:
             args, kwargs = stage.input_cast(args, kwargs)
@@ -81,15 +86,26 @@ class Forward:
             args, kwargs = self._watch_inputs(args, kwargs)
         return args, kwargs
 
+    def _computes_otherwise(self) -> bool:
+        """Whether an embedding's forward may save parameters for backward since something was put on it."""
+        module = self.stage.module
+        return (
+            "forward" in module.__dict__
+            or type(module).forward is not nn.Embedding.forward
+            or module.max_norm is not None
+            # Behind ``enter``, in front of ``leave``: other hooks see pieces.
+            or len(module._forward_pre_hooks) > 1
+            or next(iter(module._forward_hooks), self._leaves) != self._leaves
+        )
+
     def _begin(self, step: Step, records: bool) -> list[list[Stage]]:
         """The stage is entered; what is to be gathered ahead, as batches."""
         stage = self.stage
         # In a backward that raised, too: none runs.
         if step.phase is not Phase.FORWARD:
             root_of(stage).begin_forward(stage, stage.module)
-        self._outer_error = sys.exception()
+        self._outer_error = id(sys.exception())
         stage.entered += 1
-        stage.reads_in_backward = stage.needs_parameters_in_backward()
         if records:
             stage.enters_first = step.itinerary is not stage.itinerary
             stage.itinerary = step.itinerary
@@ -109,7 +125,7 @@ class Forward:
         recomputes = _torch_private.in_backward()
         if output is None:
             error = sys.exception()
-            if error is not None and error is not self._outer_error:
+            if error is not None and id(error) != self._outer_error:
                 if step.active is stage and not recomputes:
                     step.recorder.tell(error)
                 self._give_up(step, recomputes)

@@ -66,6 +66,8 @@ class Root(Step):
         self.unfilled = False
         # Whether the backward that was entered last may still end.
         self._goes_on: Callable[[], bool] = bool
+        # Whether other ranks were told that it raised.
+        self._told = False
         self._walk: Walk[Stage] = Walk()
         # The last itinerary of each inner stage that was called by itself, with gradients on, since the last backward.
         self._apart: dict[object, Itinerary[Stage]] = {}
@@ -88,6 +90,7 @@ class Root(Step):
         self.timeout_s = 600.0
         #: What ``checkpoint`` saved and loaded; it alone knows what that is.
         self.history: EndsWithModel | None = None
+        self.recorder.when_failed = self._keep_memory
         for stage in self.stages:
             stage.step = self
             stage.schedule = schedule
@@ -104,6 +107,7 @@ class Root(Step):
         """The outermost forward starts."""
         if self.phase is not Phase.IDLE:
             self.abandon()
+            self.refuse_ended("A forward")
         if self.recorder.peers is not None and self.recorder.peers.spoke:
             self.recorder.peers.go_on()
         if self.audit is not None and self.audit.done:
@@ -219,10 +223,11 @@ class Root(Step):
                 return
             # One before this one raised.
             self.abandon()
-        self.refuse_closed("A backward")
+        self.refuse_ended("A backward")
         if self.outdated and self.active is not None:
             self._refuse_outdated()
         self.phase = Phase.BACKWARD
+        self._told = False
         self.accumulates = any(
             leaf.requires_grad and _torch_private.will_accumulate(leaf)
             for stage in reversed(self.stages)
@@ -411,12 +416,13 @@ class Root(Step):
         """Give up an unfinished forward or backward: release everything, drop its gradients.
 
         Raises:
-            StateError: the model was closed.
+            StateError: the model was closed, or a communication had failed before.
         """
         # Here alone, which no step between two others comes to, a forward of a closed model is found.
-        self.refuse_closed("A forward")
+        if self.phase in (Phase.CLOSED, Phase.FAILED):
+            self.refuse_ended("A forward")
         self.active = None
-        self.phase = Phase.IDLE
+        self.phase = Phase.IDLE if self.recorder.failure is None else Phase.FAILED
         if self.rest is not None:
             self.rest.enter()
         self.schedule.end_backward()
@@ -430,13 +436,33 @@ class Root(Step):
                 unit.reduced = False
                 unit.discard_gradients()
 
+    def tell_failed_backward(self, error: Exception) -> None:
+        """Let other ranks know that a backward in this thread raised ``error``, where it was one of this model.
+
+        One of another thread, or around the one that raised, goes on; one that raised before was told then.
+        """
+        if self.phase is not Phase.BACKWARD or self._told:
+            return
+        alone = self._thread == threading.get_ident() and not _torch_private.in_backward()
+        if alone or not self._goes_on():
+            self._told = True
+            self.recorder.tell(error)
+
     def leave_failed_backward(self) -> None:
         """Abandon a backward that raised, behind which nothing of ours ran; one that runs goes on."""
         if self.phase is Phase.BACKWARD and not _torch_private.in_backward():
             self.abandon()
 
-    def refuse_closed(self, call: str) -> None:
-        """Raise if the model was closed; ``call`` begins the message.
+    def _keep_memory(self) -> None:
+        """A communication failed, which may still read and write: nothing of it is let go of, and none follows."""
+        for unit in self.units:
+            unit.keep_memory()
+        self.reducer.keep_memory()
+        if self.phase is Phase.IDLE:
+            self.phase = Phase.FAILED
+
+    def refuse_ended(self, call: str) -> None:
+        """Raise if the model was closed, or if a communication failed; ``call`` begins the message.
 
         Raises:
             StateError: saying so.
@@ -446,6 +472,7 @@ class Root(Step):
                 f"{call} came after polyshard.close (rank {self.rank}): the model's ranks cannot exchange anything any "
                 "more, and its parameters are this rank's pieces. Close a model behind its last use."
             )
+        self.recorder.refuse_behind_failure(call)
 
     def close(self) -> None:
         """Release the gather buffers and the collectives that were made for this model.
@@ -457,10 +484,11 @@ class Root(Step):
         if self.phase is Phase.CLOSED:
             return
         self.leave_failed_backward()
-        if self.phase is not Phase.IDLE or self.unsharded:
+        if self.phase not in (Phase.IDLE, Phase.FAILED) or self.unsharded:
             where = "polyshard.unsharded()" if self.unsharded else f"a {self.phase.value} of the model"
             raise StateError(f"close() was called inside {where} (rank {self.rank}). Call it between steps.")
-        self.abandon()
+        if self.phase is not Phase.FAILED:
+            self.abandon()
         history, self.history = self.history, None
         try:
             if history is not None:

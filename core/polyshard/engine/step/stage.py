@@ -76,6 +76,7 @@ class Stage:
         full_precision_in_eval: bool = False,
         signature: object = None,
         host: Stage | None = None,
+        reads_in_backward: bool = True,
     ) -> None:
         """``host``: the stage that this one is a part of (``part.py``)."""
         self.name = name
@@ -83,10 +84,8 @@ class Stage:
         self.host = host
         #: The module whose mode counts, and whose inputs and outputs are cast: a part's are its host's.
         self.governing = module if host is None else host.module
-        #: Whether methods of the module beside its forward compute with its parameters.
-        self.has_methods = False
-        #: Whether its backward needs whole parameters; asked anew as each forward begins.
-        self.reads_in_backward = self.needs_parameters_in_backward()
+        #: Whether its backward gathers. The same on every rank, whatever hooks come later on one of them.
+        self.reads_in_backward = reads_in_backward
         self.step: Step | None = None
         #: In which order stages are entered, and gathered ahead; the root's.
         self.schedule: Schedule[Stage]
@@ -295,18 +294,24 @@ class Stage:
         for unit in self.units:
             unit.reshard()
 
-    def needs_parameters_in_backward(self) -> bool:
-        """Whether there is anything to gather for: torch's embedding makes its gradient from indices alone."""
-        module = self.module
-        return (
-            # Of a subclass too, unless it computes otherwise.
-            type(module).forward is not nn.Embedding.forward
-            or module.max_norm is not None
-            or self.has_methods
-            or "forward" in module.__dict__
-            # Two are this stage's. Others may compute with the weight.
-            or len(module._forward_hooks) + len(module._forward_pre_hooks) > 2
-        )
+    def keep_gathered(self, keeps: bool) -> None:
+        """Whether gathered parameters keep their memory when they are released, with the values that they have.
+
+        For a backward that gathers nothing, and may need them on this rank.
+
+        Raises:
+            StateError: the memory is the backend's, and others are given it meanwhile.
+        """
+        for unit in self.units:
+            if not keeps:
+                unit.buffer.let_go()
+            elif not unit.buffer.keep() and not unit.permanent:
+                raise StateError(
+                    f"Something was put on '{self.label}' after it was sharded that may compute with its parameters on "
+                    f"rank {self.rank}: a hook that runs inside of its forward, or another forward. Its backward "
+                    "gathers nothing, and these collectives keep no parameters for it. Put it there before sharding, "
+                    "on every rank."
+                )
 
     def refuse_back_door(self) -> None:
         """Raise if gradients came from parameters that are not whole.

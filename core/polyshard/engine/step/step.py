@@ -27,6 +27,7 @@ class Phase(enum.Enum):
     BACKWARD  IDLE      the backward ends; after one that raised, the next forward
     FORWARD   BACKWARD  a forward differentiates inside itself, and goes on after
     IDLE      CLOSED    ``polyshard.close``; there is no way back
+    any       FAILED    a communication did not end; ``polyshard.close`` alone follows
     ========  ========  ==========================================================
     """
 
@@ -36,6 +37,8 @@ class Phase(enum.Enum):
     """Inside the outermost module's forward."""
     BACKWARD = "backward"
     """Inside a backward."""
+    FAILED = "failed"
+    """Nothing can be gathered or reduced any more: ranks stand at different places of their order."""
     CLOSED = "closed"
     """Nothing can be gathered or reduced any more: the collectives were closed."""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...errors import StateError
 from ..parameters.bindings import Shown
+from ..planning.managed_parameter import ManagedParameter
 from ..planning.plan import STAGE_ATTRIBUTE
 from .unit import Unit
 
@@ -26,15 +27,15 @@ def refuse_copies(units: Iterable[Unit]) -> None:
         for parameter in unit.parameters:
             for module, _ in parameter.sites:
                 if STAGE_ATTRIBUTE not in module.__dict__:
-                    module.__dict__.setdefault(_ATTRIBUTE, _Uncopied(unit, parameter.names[0]))
+                    module.__dict__.setdefault(_ATTRIBUTE, _Uncopied(unit, parameter))
 
 
 class _Uncopied:
     """Stands in a module that holds a piece, and is copied with it."""
 
-    def __init__(self, unit: Unit, name: str) -> None:
+    def __init__(self, unit: Unit, parameter: ManagedParameter) -> None:
         self._unit = unit
-        self._name = name
+        self._parameter = parameter
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         self._refuse("deep-copied")
@@ -49,8 +50,8 @@ class _Uncopied:
         if unsharded or (unit.prepared and unit.bindings.shown is Shown.VIEWS):
             # Whole, and the copy refuses nothing.
             return
-        rank = unit.grid.world.rank
+        name, rank = self._parameter.names[0], unit.grid.world.rank
         raise StateError(
-            f"A module that holds a piece of '{self._name}' cannot be {done} (rank {rank}): the copy would take the "
+            f"A module that holds a piece of '{name}' cannot be {done} (rank {rank}): the copy would take the "
             "piece for the whole. Copy it before sharding, or inside of 'with polyshard.unsharded(model)'."
         )

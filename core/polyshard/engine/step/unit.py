@@ -122,7 +122,7 @@ class Unit:
         self.flat: FlatMaster | None = None
         self.pieces = layout.pieces(grid.shard_rank)
         self._expired = False
-        self.encoded = EncodedGather(spec, wire.nbytes_per_rank, caster) if wire is not None else None
+        self.encoded = EncodedGather(wire.nbytes_per_rank, caster) if wire is not None else None
         self.buffer: FlatBuffer
         self.leaves: list[torch.Tensor] = []
         self._no_gradients: list[None] = []
@@ -146,7 +146,6 @@ class Unit:
         self.permanent = self.grid.shard is None and dtypes.compute == self.master.dtype and not self.parks
         self.originals = self._make_originals()
         self.gradients = self._make_gradients()
-        self.gradients.observers = self.observers
         self._take_gradient_dtype(self.originals.tensors)
         self.prepared = False
         self._training_buffer: FlatBuffer | None = None
@@ -180,7 +179,7 @@ class Unit:
         return Bindings(self.parameters, self.leaves, guarded=not self.permanent, lends=lends)
 
     def _make_gradients(self) -> Gradients:
-        return Gradients(self.spec, self.layout, self.grid, self.dtypes, self.originals.recipients, self.keeper)
+        return Gradients(self, self.layout, self.dtypes, self.originals.recipients, self.keeper)
 
     @property
     def name(self) -> str:
@@ -199,7 +198,7 @@ class Unit:
 
     def watch(self, observers: tuple[Observer, ...]) -> None:
         """Tell ``observers`` what the unit does from now on."""
-        self.observers = self.gradients.observers = observers
+        self.observers = observers
 
     def flatten(self) -> list[torch.nn.Parameter]:
         """What an optimizer that treats all elements alike needs: one 1-D parameter over the whole master.
@@ -213,7 +212,7 @@ class Unit:
         if self.resident:
             return list(self.originals.tensors)
         if self.flat is None:
-            self.flat = FlatMaster(self.originals, self.master, self.name, self.grid.world.rank)
+            self.flat = FlatMaster(self.originals, self.master, self, self.grid.world.rank)
             self._take_gradient_dtype([self.flat.parameter])
             self.gradients.deliver_to([self.flat.recipient])
         return [self.flat.parameter]
@@ -259,10 +258,14 @@ class Unit:
     def join(
         self, module_name: str, names_of: Callable[[ManagedParameter], tuple[str, ...]], grid: RankGrid | None
     ) -> None:
-        """Become part of a larger model, of its module ``module_name``, and among the ranks of ``grid`` where given."""
-        self.grid = self.gradients.grid = grid or self.grid
-        self.parameters = tuple(dataclasses.replace(each, names=names_of(each)) for each in self.parameters)
-        self.spec = self.gradients.spec = dataclasses.replace(
+        """Become part of a larger model, of its module ``module_name``, and among the ranks of ``grid`` where given.
+
+        Nothing else keeps what changes here: whoever needs ``spec`` or ``grid`` asks the unit.
+        """
+        self.grid = grid or self.grid
+        for each in self.parameters:
+            each.names = names_of(each)
+        self.spec = dataclasses.replace(
             self.spec,
             name=f"{module_name}{self.spec.suffix}",
             parameter_names=tuple(each.names[0] for each in self.parameters),
@@ -296,6 +299,12 @@ class Unit:
         ):
             return None
         return self.gradients.claim(index, step.reducer)
+
+    def keep_memory(self) -> None:
+        """Keep alive what a communication that did not end may still read and write."""
+        if self.prepared and self.buffer.attached:
+            self.buffer.keep()
+        self.gradients.input.keep_memory()
 
     def discard_gradients(self) -> None:
         """Drop what a backward that failed left behind."""
@@ -375,7 +384,7 @@ class Unit:
         self.filling()
         shard = self.grid.shard
         if self.encoded is not None and shard is not None:
-            return self.encoded.start(shard, self.source, self.buffer.flat)
+            return self.encoded.start(self.spec, shard, self.source, self.buffer.flat)
         if self.parks:
             self.fetch()
         else:
@@ -494,6 +503,13 @@ class Unit:
         if self.originals.retrained():
             self.follow_requires_grad()
 
+    def forgo(self) -> None:
+        """Let go of memory in which a gather would have arrived that could not be issued."""
+        if self.state is UnitState.SHARDED:
+            self.buffer.release()
+        else:
+            self.reshard()
+
     def _issued(self) -> None:
         self.state = UnitState.GATHERING
         self.places.clear()
@@ -524,7 +540,13 @@ def unshard_together(units: Sequence[Unit]) -> None:
             # Among those that gather: replicas may evaluate apart.
             step.lanes.meet(shard.announce, "all_gather of " + ", ".join(unit.name for unit in units))
         step.lanes.gather(units)
-    except CollectiveError as error:
-        step.recorder.refuse(error, entry)
+    except BaseException as error:
+        if isinstance(error, CollectiveError):
+            step.recorder.fail(error, entry)
+        for unit in units:
+            unit.forgo()
+        if isinstance(error, CollectiveError):
+            step.recorder.refuse(error, entry)
+        raise
     for unit in units:
         unit._issued()

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from .. import _torch_private
-from ..step.step import Phase
 from .live_roots import live_roots
 
 
@@ -30,8 +29,8 @@ def follow_inner_backwards() -> None:
         except Exception as error:
             for reference in live_roots.references:
                 root = reference()
-                if root is not None and root.phase is Phase.BACKWARD:
-                    root.recorder.tell(error)
+                if root is not None:
+                    root.tell_failed_backward(error)
             raise
         for reference in live_roots.references:
             root = reference()

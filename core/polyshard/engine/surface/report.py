@@ -101,10 +101,10 @@ def _reduced_nbytes(root: Root) -> int:
     nbytes = dict.fromkeys(Way, 0)
     for stage in root.stages:
         reduced = [unit.gradients for unit in stage.units if unit.trainable and not unit.resident]
-        for _, same in groupby(reduced, lambda each: (each.grid.shard, each.input.dtype, each.input.result_dtype)):
+        for _, same in groupby(reduced, lambda each: (each.unit.grid.shard, each.input.dtype, each.input.result_dtype)):
             together = list(same)
             sizes = [each.input.nbytes for each in together]
-            total, grid = sum(sizes), together[0].grid
+            total, grid = sum(sizes), together[0].unit.grid
             way = reducer.way_together(sizes, grid)
             if way is Way.ALONE:
                 inputs += sizes

@@ -33,6 +33,8 @@ class FlatBuffer:
         #: Bytes while attached.
         self.nbytes = self._storage.nbytes()
         self._resizable = resizable
+        # Resizable but for that.
+        self._kept = False
         self.attached = True
 
     @classmethod
@@ -84,6 +86,21 @@ class FlatBuffer:
         if self._resizable and self.attached:
             self._storage.resize_(0)
         self.attached = False
+
+    def keep(self) -> bool:
+        """Leave the memory where it is from now on, with its values, whether or not it is released; to be called while
+        it is attached. Returns whether that is possible: not where the memory is another's.
+        """
+        self._kept |= self._resizable
+        self._resizable = False
+        return self._kept
+
+    def let_go(self) -> None:
+        """End what ``keep`` began."""
+        if self._kept:
+            self._resizable, self._kept = True, False
+            if not self.attached:
+                self._storage.resize_(0)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in this buffer's memory."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...interfaces import Collectives, Work
+from ...interfaces import Collectives, UnitSpec, Work
 from .. import _torch_private
 from ..planning.answers import issued
 from .buffer import FlatBuffer
@@ -20,6 +20,7 @@ from .wire import EncodedGather, EncodedUnit, EncodedUnits
 class Gatherable(Protocol):
     """What lanes need of a unit."""
 
+    spec: UnitSpec
     buffer: FlatBuffer
     master: torch.Tensor
     #: Where it was used since its gather, as ``Lanes.here`` says.
@@ -85,7 +86,11 @@ def fill(units: Sequence[Gatherable]) -> Sequence[Work]:
             continue
         encoded = EncodedUnits(
             group,
-            [EncodedUnit(unit.encoded, unit.source, unit.buffer.flat) for unit in gathered if unit.encoded is not None],
+            [
+                EncodedUnit(unit.encoded, unit.spec, unit.source, unit.buffer.flat)
+                for unit in gathered
+                if unit.encoded is not None
+            ],
         )
         work = issued(group.all_gather_many(pairs + encoded.pairs), "all_gather_many", group, "")
         works.append(encoded.behind(work))

@@ -204,6 +204,11 @@ class HostLanes(Lanes):
             entry.ended = time.monotonic()
 
     def give_up(self) -> None:
+        if self.recorder is not None and self.recorder.failure is not None:
+            # They do not end in time, if ever. What they read and write stays alive until then.
+            self._reductions.clear()
+            self._gathers.clear()
+            return
         while self._reductions:
             work, reduction, _ = self._reductions.popleft()
             with suppress(PolyshardError):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
-from ...errors import CollectiveError, PeerFailedError
+from ...errors import CollectiveAbortedError, CollectiveError, CollectiveTimeoutError, PeerFailedError, StateError
 from .failure_report import write_report
 from .peers import Peers
 
@@ -94,18 +94,61 @@ class Recorder:
         self.sender: Sender | None = None
         #: Speaks for a rank that is stuck; None where nobody could be told.
         self.watch: Watching | None = None
+        #: What did not end, and why nothing is issued any more; None where all went well.
+        self.failure: str | None = None
+        #: Called when ``failure`` is set: what is on its way may still be read and written.
+        self.when_failed: Callable[[], None] | None = None
         self._issued: deque[Issued] = deque(maxlen=REMEMBERED)
         self._count = 0
+        # Before the first communication, and behind one that failed.
+        self._unready = True
 
     def issue(self, operation: str, units: Sequence[Named] = (), backward: bool | None = None) -> Issued:
-        """A communication of ``units`` begins; to be called before anything of it is compared or sent."""
+        """A communication of ``units`` begins; to be called before anything of it is compared or sent.
+
+        Raises:
+            StateError: an earlier one failed.
+        """
+        if self._unready:
+            self._get_ready(operation)
         self._count += 1
         self.last = entry = Issued(self._count, operation, units, backward, time.monotonic())
         self._issued.append(entry)
-        if self._count == 1 and self.watch is not None:
+        return entry
+
+    def _get_ready(self, operation: str) -> None:
+        self.refuse_behind_failure(f"The communication '{operation}'")
+        self._unready = False
+        if self.watch is not None:
             # Not at the wrap: of a model that is sharded module by module, the outermost recorder alone is used.
             self.watch.start()
-        return entry
+
+    def refuse_behind_failure(self, call: str) -> None:
+        """Raise if a communication of this model failed; ``call`` begins the message.
+
+        Raises:
+            StateError: saying which.
+        """
+        if self.failure is not None:
+            raise StateError(
+                f"{call} is refused on rank {self.rank}, because an earlier communication of this model did not end: "
+                f"{self.failure}. Other ranks may still stand in it or come to it, and would take what is sent next "
+                "for a part of it. Start the job again from its last checkpoint, or make new process groups on all "
+                "ranks and shard the model anew over them."
+            )
+
+    def fail(self, error: CollectiveError, entry: Issued | None = None) -> None:
+        """Remember that ``error``, of communication ``entry``, leaves ranks at different places of their order.
+
+        Other errors than of time and of peers are about the call, and leave ranks where they were.
+        """
+        if self.failure is None and isinstance(error, CollectiveTimeoutError | CollectiveAbortedError):
+            which = "" if entry is None else f"{entry}: "
+            # Text alone: an error keeps the frames that it came through, and these keep tensors.
+            self.failure = f"{which}{type(error).__name__}, {str(error).partition(chr(10))[0].rstrip('.')}"
+            self._unready = True
+            if self.when_failed is not None:
+                self.when_failed()
 
     def tell(self, error: BaseException) -> None:
         """Let the other ranks know that the program raised ``error`` inside of a step."""
@@ -141,6 +184,7 @@ class Recorder:
         Raises:
             PeerFailedError: another rank's program raised an error, whose words these are.
         """
+        self.fail(error, entry)
         if entry is None or error.located:
             raise error
         behind = "" if self.last is None or self.last is entry else f" The last that it issued is {self.last}."

@@ -15,23 +15,24 @@ from ..planning.answers import issued
 
 @dataclass(frozen=True, slots=True)
 class EncodedGather:
-    """How one unit travels: what its caster is told of it, and the bytes of each rank."""
+    """How one unit travels: the bytes of each rank, and the caster that writes them."""
 
-    spec: UnitSpec
     nbytes_per_rank: int
     caster: PrecisionCaster
 
-    def start(self, shard: Collectives, source: torch.Tensor, out: torch.Tensor) -> Work:
+    def start(self, spec: UnitSpec, shard: Collectives, source: torch.Tensor, out: torch.Tensor) -> Work:
         """Issue the gather of ``source`` (``[shard_numel]``); its ``wait`` decodes into ``out`` (``[numel]``)."""
-        encoded = EncodedUnits(shard, [EncodedUnit(self, source, out)])
+        encoded = EncodedUnits(shard, [EncodedUnit(self, spec, source, out)])
         work = shard.all_gather(*encoded.pairs[0])
-        return encoded.behind(issued(work, "all_gather", shard, self.spec.label))
+        return encoded.behind(issued(work, "all_gather", shard, spec.label))
 
 
 class EncodedUnit(NamedTuple):
     """A unit that is about to travel."""
 
     gather: EncodedGather
+    spec: UnitSpec
+    """What its caster is told of it."""
     source: torch.Tensor
     """Its own shard, ``[shard_numel]`` in the master's dtype, on the device."""
     out: torch.Tensor
@@ -56,7 +57,7 @@ class EncodedUnits:
         self._decodes: list[_Decode] = []
         for caster in {id(unit.gather.caster): unit.gather.caster for unit in units}.values():
             mine = [index for index, unit in enumerate(units) if unit.gather.caster is caster]
-            specs = [units[index].gather.spec for index in mine]
+            specs = [units[index].spec for index in mine]
             caster.encode_many(specs, [owns[index] for index in mine], [units[index].source for index in mine])
             outs = [units[index].out.view(shard.world_size, -1) for index in mine]
             self._decodes.append(_Decode(caster, specs, [wires[index] for index in mine], outs))
