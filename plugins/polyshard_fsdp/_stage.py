@@ -46,10 +46,10 @@ class FSDPStage(Stage):
         assert stage is None or isinstance(stage, FSDPStage)
         return stage
 
-    def pre_backward(self) -> None:
+    def pre_backward(self, *, prefetches: bool = True) -> None:
         if not self.in_backward:
             self.mark(HandleTrainingState.BACKWARD_PRE)
-        super().pre_backward()
+        super().pre_backward(prefetches=prefetches)
 
     def needs_parameters_in_backward(self) -> bool:
         # As in FSDP, whose users see whole parameters in every module's backward.

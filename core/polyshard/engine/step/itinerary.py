@@ -28,14 +28,18 @@ class Act(enum.Enum):
     """Where the forward left it: gather its parameters."""
     FINISH = "finish"
     """Where the forward first entered it: release its parameters, and reduce its gradients."""
+    RECOMPUTE = "recompute"
+    """Where a checkpoint entered it: gather its parameters with those of all that this checkpoint computes again."""
 
 
 @dataclass(eq=False, slots=True)
 class Mark(Generic[S]):
-    """One act at one stage. Each stage has two for good, so that records are compared by identity, at C speed."""
+    """One act at one stage. A stage keeps its marks for good, so that records are compared by identity, at C speed."""
 
     stage: S
     act: Act
+    checkpoint: int = 0
+    """The number of the checkpoint in that forward; 0 for the forward itself."""
 
 
 @dataclass(eq=False, slots=True)
@@ -48,6 +52,10 @@ class Itinerary(Generic[S]):
     """What it passed, in order."""
     walked: bool = False
     """Whether a backward that accumulates has followed it."""
+    checkpoints: int = 0
+    """How many checkpoints entered a stage."""
+    reentrant: bool = False
+    """Whether any of them was re-entrant."""
 
 
 class Walk(Generic[S]):
@@ -110,14 +118,24 @@ def backward_order(marks: Sequence[Mark[S]]) -> list[Mark[S]]:
     """``marks`` from the last to the first, each once.
 
     A stage that was entered several times is gathered for the last of them and finished after the first, where all of
-    its gradients have come.
+    its gradients have come. What a checkpoint entered is gathered in the order of the forward, before any of it is
+    finished.
     """
     kept: list[Mark[S]] = []
     entered: set[Mark[S]] = set()
+    recomputed: dict[int, list[Mark[S]]] = {}
     for mark in marks:
         if mark.act is Act.FINISH:
             if mark in entered:
                 continue
             entered.add(mark)
+        elif mark.act is Act.RECOMPUTE:
+            recomputed.setdefault(mark.checkpoint, []).append(mark)
         kept.append(mark)
-    return list(dict.fromkeys(reversed(kept)))
+    order: dict[Mark[S], None] = {}
+    for mark in reversed(kept):
+        if mark.act is Act.RECOMPUTE:
+            order.update(dict.fromkeys(recomputed.pop(mark.checkpoint, ())))
+        else:
+            order.setdefault(mark)
+    return list(order)

@@ -101,9 +101,15 @@ class Stage:
         #: What a backward does where a forward left the stage, and where it first entered it.
         self.exit: Mark[Stage] = Mark(self, Act.GATHER)
         self.entry: Mark[Stage] = Mark(self, Act.FINISH)
+        #: What it does where checkpoints entered it, by number.
+        self._checkpointed: dict[tuple[Act, int], Mark[Stage]] = {}
         #: That of the forward that it was entered in last, and whether that was the first time in it.
         self.itinerary: Itinerary[Stage] | None = None
         self.enters_first = True
+        #: Where on it the stage is finished: at its first entry, or at that of a checkpoint which differentiates alone.
+        self.finishes_at: Mark[Stage] = self.entry
+        #: Whether a checkpoint that is not re-entrant entered it in the last forward.
+        self.recomputed = False
         #: Its forwards inside a backward whose own is still to come (``backward.py``). Weak: a graph that was dropped
         #: takes its own along.
         self.recomputations: WeakSet[object] = WeakSet()
@@ -172,6 +178,13 @@ class Stage:
         """Bytes of all units' gather buffers."""
         return sum(unit.gathered_nbytes for unit in self.units)
 
+    def mark_in(self, act: Act, checkpoint: int) -> Mark[Stage]:
+        """What a backward does where ``checkpoint``, by its number in the forward, entered the stage."""
+        found = self._checkpointed.get((act, checkpoint))
+        if found is None:
+            found = self._checkpointed[act, checkpoint] = Mark(self, act, checkpoint)
+        return found
+
     def unshard(self) -> None:
         """Issue the gathers of all units, as one communication."""
         unshard_due(self.units)
@@ -193,8 +206,11 @@ class Stage:
             else:
                 unit.reshard()
 
-    def pre_backward(self) -> None:
-        """Make the parameters whole again, before the first of the module's nodes runs."""
+    def pre_backward(self, *, prefetches: bool = True) -> None:
+        """Make the parameters whole again, before the first of the module's nodes runs.
+
+        ``prefetches``: whether what comes next is gathered, too.
+        """
         if self.reached is Reached.INSIDE:
             for unit in self.units:
                 # This output may have been computed on another stream than the first.
@@ -212,7 +228,8 @@ class Stage:
                 unit.show()
             for observer in unit.observers:
                 observer.compute(unit.spec, True)
-        self.prefetch(self.schedule.enter_backward(self))
+        if prefetches:
+            self.prefetch(self.schedule.enter_backward(self))
 
     def pass_by(self) -> None:
         """Gather with the other ranks, whose backward may come by here where this one's went past."""
@@ -231,6 +248,8 @@ class Stage:
         step = self.step
         assert step is not None
         self.recomputations.clear()
+        # Went past, while what is computed again for another stage may come by here.
+        keeps = self.recomputed and self.reached is Reached.NOT_YET
         if self.reached is Reached.INSIDE:
             self.reached = Reached.FINISHED
         self.awaits_backward = False
@@ -247,7 +266,9 @@ class Stage:
             )
             # Released before the reduction's buffers are taken: the two are never alive together. A forward around this
             # backward goes on with them.
-            if not self.entered:
+            if keeps:
+                unit.keep()
+            elif not self.entered:
                 unit.reshard()
             if arrived:
                 step.accumulates = True
@@ -346,7 +367,8 @@ def show_whole(units: Sequence[Unit], training: bool, *, recomputes: bool) -> No
     """Gather ``units``, order compute behind that, and let modules see whole parameters."""
     for unit in units:
         unit.choose_buffer(training)
-    unshard_due(units)
+    if not (recomputes and all(unit.kept for unit in units)):
+        unshard_due(units)
     for unit in units:
         unit.wait()
         unit.show()
