@@ -69,8 +69,10 @@ def come_back(stage: Stage, itinerary: Itinerary[Stage] | None, finish: Mark[Sta
         # Gathered where the checkpoint entered it again, on all ranks alike.
         stage.pre_backward(prefetches=False)
         return
-    else:
-        root.arrive(itinerary, stage.exit)
+    elif not root.arrive(itinerary, stage.exit):
+        # Passed by already, on the way to a stage inside of it whose output is its own: what comes next is on its way.
+        stage.pre_backward(prefetches=False)
+        return
     stage.pre_backward()
 
 

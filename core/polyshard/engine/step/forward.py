@@ -70,11 +70,10 @@ class Forward:
         recomputes = _torch_private.in_backward()
         records = torch.is_grad_enabled()
         if not recomputes:
-            ahead = self._begin(step, records)
+            ahead, kept = self._begin(step, records), False
         else:
-            ahead = []
-            self._begin_again(records)
-        show_whole(stage.units, stage.governing.training, recomputes=recomputes)
+            ahead, kept = [], self._begin_again(records)
+        show_whole(stage.units, stage.governing.training, recomputes=recomputes, kept=kept)
         unshard_ahead(ahead)
         if stage.input_cast is not None and not stage.in_full_precision:
             args, kwargs = stage.input_cast(args, kwargs)
@@ -94,7 +93,6 @@ class Forward:
         if records:
             stage.enters_first = step.itinerary is not stage.itinerary
             stage.itinerary, stage.finishes_at = step.itinerary, stage.entry
-            stage.recomputed &= not stage.enters_first
         if stage.holds is Holds.GIVEN_BACK:
             return []
         call = running()
@@ -110,7 +108,6 @@ class Forward:
         numbers = region.enter(itinerary)
         alone = region.differentiated
         finish = stage.entry if alone is None else stage.mark_in(Act.FINISH, alone.number)
-        stage.recomputed |= alone is not region
         itinerary.marks.append(finish)
         itinerary.marks += [stage.mark_in(Act.RECOMPUTE, number) for number in numbers]
 
@@ -124,22 +121,23 @@ class Forward:
         # One checkpoint may call several models.
         return again if isinstance(outermost, Stage) and outermost.step is self.stage.step else None
 
-    def _begin_again(self, records: bool) -> None:
-        """The stage is entered inside of a backward."""
+    def _begin_again(self, records: bool) -> bool:
+        """The stage is entered inside of a backward; whether that comes after it was finished for the other ranks."""
         stage, again = self.stage, self._again()
         if again is None:
             if records:
                 stage.itinerary, stage.enters_first, stage.finishes_at = None, True, stage.entry
-            return
+            return False
         region = again.region
         assert region.itinerary is not None
         root = root_of(stage)
         root.enter_backward()
-        root.arrive(region.itinerary, stage.mark_in(Act.RECOMPUTE, region.number))
+        comes_first = root.arrive(region.itinerary, stage.mark_in(Act.RECOMPUTE, region.number))
         if records and region.reentrant:
             stage.enters_first = stage not in again.entered
             again.entered.add(stage)
             stage.itinerary, stage.finishes_at = region.itinerary, stage.mark_in(Act.FINISH, region.number)
+        return not comes_first
 
     def _has_graph(self, recomputes: bool) -> bool:
         """Whether a backward goes through what this forward computes, and not through what it computes again."""

@@ -67,6 +67,7 @@ class Walk(Generic[S]):
         self._left: set[Itinerary[S]] = set()
         self._order: list[Mark[S]] = []
         self._index: dict[Mark[S], int] = {}
+        self._recomputed: set[S] = set()
         self._done = 0
         # What ``_order`` was made of: steps repeat.
         self._ordered: list[Mark[S]] = []
@@ -90,6 +91,7 @@ class Walk(Generic[S]):
             self._ordered = list(itinerary.marks)
             self._order = backward_order(self._ordered)
             self._index = {mark: index for index, mark in enumerate(self._order)}
+            self._recomputed = {mark.stage for mark in self._order if mark.act is Act.RECOMPUTE}
 
     def until(self, itinerary: Itinerary[S], mark: Mark[S]) -> Sequence[Mark[S]] | None:
         """What is to be done before ``mark``, which counts as done from now on; None if it did already."""
@@ -107,6 +109,10 @@ class Walk(Generic[S]):
         left = self._order[self._done :]
         self._done = len(self._order)
         return left
+
+    def recomputes(self, stage: S) -> bool:
+        """Whether a checkpoint entered ``stage``."""
+        return stage in self._recomputed
 
     def end(self) -> None:
         """The backward has ended."""

@@ -293,6 +293,7 @@ class Root(Step):
             stage = mark.stage
             if mark.act is Act.FINISH:
                 stage.owes = self.accumulates
+                stage.recomputed = self._walk.recomputes(stage)
                 stage.catch_up()
             elif mark.act is Act.RECOMPUTE:
                 stage.unshard()

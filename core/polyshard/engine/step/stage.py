@@ -108,7 +108,7 @@ class Stage:
         self.enters_first = True
         #: Where on it the stage is finished: at its first entry, or at that of a checkpoint which differentiates alone.
         self.finishes_at: Mark[Stage] = self.entry
-        #: Whether a checkpoint that is not re-entrant entered it in the last forward.
+        #: Whether a checkpoint entered it in the forward that the backward goes back through.
         self.recomputed = False
         #: Its forwards inside a backward whose own is still to come (``backward.py``). Weak: a graph that was dropped
         #: takes its own along.
@@ -249,7 +249,7 @@ class Stage:
         assert step is not None
         self.recomputations.clear()
         # Went past, while what is computed again for another stage may come by here.
-        keeps = self.recomputed and self.reached is Reached.NOT_YET
+        keeps, self.recomputed = self.recomputed and self.reached is not Reached.INSIDE, False
         if self.reached is Reached.INSIDE:
             self.reached = Reached.FINISHED
         self.awaits_backward = False
@@ -312,7 +312,7 @@ class Stage:
         self.recomputations.clear()
         self.reached = Reached.NOT_YET
         self.awaits_backward = False
-        self.owes = False
+        self.owes = self.recomputed = False
         for unit in self.units:
             unit.reshard()
 
@@ -363,12 +363,14 @@ class Stage:
         return f"unit '{self.label}'{where}"
 
 
-def show_whole(units: Sequence[Unit], training: bool, *, recomputes: bool) -> None:
-    """Gather ``units``, order compute behind that, and let modules see whole parameters."""
+def show_whole(units: Sequence[Unit], training: bool, *, recomputes: bool, kept: bool = False) -> None:
+    """Gather ``units``, order compute behind that, and let modules see whole parameters.
+
+    ``kept``: what was kept for this recomputation is there; other ranks do not gather it now.
+    """
     for unit in units:
         unit.choose_buffer(training)
-    if not (recomputes and all(unit.kept for unit in units)):
-        unshard_due(units)
+    unshard_due([unit for unit in units if not unit.kept] if kept else units)
     for unit in units:
         unit.wait()
         unit.show()
