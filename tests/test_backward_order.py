@@ -142,6 +142,53 @@ def test_all_that_is_trained_is_under_checkpoints_and_one_rank_drops_some_of_it(
     assert_parity(seeded(Bare), step, world_size=2, optimizer=adam, settings=BLOCKS)
 
 
+def test_two_forwards_of_which_one_rank_drops_what_a_unit_returns_of_a_unit_inside() -> None:
+    """Both notice the gradient of one tensor. What comes next is gathered once, and nothing of the other forward's."""
+
+    class Outer(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Block()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(super().forward(x))
+
+    class Nested(Dropping):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks[1] = Outer()
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        losses = [
+            model(draw(4, 3, turn=2 * turn + part, rank=rank), (1,) if part == rank else ()).square().mean()
+            for part in range(2)
+        ]
+        torch.stack(losses).sum().backward()
+        return [loss.detach() for loss in losses]
+
+    settings = {**BLOCKS, "batch_nbytes": 0, "backward_prefetch": 2}
+    assert_parity(seeded(Nested), step, world_size=2, settings=settings)
+
+
+def test_two_forwards_of_which_one_computes_a_dropped_block_again() -> None:
+    """A rank keeps for its recomputation what the others release, and gathers it with them for the other forward."""
+
+    class Once(Recomputing):
+        def forward(self, x: torch.Tensor, dropped: Sequence[int] = ()) -> torch.Tensor:
+            return super().forward(x, dropped) if dropped else Dropping.forward(self, x)
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
+        # Dropped by nobody is -1.
+        losses = [model(x, (3,) if rank else (-1,)).square().mean(), model(2 * x).square().mean()]
+        torch.stack(losses).sum().backward()
+        assert x.grad is not None
+        return [*(loss.detach() for loss in losses), x.grad]
+
+    make = partial(Once, "inside", False)
+    assert_parity(seeded(make), step, world_size=2, settings={**BLOCKS, **SCHEDULES[0]})
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dropped", [(0,), (2,), (1, 3)])
 @pytest.mark.parametrize("then", ["a backward through the same graph", "a step of its own"])

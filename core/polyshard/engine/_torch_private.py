@@ -51,7 +51,7 @@ def may_recompute_reentrantly() -> bool:
 
     Its gradients come from a backward of its own, which adds to all leaves.
     """
-    return bool(torch.autograd._is_checkpoint_valid())
+    return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]
 
 
 def queue_after_backward(callback: Callable[[], None]) -> Callable[[], bool]:

@@ -7,8 +7,9 @@ stage's inputs has its gradient: the root does what is left behind it, and the s
 that needs a gradient is finished by the root, when the backward comes to the stage before it, or ends.
 
 Forwards inside a backward, which activation checkpointing runs again, are on the itinerary of the forward where
-``torch.utils.checkpoint`` called them first (``checkpointed.py``). Those of another function are on none: no forward that
-other ranks know of called them. What tells that all of their gradients have come is that the inputs of each have theirs.
+``torch.utils.checkpoint`` called them first (``checkpointed.py``). Those of another function are on none: no forward
+that other ranks know of called them. What tells that all of their gradients have come is that the inputs of each have
+theirs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Functions under ``torch.utils.checkpoint``: where in a forward they were called, and that a backward calls them again.
+"""Functions under ``torch.utils.checkpoint``: where a forward called them, and that a backward calls them again.
 
 [Note: recomputation]
 A rank that uses nothing of what such a function returned never computes it again, but other ranks do, and need its part
@@ -28,7 +28,7 @@ class Region:
         self.reentrant = reentrant
         self.outer = outer
         #: Whether a backward may come back to it.
-        self.recorded = torch.is_grad_enabled() or (outer is not None and outer.recorded)
+        self.recorded: bool = torch.is_grad_enabled() or (outer is not None and outer.recorded)
         #: Of the forward; None as long as no stage was entered.
         self.itinerary: Itinerary[Any] | None = None
         #: Which one it is in that forward, from 1 on.
@@ -74,7 +74,7 @@ class Checkpointed:
         around = _running.call
         if around is not None and around.region.complete:
             # Called anew, as what surrounds it is.
-            self.region = around.next_inner(reentrant)
+            self.region: Region = around.next_inner(reentrant)
         else:
             self.region = Region(reentrant, None if around is None else around.region)
         self._called = False

@@ -1,7 +1,7 @@
 """Functions that activation checkpointing calls, and calls again inside of a backward.
 
-What stands behind ``torch.utils.checkpoint.checkpoint`` is exchanged as in [Note: torch's functions]: nothing that torch
-tells a module says that its forward runs for a checkpoint, and which ranks have to know ([Note: recomputation]).
+What stands behind ``torch.utils.checkpoint.checkpoint`` is exchanged as in [Note: torch's functions]: torch tells no
+module that its forward runs under a checkpoint, and ranks have to know ([Note: recomputation]).
 """
 
 from __future__ import annotations
