@@ -301,8 +301,8 @@ def check(program: Program, folder: Path) -> None:
     start = seeded(lambda: Routed(program))
     wanted, parameters = reference(program, start, folder)
     with one_core():
-        outcomes = ThreadedWorld(program.world_size, timeout=5.0).run(
-            lambda rank, world: train(program, start, rank, world, folder), timeout=40.0
+        outcomes = ThreadedWorld(program.world_size, timeout=10.0).run(
+            lambda rank, world: train(program, start, rank, world, folder), timeout=60.0
         )
     errors = [result for _, result in outcomes if isinstance(result, type)]
     # What was computed before anybody was told is right, too.
