@@ -118,7 +118,7 @@ class Run:
             x = draw(4, 3, turn=2 * index + number, rank=self.rank, requires_grad=step.differentiable)
             quiet = turn is Turn.NO_SYNC and number == 0 and self.sharded
             with polyshard.no_sync(self.model) if quiet else nullcontext():
-                loss = self.model(x, step.ways[number], self.rank, step.gated[self.rank]).square().mean()
+                loss = self._output(step, number, x).square().mean()
                 losses.append(loss)
                 seen.append(loss.detach())
                 if turn is Turn.RETAINED:
@@ -137,6 +137,16 @@ class Run:
         if turn in (Turn.APART, Turn.IN_ORDER, Turn.TOGETHER):
             for loss in _backwards(turn, losses):
                 loss.backward()
+
+    def _output(self, step: Step, number: int, x: torch.Tensor) -> torch.Tensor:
+        model: Any = self.model
+        if step.apart:
+            # All of them need a graph, with or without one of the input's.
+            y = torch.nn.functional.pad(x, (0, 2)).requires_grad_()
+            output: torch.Tensor = model.along(y, step.ways[number], self.rank)
+        else:
+            output = model(x, step.ways[number], self.rank, step.gated[self.rank])
+        return output
 
     def _happens(self, event: Event, index: int) -> None:
         model: Any = self.model
@@ -197,7 +207,8 @@ class Run:
         else:
             given = [p for each in self.optimizer for group in each.param_groups for p in group["params"]]
             norm = torch.nn.utils.clip_grad_norm_(given, 0.3)
-        self.seen.values.append(norm)
+        # Of no gradient at all, torch says so in float32.
+        self.seen.values.append(norm.double())
 
     def end(self, step: Step) -> Seen:
         """The optimizer's step; what was seen of all."""

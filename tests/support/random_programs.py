@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -101,6 +101,8 @@ class Step:
     """By forward."""
     gated: tuple[bool, ...]
     """By rank: whether a parameter of the outermost module is used."""
+    apart: bool
+    """Whether the blocks are called without the outermost module."""
     differentiable: bool
     """Whether the input needs a gradient."""
     clip: str | None
@@ -140,7 +142,8 @@ class Program:
         for index, step in enumerate(self.steps):
             events = "".join(f"{event.value}; " for event in step.events)
             lines.append(
-                f"step {index}: {events}{step.turn.value}; gated {step.gated}, input needs gradient "
+                f"step {index}: {events}{step.turn.value}; "
+                f"apart {step.apart}, gated {step.gated}, input needs gradient "
                 f"{step.differentiable}, clip {step.clip}, set_to_none {step.set_to_none}"
             )
             lines += [f"  forward {number}: {segment}" for number, way in enumerate(step.ways) for segment in way]
@@ -191,13 +194,18 @@ class Routed(nn.Module):
         y = self.first(x) + torch.tanh(self.again(x))
         if gated:
             y = y * self.gate
-        for segment in way:
-            z = self._segment(segment, rank, y)
-            y = y if segment.drops[rank] else z
+        y = self.along(y, way, rank)
         if raises:
             raise PlannedError
         output: torch.Tensor = self.last(y)
         return output
+
+    def along(self, x: torch.Tensor, way: Way, rank: int) -> torch.Tensor:
+        """What the blocks make of ``x``."""
+        for segment in way:
+            y = self._segment(segment, rank, x)
+            x = x if segment.drops[rank] else y
+        return x
 
     def _segment(self, segment: Segment, rank: int, x: torch.Tensor) -> torch.Tensor:
         def run(y: torch.Tensor) -> torch.Tensor:
@@ -245,16 +253,21 @@ def draw_program(number: int) -> Program:
     optimizer = drawn.choice(("momentum", "adamw", "adamw", "flat momentum", "flat adamw", "muon"))
     free = world_size > 1 and drawn.random() < 0.15
     flat = optimizer.startswith("flat")
-    steps = tuple(_step(drawn, world_size, optimizer, free) for _ in range(STEPS))
+    policy = drawn.choice(("blocks", "blocks", "blocks", "always", "blocks" if flat else "never"))
+    # One tensor a unit is decayed as a whole, so that all of a unit must be used or nothing.
+    tied = not flat and drawn.random() < 0.3
+    # A tied weight, and all of them where blocks are no units, are the outermost module's.
+    alone = policy != "never" and not tied
+    steps = tuple(_step(drawn, world_size, optimizer, free, alone) for _ in range(STEPS))
     saves = sum(event is Event.SAVE for step in steps for event in step.events)
     return Program(
         number=number,
         world_size=world_size,
         settings=_settings(drawn, world_size),
-        policy=drawn.choice(("blocks", "blocks", "blocks", "always", "blocks" if flat else "never")),
+        policy=policy,
         optimizer=optimizer,
         frozen=drawn.random() < 0.2,
-        tied=not flat and drawn.random() < 0.3,
+        tied=tied,
         nested=drawn.random() < 0.3,
         free=free,
         steps=steps,
@@ -283,10 +296,15 @@ def _settings(drawn: random.Random, world_size: int) -> dict[str, Any]:
     return settings
 
 
-def _step(drawn: random.Random, world_size: int, optimizer: str, free: bool) -> Step:
+def _step(drawn: random.Random, world_size: int, optimizer: str, free: bool, alone: bool) -> Step:
     turn = drawn.choice(tuple(Turn))
+    apart = alone and drawn.random() < 0.15
     forwards = 1 if turn in ONE_FORWARD else 2
-    ways = tuple(_way(drawn, world_size, free, turn not in WITHOUT_REENTRANT) for _ in range(forwards))
+    # Called apart, each block has a backward of its own to notice: all ranks do the same with them.
+    ranks = 1 if apart else world_size
+    ways = tuple(_way(drawn, ranks, free, turn not in WITHOUT_REENTRANT) for _ in range(forwards))
+    if apart:
+        ways = tuple(tuple(_alike(segment, world_size) for segment in way) for way in ways)
     reentrant = any(segment.reentrant for way in ways for segment in way)
     possible = [event for event in Event if event is not Event.FREEZE or optimizer in ("momentum", "adamw")]
     return Step(
@@ -295,10 +313,15 @@ def _step(drawn: random.Random, world_size: int, optimizer: str, free: bool) -> 
         ways=ways,
         # One tensor a unit is decayed as a whole, so that all of a unit must be used or nothing.
         gated=tuple(optimizer.startswith("flat") or drawn.random() < 0.5 for _ in range(world_size)),
+        apart=apart,
         differentiable=reentrant or turn in WITHOUT_REENTRANT or drawn.random() < 0.5,
         clip=drawn.choice((None, None, "polyshard", "torch")),
         set_to_none=drawn.choice((True, True, True, False, None)),
     )
+
+
+def _alike(segment: Segment, world_size: int) -> Segment:
+    return replace(segment, uses=segment.uses * world_size, drops=segment.drops * world_size)
 
 
 def _way(drawn: random.Random, world_size: int, free: bool, reentrant: bool) -> Way:

@@ -77,7 +77,7 @@ class Forward:
         unshard_ahead(ahead)
         if stage.input_cast is not None and not stage.in_full_precision:
             args, kwargs = stage.input_cast(args, kwargs)
-        if records and stage.holds is Holds.SHARDED and self._has_graph(recomputes):
+        if records and stage.holds is Holds.SHARDED and (not recomputes or self._has_graph()):
             args, kwargs = self._watch_inputs(args, kwargs)
         return args, kwargs
 
@@ -139,10 +139,8 @@ class Forward:
             stage.itinerary, stage.finishes_at = region.itinerary, stage.mark_in(Act.FINISH, region.number)
         return not comes_first
 
-    def _has_graph(self, recomputes: bool) -> bool:
-        """Whether a backward goes through what this forward computes, and not through what it computes again."""
-        if not recomputes:
-            return True
+    def _has_graph(self) -> bool:
+        """Whether what a backward computes again is gone back through, and not what was computed first."""
         again = self._again()
         return not self.stage.awaits_backward if again is None else again.region.reentrant
 
@@ -164,7 +162,7 @@ class Forward:
         if stage.output_cast is not None and not stage.in_full_precision:
             output = stage.output_cast(output)
         watched = False
-        if records and stage.holds is not Holds.RESIDENT and self._has_graph(recomputes):
+        if records and stage.holds is not Holds.RESIDENT and (not recomputes or self._has_graph()):
             output, watched = self._watch_output(output)
         if recomputes:
             self._computed(True)
