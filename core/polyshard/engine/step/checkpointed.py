@@ -26,11 +26,15 @@ class Region:
 
     def __init__(self, reentrant: bool, outer: Region | None) -> None:
         self.reentrant = reentrant
+        #: The one around it, while its function is called first.
         self.outer = outer
         #: Whether a backward may come back to it.
         self.recorded: bool = torch.is_grad_enabled() or (outer is not None and outer.recorded)
         #: Of the forward; None as long as no stage was entered.
         self.itinerary: Itinerary[Any] | None = None
+        #: Whether its function runs several forwards. They are gone back through one after the other, and it is
+        #: computed again at once: nothing that ranks have in common says where.
+        self.several = False
         #: Which one it is in that forward, from 1 on.
         self.number = 0
         #: Those inside it, in the order of their calls.
@@ -55,8 +59,10 @@ class Region:
             itinerary.checkpoints += 1
             self.number = itinerary.checkpoints
             itinerary.reentrant |= self.reentrant
+        elif self.itinerary is not itinerary:
+            self.several = True
         around = [] if self.outer is None else self.outer.enter(itinerary)
-        return [self.number, *around]
+        return around if self.several else [self.number, *around]
 
 
 class _Running(threading.local):
@@ -110,6 +116,8 @@ class Checkpointed:
             return self._function(*args, **kwargs)
         finally:
             _running.call = around
+            # No cycles, which would keep what the function refers to until garbage is collected.
+            self.again, self.region.outer = None, None
             self.region.complete = True
 
 

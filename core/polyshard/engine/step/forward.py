@@ -107,15 +107,17 @@ class Forward:
         stage = self.stage
         numbers = region.enter(itinerary)
         alone = region.differentiated
-        finish = stage.entry if alone is None else stage.mark_in(Act.FINISH, alone.number)
-        itinerary.marks.append(finish)
+        if alone is None:
+            itinerary.marks.append(stage.entry)
+        elif not alone.several:
+            itinerary.marks.append(stage.mark_in(Act.FINISH, alone.number))
         itinerary.marks += [stage.mark_in(Act.RECOMPUTE, number) for number in numbers]
 
     def _again(self) -> Checkpointed | None:
         """The checkpoint that a backward computes again, if the forward that it was called in is known."""
         call = running()
         again = None if call is None else call.again
-        if again is None or again.region.itinerary is None:
+        if again is None or again.region.itinerary is None or again.region.several:
             return None
         outermost = again.region.itinerary.outermost
         # One checkpoint may call several models.
