@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import polyshard
@@ -22,6 +23,7 @@ from parity import (
 )
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 BLOCKS: dict[str, Any] = {"policy": {"name": "lambda", "fn": lambda module: isinstance(module, Block)}}
 #: Each collective by itself; one unit ahead; the defaults.
@@ -59,6 +61,151 @@ def test_one_rank_drops_outputs_of_blocks_that_it_ran(
 
     settings = {**BLOCKS, "strategy": strategy, **schedule}
     assert_parity(seeded(Dropping), step, world_size=2, settings=settings)
+
+
+class Recomputing(Dropping):
+    """Drops what checkpoints computed, of a block each or of several; ``arrangement`` says where these lie."""
+
+    def __init__(self, arrangement: str, reentrant: bool) -> None:
+        super().__init__()
+        self.arrangement, self.reentrant = arrangement, reentrant
+
+    def _checkpoint(self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = checkpoint(function, x, use_reentrant=self.reentrant, preserve_rng_state=False)
+        return output
+
+    def forward(self, x: torch.Tensor, dropped: Sequence[int] = ()) -> torch.Tensor:
+        def run(*indices: int, around: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
+            def function(y: torch.Tensor) -> torch.Tensor:
+                for index in indices:
+                    block = self.blocks[index]
+                    z = self._checkpoint(block, y) if around else block(y)
+                    y = y if index in dropped else z
+                return y
+
+            return function
+
+        x = self.first(x)
+        if self.arrangement == "each":
+            return self.last(run(0, 1, 2, 3, around=True)(x))
+        if self.arrangement == "inside":
+            # What the rank drops is in the middle of what is computed again.
+            return self.last(self._checkpoint(run(0, 1, 2, 3), x))
+        for indices in ((0, 1), (2, 0), (3,)):
+            y = self._checkpoint(run(*indices, around=self.arrangement == "nested"), x)
+            x = x if indices[0] in dropped else y
+        return self.last(x)
+
+
+# Torch's word on a re-entrant checkpoint inside a re-entrant one, whose first forward runs without gradients.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("dropped", [(0,), (2,), (0, 2), (1, 3)])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("arrangement", ["each", "inside", "spanning", "nested"])
+def test_one_rank_drops_what_a_checkpoint_computed(
+    arrangement: str, reentrant: bool, dropped: tuple[int, ...], schedule: dict[str, Any]
+) -> None:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
+        loss = model(x, dropped if rank == turn % 2 else ()).square().mean()
+        loss.backward()
+        assert x.grad is not None
+        return [loss.detach(), x.grad]
+
+    settings = {**BLOCKS, **schedule}
+    make = partial(Recomputing, arrangement, reentrant)
+    assert_parity(seeded(make), step, world_size=2, turns=2, optimizer=adam, settings=settings)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_all_that_is_trained_is_under_checkpoints_and_one_rank_drops_some_of_it(reentrant: bool) -> None:
+    """No parameter is in the graph that the backward is asked for, so it cannot tell that gradients add up."""
+
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(3) for _ in range(3))
+
+        def forward(self, x: torch.Tensor, dropped: Sequence[int] = ()) -> torch.Tensor:
+            for index, block in enumerate(self.blocks):
+                y = checkpoint(block, x, use_reentrant=reentrant)
+                x = x if index in dropped else y
+            return x
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
+        model(x, (turn,) if rank else ()).square().mean().backward()
+        assert x.grad is not None
+        return [x.grad]
+
+    assert_parity(seeded(Bare), step, world_size=2, optimizer=adam, settings=BLOCKS)
+
+
+def test_two_forwards_of_which_one_rank_drops_what_a_unit_returns_of_a_unit_inside() -> None:
+    """Both notice the gradient of one tensor. What comes next is gathered once, and nothing of the other forward's."""
+
+    class Outer(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Block()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(super().forward(x))
+
+    class Nested(Dropping):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks[1] = Outer()
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        losses = [
+            model(draw(4, 3, turn=2 * turn + part, rank=rank), (1,) if part == rank else ()).square().mean()
+            for part in range(2)
+        ]
+        torch.stack(losses).sum().backward()
+        return [loss.detach() for loss in losses]
+
+    settings = {**BLOCKS, "batch_nbytes": 0, "backward_prefetch": 2}
+    assert_parity(seeded(Nested), step, world_size=2, settings=settings)
+
+
+def test_two_forwards_of_which_one_computes_a_dropped_block_again() -> None:
+    """A rank keeps for its recomputation what the others release, and gathers it with them for the other forward."""
+
+    class Once(Recomputing):
+        def forward(self, x: torch.Tensor, dropped: Sequence[int] = ()) -> torch.Tensor:
+            return super().forward(x, dropped) if dropped else Dropping.forward(self, x)
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
+        # Dropped by nobody is -1.
+        losses = [model(x, (3,) if rank else (-1,)).square().mean(), model(2 * x).square().mean()]
+        torch.stack(losses).sum().backward()
+        assert x.grad is not None
+        return [*(loss.detach() for loss in losses), x.grad]
+
+    make = partial(Once, "inside", False)
+    assert_parity(seeded(make), step, world_size=2, settings={**BLOCKS, **SCHEDULES[0]})
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("dropped", [(0,), (2,), (1, 3)])
+@pytest.mark.parametrize("then", ["a backward through the same graph", "a step of its own"])
+def test_gradients_of_inputs_alone_while_one_rank_drops_a_block(
+    then: str, dropped: tuple[int, ...], schedule: dict[str, Any]
+) -> None:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
+        loss = model(x, dropped if rank == turn % 2 else ()).square().mean()
+        (slope,) = torch.autograd.grad(loss, x, retain_graph=True)
+        if then == "a step of its own":
+            loss = model(x).square().mean()
+        loss.backward()
+        assert x.grad is not None
+        return [slope, x.grad]
+
+    assert_parity(seeded(Dropping), step, world_size=2, settings={**BLOCKS, **schedule})
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

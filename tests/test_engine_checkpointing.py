@@ -238,3 +238,26 @@ def test_nothing_stays_gathered_between_a_checkpointed_forward_and_its_backward(
         assert root_of(mine).gathered == ()
 
     on_ranks(2, on_rank)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_one_checkpoint_around_blocks_that_are_called_without_the_root(reentrant: bool) -> None:
+    """Each of them is a forward of its own, and all are computed again at once."""
+
+    def apart(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        blocks: Any = model.blocks
+        x = draw(4, 5, turn=turn, rank=rank, requires_grad=True)
+        y = x
+        for indices in ((0, 1), (2, 0, 3)):
+
+            def function(z: torch.Tensor, indices: tuple[int, ...] = indices) -> torch.Tensor:
+                for index in indices:
+                    z = blocks[index](z)
+                return z
+
+            y = checkpoint(function, y, use_reentrant=reentrant, preserve_rng_state=False)
+        y.square().mean().backward()
+        assert x.grad is not None
+        return [x.grad]
+
+    assert_parity(seeded(lambda: Checkpointed("none", reentrant)), apart, world_size=2, optimizer=adam, settings=BLOCKS)

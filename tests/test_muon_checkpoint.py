@@ -84,6 +84,15 @@ def test_resuming_elsewhere_gives_the_run_that_never_stopped(saves: str, loads: 
     assert most_apart(resumed, went_on) <= (0.0 if same_means else 1e-12)
 
 
+@pytest.mark.parametrize("sharding", ["whole-2", "replicas-3", "tiles-4"])
+def test_a_run_that_is_resumed_twice_is_the_one_that_never_stopped(sharding: str, tmp_path: Path) -> None:
+    """Replicas share the work: of what all of them loaded, one alone goes on with each momentum."""
+    went_on = trained(sharding, tmp_path, saves=2)
+    trained(sharding, tmp_path, saves=4, resumes=True)
+    resumed = trained(sharding, tmp_path, resumes=True)
+    assert most_apart(resumed, went_on) == 0.0
+
+
 def test_several_optimizers_are_told_apart(tmp_path: Path) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> list[str]:
         model = sharded_copy(seeded(Zoo), rank, world, policy=units_of(Cell))

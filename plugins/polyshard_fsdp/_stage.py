@@ -47,10 +47,10 @@ class FSDPStage(Stage):
         assert stage is None or isinstance(stage, FSDPStage)
         return stage
 
-    def pre_backward(self) -> None:
+    def pre_backward(self, *, prefetches: bool = True) -> None:
         if not self.in_backward:
             self.mark(HandleTrainingState.BACKWARD_PRE)
-        super().pre_backward()
+        super().pre_backward(prefetches=prefetches)
 
     def prefetch(self, batches: Sequence[Sequence[Stage]]) -> None:
         self._ahead = [stage for batch in batches for stage in batch]

@@ -46,6 +46,14 @@ def will_accumulate(leaf: torch.Tensor) -> bool:
         return False
 
 
+def may_recompute_reentrantly() -> bool:
+    """Whether the backward that runs now may go through a re-entrant checkpoint: not where inputs were given.
+
+    Its gradients come from a backward of its own, which adds to all leaves.
+    """
+    return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]
+
+
 def queue_after_backward(callback: Callable[[], None]) -> Callable[[], bool]:
     """Run ``callback`` when the current backward has ended, on the thread that called it.
 
@@ -232,12 +240,14 @@ def exchange_unscale(
 
 
 def exchange_behind(public: Callable[..., _T], function: Callable[..., _T]) -> Callable[..., _T]:
-    """Let ``public``, a closure that calls a function of its own without gradients, call ``function``; returns its own.
+    """Let ``public``, torch's wrapper around a function of its own, call ``function``; returns its own.
 
     Programs have imported the name ``public`` before, where replacing it in torch's module would not reach them.
     """
     closure: Any = public
-    cell = closure.__closure__[closure.__code__.co_freevars.index("func")]
+    # "func" where the wrapper turns gradients off, "fn" where it turns the compiler off.
+    names = closure.__code__.co_freevars
+    cell = closure.__closure__[names.index("func" if "func" in names else "fn")]
     before: Callable[..., _T] = cell.cell_contents
 
     @hidden_from_compile
@@ -248,6 +258,8 @@ def exchange_behind(public: Callable[..., _T], function: Callable[..., _T]) -> C
     def called(*args: Any, **kwargs: Any) -> _T:
         return hidden(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
 
+    # What torch remembers of its own function.
+    vars(called).pop("__dynamo_disable", None)
     cell.cell_contents = called
     return before
 

@@ -89,6 +89,14 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
         """Whether ``transform`` keeps anything that only this rank has, and that no state dict holds."""
         return any(self._kept.values())
 
+    def drop_outdated_state(self) -> None:
+        """Drop what a load gave this rank of pieces that another replica brings: steps have left it behind since."""
+        for plan in self._plans or ():
+            brought = {each.index for round_ in plan.rounds for each in round_.sends}
+            for index, whole in enumerate(plan.wholes):
+                if index not in brought:
+                    self.state.pop(whole.parameter, None)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As for every optimizer of torch."""
         super().add_param_group(param_group)

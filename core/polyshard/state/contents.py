@@ -64,6 +64,8 @@ def optimizer_state(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
                 f"{root.rank}), which a checkpoint cannot hold yet. Save the model alone, and let the optimizer start "
                 "anew."
             )
+        # Of several replicas one keeps the state of a piece, where they share the work.
+        getattr(each, "drop_outdated_state", bool)()
     state: dict[str, dict[str, Any]] = {}
     for parameter, holding in held.items():
         for key, value in joint.state_of(parameter).items():

@@ -6,8 +6,10 @@ forward's itinerary says comes before, and the stage gather. ``inputs_done`` is 
 stage's inputs has its gradient: the root does what is left behind it, and the stage finishes. A stage without an input
 that needs a gradient is finished by the root, when the backward comes to the stage before it, or ends.
 
-Forwards inside a backward, which activation checkpointing runs again, are on no itinerary: no forward that other ranks
-know of called them. What tells that all of their gradients have come is that the inputs of each have theirs.
+Forwards inside a backward, which activation checkpointing runs again, are on the itinerary of the forward where
+``torch.utils.checkpoint`` called them first (``checkpointed.py``). Those of another function are on none: no forward
+that other ranks know of called them. What tells that all of their gradients have come is that the inputs of each have
+theirs.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 
 from ...errors import StateError
-from .itinerary import Itinerary
+from .itinerary import Itinerary, Mark
 from .root import root_of
 from .stage import Holds, Stage
 
@@ -36,21 +38,24 @@ def output_hook(stage: Stage) -> Callable[..., None]:
         assert stage.host is not None
         return output_hook(stage.host)
     if not stage.full_precision_in_eval:
-        return partial(come_back, stage, stage.itinerary)
-    return partial(_come_back_as, stage, stage.governing.training, stage.itinerary)
+        return partial(come_back, stage, stage.itinerary, stage.finishes_at)
+    return partial(_come_back_as, stage, stage.governing.training, stage.itinerary, stage.finishes_at)
 
 
 def input_hook(stage: Stage) -> Callable[[], None]:
     """What is called when the inputs of the forward of ``stage`` that begins have their gradients."""
     if stage.itinerary is not None:
-        return partial(inputs_done, stage, stage.itinerary)
+        return partial(inputs_done, stage, stage.itinerary, stage.finishes_at)
     call = Recomputation()
     stage.recomputations.add(call)
     return partial(_recomputation_done, stage, call)
 
 
-def come_back(stage: Stage, itinerary: Itinerary[Stage] | None, *_: Any) -> None:
-    """A gradient reached an output of the forward that was on ``itinerary``; None for a recomputation's."""
+def come_back(stage: Stage, itinerary: Itinerary[Stage] | None, finish: Mark[Stage], *_: Any) -> None:
+    """A gradient reached an output of the forward that was on ``itinerary``; None for a recomputation's.
+
+    ``finish``: where the stage is finished on it.
+    """
     if torch.is_grad_enabled():
         raise StateError(
             f"polyshard does not support gradients of gradients: backward(create_graph=True) reached "
@@ -61,16 +66,22 @@ def come_back(stage: Stage, itinerary: Itinerary[Stage] | None, *_: Any) -> None
     if itinerary is None:
         # On no way that other ranks would know of: they must recompute, too.
         stage.owes = True
-    else:
-        root.arrive(itinerary, stage.exit)
+    elif finish is not stage.entry:
+        # Gathered where the checkpoint entered it again, on all ranks alike.
+        stage.pre_backward(prefetches=False)
+        return
+    elif not root.arrive(itinerary, stage.exit):
+        # Passed by already, on the way to a stage inside of it whose output is its own: what comes next is on its way.
+        stage.pre_backward(prefetches=False)
+        return
     stage.pre_backward()
 
 
-def inputs_done(stage: Stage, itinerary: Itinerary[Stage]) -> None:
+def inputs_done(stage: Stage, itinerary: Itinerary[Stage], finish: Mark[Stage]) -> None:
     """The gradients of the inputs of its first forward on ``itinerary`` are there, and so are all others."""
     if not stage.in_backward:
         stage.refuse_back_door()
-    if root_of(stage).arrive(itinerary, stage.entry) or stage.in_backward:
+    if root_of(stage).arrive(itinerary, finish) or stage.in_backward:
         stage.finish()
 
 
@@ -82,7 +93,9 @@ def _recomputation_done(stage: Stage, call: Recomputation) -> None:
         stage.finish()
 
 
-def _come_back_as(stage: Stage, training: bool, itinerary: Itinerary[Stage] | None, *_: Any) -> None:
+def _come_back_as(
+    stage: Stage, training: bool, itinerary: Itinerary[Stage] | None, finish: Mark[Stage], *_: Any
+) -> None:
     # Autograd saved views of the buffer that this forward computed with; the mode may have changed since.
     if stage.in_backward and training is not stage.trained_in_forward:
         raise StateError(
@@ -92,7 +105,7 @@ def _come_back_as(stage: Stage, training: bool, itinerary: Itinerary[Stage] | No
     stage.trained_in_forward = training
     for unit in stage.units:
         unit.choose_buffer(training)
-    come_back(stage, itinerary)
+    come_back(stage, itinerary, finish)
 
 
 def _refuse(stage: Stage, *_: Any) -> NoReturn:

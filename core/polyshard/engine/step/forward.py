@@ -7,7 +7,7 @@ Left to right; each arrow is one hook, those of the backward stand in ``backward
     gather, show          hide, reshard     gather, show       reshard, reduce
 
 Recomputation under activation checkpointing runs ``enter`` and ``leave`` inside a backward; they then show parameters
-and leave everything else to ``come_back`` and what ends the recomputation.
+and leave everything else to ``come_back`` and what ends the recomputation. See [Note: recomputation].
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from .. import _torch_private
 from ..tensors import distinct_tensors
 from .backward import input_hook, output_hook
 from .boundary import SideOutputs, pass_through, pass_through_in, refuse_escape, watch_output
+from .checkpointed import Checkpointed, Region, running
+from .itinerary import Act, Itinerary
 from .root import root_of
 from .stage import Holds, Stage, show_whole, unshard_ahead
 from .step import Phase, Step
@@ -71,18 +73,16 @@ class Forward:
         recomputes = _torch_private.in_backward()
         records = torch.is_grad_enabled()
         if not recomputes:
-            ahead = self._begin(step, records)
+            ahead, kept = self._begin(step, records), False
         else:
-            ahead = []
-            if records:
-                stage.itinerary, stage.enters_first = None, True
-        show_whole(stage.units, stage.governing.training, recomputes=recomputes)
+            ahead, kept = [], self._begin_again(records)
+        show_whole(stage.units, stage.governing.training, recomputes=recomputes, kept=kept)
         if not stage.reads_in_backward:
             stage.keep_gathered(self._computes_otherwise())
         unshard_ahead(ahead)
         if stage.input_cast is not None and not stage.in_full_precision:
             args, kwargs = stage.input_cast(args, kwargs)
-        if records and stage.holds is Holds.SHARDED and not (recomputes and stage.awaits_backward):
+        if records and stage.holds is Holds.SHARDED and (not recomputes or self._has_graph()):
             args, kwargs = self._watch_inputs(args, kwargs)
         return args, kwargs
 
@@ -108,12 +108,59 @@ class Forward:
         stage.entered += 1
         if records:
             stage.enters_first = step.itinerary is not stage.itinerary
-            stage.itinerary = step.itinerary
+            stage.itinerary, stage.finishes_at = step.itinerary, stage.entry
         if stage.holds is Holds.GIVEN_BACK:
             return []
-        if records:
+        call = running()
+        if call is not None and call.region.recorded:
+            self._enter_region(call.region, step.itinerary)
+        elif records:
             step.itinerary.marks.append(stage.entry)
         return stage.schedule.enter(stage)
+
+    def _enter_region(self, region: Region, itinerary: Itinerary[Stage]) -> None:
+        """Note that a checkpoint computes the stage, and will again."""
+        stage = self.stage
+        numbers = region.enter(itinerary)
+        alone = region.differentiated
+        if alone is None:
+            itinerary.marks.append(stage.entry)
+        elif not alone.several:
+            itinerary.marks.append(stage.mark_in(Act.FINISH, alone.number))
+        itinerary.marks += [stage.mark_in(Act.RECOMPUTE, number) for number in numbers]
+
+    def _again(self) -> Checkpointed | None:
+        """The checkpoint that a backward computes again, if the forward that it was called in is known."""
+        call = running()
+        again = None if call is None else call.again
+        if again is None or again.region.itinerary is None or again.region.several:
+            return None
+        outermost = again.region.itinerary.outermost
+        # One checkpoint may call several models.
+        return again if isinstance(outermost, Stage) and outermost.step is self.stage.step else None
+
+    def _begin_again(self, records: bool) -> bool:
+        """The stage is entered inside of a backward; whether that comes after it was finished for the other ranks."""
+        stage, again = self.stage, self._again()
+        if again is None:
+            if records:
+                stage.itinerary, stage.enters_first, stage.finishes_at = None, True, stage.entry
+            return False
+        region = again.region
+        assert region.itinerary is not None
+        root = root_of(stage)
+        root.enter_backward()
+        comes_first = root.arrive(region.itinerary, stage.mark_in(Act.RECOMPUTE, region.number))
+        if records and region.reentrant:
+            stage.enters_first = stage not in again.entered
+            again.entered.add(stage)
+            stage.itinerary, stage.finishes_at = region.itinerary, stage.mark_in(Act.FINISH, region.number)
+        return not comes_first
+
+    def _has_graph(self) -> bool:
+        """Whether what a backward computes again is gone back through, and not what was computed first."""
+        again = self._again()
+        return not self.stage.awaits_backward if again is None else again.region.reentrant
 
     def _leave(self, output: Any) -> Any:
         stage, step = self.stage, self.stage.step
@@ -133,7 +180,7 @@ class Forward:
         if stage.output_cast is not None and not stage.in_full_precision:
             output = stage.output_cast(output)
         watched = False
-        if records and stage.holds is not Holds.RESIDENT and not (recomputes and stage.awaits_backward):
+        if records and stage.holds is not Holds.RESIDENT and (not recomputes or self._has_graph()):
             output, watched = self._watch_output(output)
         if recomputes:
             self._computed(True)

@@ -28,14 +28,18 @@ class Act(enum.Enum):
     """Where the forward left it: gather its parameters."""
     FINISH = "finish"
     """Where the forward first entered it: release its parameters, and reduce its gradients."""
+    RECOMPUTE = "recompute"
+    """Where a checkpoint entered it: gather its parameters with those of all that this checkpoint computes again."""
 
 
 @dataclass(eq=False, slots=True)
 class Mark(Generic[S]):
-    """One act at one stage. Each stage has two for good, so that records are compared by identity, at C speed."""
+    """One act at one stage. A stage keeps its marks for good, so that records are compared by identity, at C speed."""
 
     stage: S
     act: Act
+    checkpoint: int = 0
+    """The number of the checkpoint in that forward; 0 for the forward itself."""
 
 
 @dataclass(eq=False, slots=True)
@@ -48,6 +52,10 @@ class Itinerary(Generic[S]):
     """What it passed, in order."""
     walked: bool = False
     """Whether a backward that accumulates has followed it."""
+    checkpoints: int = 0
+    """How many checkpoints entered a stage."""
+    reentrant: bool = False
+    """Whether any of them was re-entrant."""
 
 
 class Walk(Generic[S]):
@@ -59,6 +67,7 @@ class Walk(Generic[S]):
         self._left: set[Itinerary[S]] = set()
         self._order: list[Mark[S]] = []
         self._index: dict[Mark[S], int] = {}
+        self._recomputed: set[S] = set()
         self._done = 0
         # What ``_order`` was made of: steps repeat.
         self._ordered: list[Mark[S]] = []
@@ -82,6 +91,7 @@ class Walk(Generic[S]):
             self._ordered = list(itinerary.marks)
             self._order = backward_order(self._ordered)
             self._index = {mark: index for index, mark in enumerate(self._order)}
+            self._recomputed = {mark.stage for mark in self._order if mark.act is Act.RECOMPUTE}
 
     def until(self, itinerary: Itinerary[S], mark: Mark[S]) -> Sequence[Mark[S]] | None:
         """What is to be done before ``mark``, which counts as done from now on; None if it did already."""
@@ -100,6 +110,10 @@ class Walk(Generic[S]):
         self._done = len(self._order)
         return left
 
+    def recomputes(self, stage: S) -> bool:
+        """Whether a checkpoint entered ``stage``."""
+        return stage in self._recomputed
+
     def end(self) -> None:
         """The backward has ended."""
         self._itinerary = None
@@ -110,14 +124,24 @@ def backward_order(marks: Sequence[Mark[S]]) -> list[Mark[S]]:
     """``marks`` from the last to the first, each once.
 
     A stage that was entered several times is gathered for the last of them and finished after the first, where all of
-    its gradients have come.
+    its gradients have come. What a checkpoint entered is gathered in the order of the forward, before any of it is
+    finished.
     """
     kept: list[Mark[S]] = []
     entered: set[Mark[S]] = set()
+    recomputed: dict[int, list[Mark[S]]] = {}
     for mark in marks:
         if mark.act is Act.FINISH:
             if mark in entered:
                 continue
             entered.add(mark)
+        elif mark.act is Act.RECOMPUTE:
+            recomputed.setdefault(mark.checkpoint, []).append(mark)
         kept.append(mark)
-    return list(dict.fromkeys(reversed(kept)))
+    order: dict[Mark[S], None] = {}
+    for mark in reversed(kept):
+        if mark.act is Act.RECOMPUTE:
+            order.update(dict.fromkeys(recomputed.pop(mark.checkpoint, ())))
+        else:
+            order.setdefault(mark)
+    return list(order)

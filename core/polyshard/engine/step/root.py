@@ -238,6 +238,11 @@ class Root(Step):
             self._refuse_borrowed()
         self._goes_on = _torch_private.queue_after_backward(self.end_backward)
 
+    @property
+    def _trains(self) -> bool:
+        """Whether any parameter is trained."""
+        return any(unit.trainable for unit in self.units)
+
     def _refuse_borrowed(self) -> None:
         if self.borrowed:
             raise StateError(
@@ -308,6 +313,8 @@ class Root(Step):
             for between in self._behind(itinerary):
                 self._go_through(between)
             walk.begin(itinerary)
+            # What a re-entrant checkpoint computes is no part of the graph that autograd was asked about.
+            self.accumulates |= itinerary.reentrant and _torch_private.may_recompute_reentrantly() and self._trains
             itinerary.walked |= self.accumulates
         before = walk.until(itinerary, mark)
         if before is None:
@@ -343,9 +350,11 @@ class Root(Step):
             stage = mark.stage
             if mark.act is Act.FINISH:
                 stage.owes = self.accumulates
-                if self.accumulates or stage.in_backward:
-                    stage.catch_up()
-            elif self.accumulates:
+                stage.recomputed = self._walk.recomputes(stage)
+                stage.catch_up()
+            elif mark.act is Act.RECOMPUTE:
+                stage.unshard()
+            else:
                 stage.pass_by()
 
     def _keep_apart(self, itinerary: Itinerary[Stage]) -> None:

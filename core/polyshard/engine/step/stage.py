@@ -100,9 +100,15 @@ class Stage:
         #: What a backward does where a forward left the stage, and where it first entered it.
         self.exit: Mark[Stage] = Mark(self, Act.GATHER)
         self.entry: Mark[Stage] = Mark(self, Act.FINISH)
+        #: What it does where checkpoints entered it, by number.
+        self._checkpointed: dict[tuple[Act, int], Mark[Stage]] = {}
         #: That of the forward that it was entered in last, and whether that was the first time in it.
         self.itinerary: Itinerary[Stage] | None = None
         self.enters_first = True
+        #: Where on it the stage is finished: at its first entry, or at that of a checkpoint which differentiates alone.
+        self.finishes_at: Mark[Stage] = self.entry
+        #: Whether a checkpoint entered it in the forward that the backward goes back through.
+        self.recomputed = False
         #: Its forwards inside a backward whose own is still to come (``backward.py``). Weak: a graph that was dropped
         #: takes its own along.
         self.recomputations: WeakSet[object] = WeakSet()
@@ -171,6 +177,13 @@ class Stage:
         """Bytes of all units' gather buffers."""
         return sum(unit.gathered_nbytes for unit in self.units)
 
+    def mark_in(self, act: Act, checkpoint: int) -> Mark[Stage]:
+        """What a backward does where ``checkpoint``, by its number in the forward, entered the stage."""
+        found = self._checkpointed.get((act, checkpoint))
+        if found is None:
+            found = self._checkpointed[act, checkpoint] = Mark(self, act, checkpoint)
+        return found
+
     def unshard(self) -> None:
         """Issue the gathers of all units, as one communication."""
         unshard_due(self.units)
@@ -192,8 +205,11 @@ class Stage:
             else:
                 unit.reshard()
 
-    def pre_backward(self) -> None:
-        """Make the parameters whole again, before the first of the module's nodes runs."""
+    def pre_backward(self, *, prefetches: bool = True) -> None:
+        """Make the parameters whole again, before the first of the module's nodes runs.
+
+        ``prefetches``: whether what comes next is gathered, too.
+        """
         if self.reached is Reached.INSIDE:
             for unit in self.units:
                 # This output may have been computed on another stream than the first.
@@ -211,7 +227,8 @@ class Stage:
                 unit.show()
             for observer in unit.observers:
                 observer.compute(unit.spec, True)
-        self.prefetch(self.schedule.enter_backward(self))
+        if prefetches:
+            self.prefetch(self.schedule.enter_backward(self))
 
     def pass_by(self) -> None:
         """Gather with the other ranks, whose backward may come by here where this one's went past."""
@@ -230,6 +247,8 @@ class Stage:
         step = self.step
         assert step is not None
         self.recomputations.clear()
+        # Went past, while what is computed again for another stage may come by here.
+        keeps, self.recomputed = self.recomputed and self.reached is not Reached.INSIDE, False
         if self.reached is Reached.INSIDE:
             self.reached = Reached.FINISHED
         self.awaits_backward = False
@@ -246,7 +265,9 @@ class Stage:
             )
             # Released before the reduction's buffers are taken: the two are never alive together. A forward around this
             # backward goes on with them.
-            if not self.entered:
+            if keeps:
+                unit.keep()
+            elif not self.entered:
                 unit.reshard()
             if arrived:
                 step.accumulates = True
@@ -290,7 +311,7 @@ class Stage:
         self.recomputations.clear()
         self.reached = Reached.NOT_YET
         self.awaits_backward = False
-        self.owes = False
+        self.owes = self.recomputed = False
         for unit in self.units:
             unit.reshard()
 
@@ -347,11 +368,14 @@ class Stage:
         return f"unit '{self.label}'{where}"
 
 
-def show_whole(units: Sequence[Unit], training: bool, *, recomputes: bool) -> None:
-    """Gather ``units``, order compute behind that, and let modules see whole parameters."""
+def show_whole(units: Sequence[Unit], training: bool, *, recomputes: bool, kept: bool = False) -> None:
+    """Gather ``units``, order compute behind that, and let modules see whole parameters.
+
+    ``kept``: what was kept for this recomputation is there; other ranks do not gather it now.
+    """
     for unit in units:
         unit.choose_buffer(training)
-    unshard_due(units)
+    unshard_due([unit for unit in units if not unit.kept] if kept else units)
     for unit in units:
         unit.wait()
         unit.show()

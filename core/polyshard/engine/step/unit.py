@@ -136,6 +136,8 @@ class Unit:
         self.places: list[object] = []
         #: Gathered between steps because somebody asked for it: the next forward uses that gather, and makes no other.
         self.ahead = False
+        #: Whole for this rank's recomputation alone: to whoever gathers it in the ranks' common order it is released.
+        self.kept = False
         self._settle(master)
 
     def _settle(self, master: torch.Tensor) -> None:
@@ -462,9 +464,17 @@ class Unit:
         self.step.lanes.release(self)
         self.places.clear()
         self.state = UnitState.SHARDED
-        self._expired = False
+        self._expired = self.kept = False
         for observer in self.observers:
             observer.reshard(self.spec)
+
+    def keep(self) -> None:
+        """Keep the parameters for a checkpoint that this rank may still compute again, where all ranks release them."""
+        self.hide()
+        if self.permanent or self.state is UnitState.SHARDED:
+            return
+        self.wait()
+        self._expired = self.kept = True
 
     def expire(self) -> None:
         """A new step: parameters left unsharded may be older than the master, and are gathered again before use."""
@@ -513,7 +523,7 @@ class Unit:
     def _issued(self) -> None:
         self.state = UnitState.GATHERING
         self.places.clear()
-        self._expired = False
+        self._expired = self.kept = False
 
 
 def unshard_due(units: Sequence[Unit]) -> None:

@@ -26,6 +26,7 @@ from .. import _torch_private
 from ..planning.ranks import RankGrid
 from ..step.root import Root
 from ..step.unit import Unit
+from .checkpoints import follow_checkpoints
 from .host_scaling import in_reach
 from .inner_backward import follow_inner_backwards
 from .live_roots import Found, live_roots
@@ -50,6 +51,7 @@ def follow(root: Root) -> None:
             GradientUtilities().install()
             guard_whole_functions()
             follow_inner_backwards()
+            follow_checkpoints()
             _checks.append(OptimizerCheck(live_roots))
             register_optimizer_step_pre_hook(_checks[0].before_step)
         _checks[0].forget()

@@ -1,0 +1,366 @@
+"""Training programs drawn at random: each step is that of unsharded copies, or all ranks are told why not.
+
+The reference is one unsharded copy of the model a rank, that does what its rank does; gradients are averaged over the
+copies, and a parameter that no copy used has none. After every step losses, gradients of inputs, every rank's pieces of
+gradients and parameters are compared; in the end, whole parameters. `POLYSHARD_PROGRAM=1020` runs the program of that
+number alone, and prints it (pytest -s).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from matrices import exact
+from one_core import one_core
+from parity import draw, seeded, threaded, units_of
+from polyshard import checkpoint
+from polyshard.errors import CollectiveTimeoutError, PolyshardError, RankMismatchError
+from polyshard_backends.threaded import ThreadedWorld
+from random_programs import (
+    ONE_FORWARD,
+    Event,
+    PlannedError,
+    Program,
+    Raising,
+    Routed,
+    Segment,
+    Step,
+    Turn,
+    Use,
+    draw_program,
+)
+from torch import nn
+
+QUICK = 80
+NIGHTLY = 2000
+CHUNK = 50
+
+pytestmark = [
+    # Torch's word on a re-entrant checkpoint inside a re-entrant one, whose first forward runs without gradients.
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True"),
+    pytest.mark.filterwarnings("ignore:polyshard is switching to use `NO_SHARD`"),
+]
+
+MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+}
+
+
+@dataclass
+class Seen:
+    """What one rank saw of one step."""
+
+    values: list[torch.Tensor] = field(default_factory=list)
+    """Losses, gradients of inputs, norms, outputs, in the order in which they came."""
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    places: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """First and one past the last element of each parameter that the rank holds; none of an unsharded model."""
+
+
+class Run:
+    """One rank of a program: its model, sharded or not, and its optimizer."""
+
+    def __init__(self, program: Program, rank: int, model: nn.Module, world: ThreadedWorld | None, folder: Path):
+        self.program, self.rank, self.folder = program, rank, folder
+        self._start, self._world = model, world
+        self._models = 0
+        self.model, self.optimizer = self._made(program.settings)
+        # What is drawn of a program that all ranks draw alike while it runs.
+        self._drawn = random.Random(program.number)
+        self.seen = Seen()
+
+    @property
+    def sharded(self) -> bool:
+        """Whether it is a rank of the sharded model."""
+        return self._world is not None
+
+    def _made(self, settings: dict[str, Any]) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        if self._world is None:
+            model = copy.deepcopy(self._start)
+        else:
+            with self._world.lock:
+                model = copy.deepcopy(self._start)
+            policy = units_of(Raising) if self.program.policy == "blocks" else self.program.policy
+            polyshard.shard(model, threaded(self._world, self.rank, policy=policy, **settings))
+        kind = self.program.optimizer
+        if kind == "muon":
+            made: Any = exact(model)
+            return model, list(made.optimizers)
+        if kind.startswith("flat"):
+            parameters = polyshard.flat_parameters(model) if self.sharded else list(model.parameters())
+            return model, [MAKERS[kind.removeprefix("flat ")](parameters)]
+        return model, [MAKERS[kind](model.parameters())]
+
+    def begin(self, index: int, step: Step) -> None:
+        """Events, forwards and backwards of one step."""
+        self.seen = Seen()
+        for event in step.events:
+            self._happens(event, index)
+        self._train(index, step)
+
+    def _train(self, index: int, step: Step) -> None:
+        turn, losses = step.turn, []
+        seen = self.seen.values
+        forwards = 1 if turn in ONE_FORWARD else 2
+        for number in range(forwards):
+            x = draw(4, 3, turn=2 * index + number, rank=self.rank, requires_grad=step.differentiable)
+            quiet = turn is Turn.NO_SYNC and number == 0 and self.sharded
+            with polyshard.no_sync(self.model) if quiet else nullcontext():
+                loss = self._output(step, number, x).square().mean()
+                losses.append(loss)
+                seen.append(loss.detach())
+                if turn is Turn.RETAINED:
+                    loss.backward(retain_graph=True)
+                elif turn is Turn.GRAD_FIRST or (turn is Turn.GRAD_ALONE and number == 0):
+                    seen.append(torch.autograd.grad(loss, x, retain_graph=turn is Turn.GRAD_FIRST)[0])
+                    if turn is Turn.GRAD_ALONE:
+                        continue
+                elif turn is Turn.INPUTS and number == 0:
+                    loss.backward(inputs=[x])
+                    continue
+                if turn not in (Turn.APART, Turn.IN_ORDER, Turn.TOGETHER):
+                    loss.backward()
+            if x.grad is not None:
+                seen.append(x.grad.clone())
+        if turn in (Turn.APART, Turn.IN_ORDER, Turn.TOGETHER):
+            for loss in _backwards(turn, losses):
+                loss.backward()
+
+    def _output(self, step: Step, number: int, x: torch.Tensor) -> torch.Tensor:
+        model: Any = self.model
+        if step.apart:
+            # All of them need a graph, with or without one of the input's.
+            y = torch.nn.functional.pad(x, (0, 2)).requires_grad_()
+            output: torch.Tensor = model.along(y, step.ways[number], self.rank)
+        else:
+            output = model(x, step.ways[number], self.rank, step.gated[self.rank])
+        return output
+
+    def _happens(self, event: Event, index: int) -> None:
+        model: Any = self.model
+        plain = (
+            Segment((0, 1, 2, 3), ((Use.USE,) * 4,) * self.program.world_size, (False,) * self.program.world_size),
+        )
+        x = draw(2, 3, turn=100 + index, rank=self.rank)
+        whole = polyshard.unsharded(model, writeback=event is Event.WRITE) if self.sharded else nullcontext()
+        block = self._drawn.randrange(4)
+        if event is Event.EVALUATE:
+            model.eval()
+            with torch.no_grad():
+                self.seen.values.append(model(x, plain, self.rank))
+            model.train()
+        elif event is Event.READ:
+            with whole:
+                self.seen.values += [each.detach().clone() for each in model.parameters()]
+        elif event is Event.WRITE:
+            with whole, torch.no_grad():
+                model.blocks[block].up.weight.mul_(0.5)
+        elif event is Event.FREEZE:
+            for optimizer in self.optimizer:
+                optimizer.zero_grad()
+            trained = model.blocks[block].up.weight.requires_grad
+            model.blocks[block].requires_grad_(not trained)
+        elif event is Event.UNUSED:
+            model(x, plain, self.rank)
+        elif event is Event.RAISE:
+            with pytest.raises(PlannedError):
+                model(x, plain, self.rank, raises=True)
+        elif event is Event.LOCAL and self.sharded:
+            polyshard.load_local_state_dict(model, polyshard.local_state_dict(model))
+        elif event is Event.SAVE:
+            self._move(index)
+
+    def _move(self, index: int) -> None:
+        """Gradients end here; the rest goes on in another model."""
+        for optimizer in self.optimizer:
+            optimizer.zero_grad()
+        if not self.sharded:
+            return
+        path = checkpoint.save(self.folder, 10 * index + self._models, self.model, self.optimizer)
+        before = self.model
+        settings = self.program.others[self._models]
+        self._models += 1
+        self.model, self.optimizer = self._made(settings)
+        if self.program.optimizer != "muon" and not self.program.optimizer.startswith("flat"):
+            for old, new in zip(before.parameters(), self.model.parameters(), strict=True):
+                new.requires_grad_(old.requires_grad)
+        checkpoint.load(path, self.model, self.optimizer)
+
+    def clip(self, step: Step) -> None:
+        """Clip gradients, ours or torch's, as the step says."""
+        if step.clip is None:
+            return
+        if step.clip == "polyshard" and self.sharded:
+            norm = polyshard.clip_grad_norm_(self.model, 0.3)
+        else:
+            given = [p for each in self.optimizer for group in each.param_groups for p in group["params"]]
+            norm = torch.nn.utils.clip_grad_norm_(given, 0.3)
+        # Of no gradient at all, torch says so in float32.
+        self.seen.values.append(norm.double())
+
+    def end(self, step: Step) -> Seen:
+        """The optimizer's step; what was seen of all."""
+        flat = self.sharded and self.program.optimizer.startswith("flat")
+        for name, parameter in self.model.named_parameters():
+            if not flat:
+                self.seen.gradients[name] = None if parameter.grad is None else parameter.grad.detach().clone()
+        for optimizer in self.optimizer:
+            optimizer.step()
+            if step.set_to_none is not None:
+                optimizer.zero_grad(set_to_none=step.set_to_none)
+        for name, parameter in self.model.named_parameters():
+            self.seen.parameters[name] = parameter.detach().clone()
+            if self.sharded:
+                place = polyshard.placement(parameter)
+                self.seen.places[name] = (place.start, place.stop)
+        return self.seen
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """Whole parameters."""
+        with polyshard.unsharded(self.model) if self.sharded else nullcontext():
+            return {name: each.detach().clone() for name, each in self.model.named_parameters()}
+
+
+def _backwards(turn: Turn, losses: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """What is differentiated in turn."""
+    if turn is Turn.APART:
+        yield from reversed(losses)
+    elif turn is Turn.IN_ORDER:
+        yield from losses
+    else:
+        yield torch.stack(losses).sum()
+
+
+def average(copies: list[nn.Module]) -> None:
+    """Give each copy the mean of all copies' gradients; none where none has any."""
+    for same in zip(*(each.parameters() for each in copies), strict=True):
+        there = [each.grad for each in same if each.grad is not None]
+        mean = sum(there, torch.zeros_like(same[0], requires_grad=False)) / len(copies)
+        for each in same:
+            each.grad = mean.clone() if there else None
+
+
+def reference(program: Program, start: nn.Module, folder: Path) -> tuple[list[list[Seen]], dict[str, torch.Tensor]]:
+    """What unsharded copies see, by step and rank, and their parameters in the end."""
+    runs = [Run(program, rank, start, None, folder) for rank in range(program.world_size)]
+    seen = []
+    for index, step in enumerate(program.steps):
+        for run in runs:
+            run.begin(index, step)
+        average([run.model for run in runs])
+        for run in runs:
+            run.clip(step)
+        seen.append([run.end(step) for run in runs])
+    return seen, runs[0].whole()
+
+
+Outcome = tuple[list[Seen], "dict[str, torch.Tensor] | type[PolyshardError]"]
+
+
+def train(program: Program, start: nn.Module, rank: int, world: ThreadedWorld, folder: Path) -> Outcome:
+    """What this rank saw, and whole parameters, or the kind of error that ended it.
+
+    Not the error itself: it holds frames of checkpoints, which torch can leave on the thread alone that entered them.
+    """
+    seen: list[Seen] = []
+    try:
+        run = Run(program, rank, start, world, folder)
+        for index, step in enumerate(program.steps):
+            run.begin(index, step)
+            run.clip(step)
+            seen.append(run.end(step))
+        return seen, run.whole()
+    except PolyshardError as error:
+        if not program.free:
+            raise
+        return seen, type(error)
+
+
+def compare(program: Program, got: Seen, wanted: Seen, where: str) -> None:
+    """One rank's step is that of its copy."""
+    rtol = 1e-8 if program.optimizer == "muon" else 1e-10
+
+    def close(mine: Any, theirs: Any, what: str) -> None:
+        torch.testing.assert_close(mine, theirs, rtol=rtol, atol=rtol / 10, msg=lambda text: f"{where}, {what}: {text}")
+
+    close(got.values, wanted.values, "what was computed")
+    for name, (start, stop) in got.places.items():
+        if start == stop or name not in got.gradients:
+            continue
+        mine, theirs = got.gradients[name], wanted.gradients[name]
+        assert (mine is None) is (theirs is None), f"{where}: gradient of {name} is {mine}, not {theirs}"
+        if mine is not None and theirs is not None:
+            close(mine.reshape(-1), theirs.reshape(-1)[start:stop], f"gradient of {name}")
+    for name, (start, stop) in got.places.items():
+        close(got.parameters[name].reshape(-1), wanted.parameters[name].reshape(-1)[start:stop], f"parameter {name}")
+
+
+def check(program: Program, folder: Path) -> None:
+    """Run ``program``."""
+    start = seeded(lambda: Routed(program))
+    wanted, parameters = reference(program, start, folder)
+    with one_core():
+        outcomes = ThreadedWorld(program.world_size, timeout=10.0).run(
+            lambda rank, world: train(program, start, rank, world, folder), timeout=60.0
+        )
+    errors = [result for _, result in outcomes if isinstance(result, type)]
+    # What was computed before anybody was told is right, too.
+    for rank, (seen, _) in enumerate(outcomes):
+        for index, values in enumerate(seen):
+            compare(program, values, wanted[index][rank], f"step {index}, rank {rank}")
+    if errors:
+        hybrid = any("shard_size" in settings for settings in (program.settings, *program.others))
+        # Ranks that wait for each other in a circle of groups do not meet in any.
+        told = (RankMismatchError, CollectiveTimeoutError) if hybrid else (RankMismatchError,)
+        assert errors[0] in told
+        assert errors == [errors[0]] * program.world_size
+        assert program.mixed
+        return
+    rtol = 1e-8 if program.optimizer == "muon" else 1e-10
+    for _, whole in outcomes:
+        torch.testing.assert_close(whole, parameters, rtol=rtol, atol=rtol / 10)
+
+
+def check_all(numbers: range, folder: Path) -> None:
+    """Run all programs; one failure names all that failed, and prints the first."""
+    failed: dict[int, BaseException] = {}
+    for number in numbers:
+        try:
+            check(draw_program(number), folder / str(number))
+        except (Exception, pytest.fail.Exception) as error:
+            failed[number] = error
+    if failed:
+        first = next(iter(failed))
+        pytest.fail(
+            f"{len(failed)} of {len(numbers)} programs failed: {', '.join(map(str, failed))}. "
+            f"POLYSHARD_PROGRAM={first} runs the first alone:\n{draw_program(first)}\n"
+            f"{type(failed[first]).__name__}: {failed[first]}"
+        )
+
+
+ONE = os.environ.get("POLYSHARD_PROGRAM")
+
+
+def test_training_is_right_or_every_rank_is_told(tmp_path: Path) -> None:
+    if ONE is not None:
+        print(draw_program(int(ONE)))
+    check_all(range(QUICK) if ONE is None else range(int(ONE), int(ONE) + 1), tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("first", range(0, NIGHTLY, CHUNK))
+def test_two_thousand_programs(first: int, tmp_path: Path) -> None:
+    check_all(range(first, first + CHUNK), tmp_path)
