@@ -261,3 +261,23 @@ def test_one_checkpoint_around_blocks_that_are_called_without_the_root(reentrant
         return [x.grad]
 
     assert_parity(seeded(lambda: Checkpointed("none", reentrant)), apart, world_size=2, optimizer=adam, settings=BLOCKS)
+
+
+def test_what_a_checkpoint_computes_again_without_gradients_is_released() -> None:
+    """Of a block that is called without the root: no gradient tells that a backward came by."""
+
+    def apart(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        blocks: Any = model.blocks
+        x = draw(4, 5, turn=turn, rank=rank, requires_grad=True)
+        blocks[2](x.detach()).square().mean().backward()
+
+        def function(z: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                y = blocks[1](blocks[0](z))
+            return z + y
+
+        checkpoint(function, x, use_reentrant=True, preserve_rng_state=False).square().mean().backward()
+        assert x.grad is not None
+        return [x.grad]
+
+    assert_parity(seeded(lambda: Checkpointed("none", True)), apart, world_size=2, settings=BLOCKS)

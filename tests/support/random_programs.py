@@ -299,6 +299,9 @@ def _settings(drawn: random.Random, world_size: int) -> dict[str, Any]:
 def _step(drawn: random.Random, world_size: int, optimizer: str, free: bool, alone: bool) -> Step:
     turn = drawn.choice(tuple(Turn))
     apart = alone and drawn.random() < 0.15
+    if apart and turn is Turn.NO_SYNC:
+        # A second microbatch that runs no block, or drops all, reduces nothing.
+        turn = Turn.MICROBATCHES
     forwards = 1 if turn in ONE_FORWARD else 2
     # Called apart, each block has a backward of its own to notice: all ranks do the same with them.
     ranks = 1 if apart else world_size

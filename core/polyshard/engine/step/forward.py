@@ -142,14 +142,16 @@ class Forward:
     def _begin_again(self, records: bool) -> bool:
         """The stage is entered inside of a backward; whether that comes after it was finished for the other ranks."""
         stage, again = self.stage, self._again()
+        root = root_of(stage)
+        # Also where no gradient comes of it: what it gathers is released when the backward ends.
+        root.enter_backward()
         if again is None:
+            root.accumulate_reentrantly()
             if records:
                 stage.itinerary, stage.enters_first, stage.finishes_at = None, True, stage.entry
             return False
         region = again.region
         assert region.itinerary is not None
-        root = root_of(stage)
-        root.enter_backward()
         comes_first = root.arrive(region.itinerary, stage.mark_in(Act.RECOMPUTE, region.number))
         if records and region.reentrant:
             stage.enters_first = stage not in again.entered

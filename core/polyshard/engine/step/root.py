@@ -238,10 +238,10 @@ class Root(Step):
             self._refuse_borrowed()
         self._goes_on = _torch_private.queue_after_backward(self.end_backward)
 
-    @property
-    def _trains(self) -> bool:
-        """Whether any parameter is trained."""
-        return any(unit.trainable for unit in self.units)
+    def accumulate_reentrantly(self) -> None:
+        """Note that a re-entrant checkpoint is on the way, whose parameters are in a graph of its own."""
+        if not self.accumulates and _torch_private.may_recompute_reentrantly():
+            self.accumulates = any(unit.trainable for unit in self.units)
 
     def _refuse_borrowed(self) -> None:
         if self.borrowed:
@@ -313,8 +313,8 @@ class Root(Step):
             for between in self._behind(itinerary):
                 self._go_through(between)
             walk.begin(itinerary)
-            # What a re-entrant checkpoint computes is no part of the graph that autograd was asked about.
-            self.accumulates |= itinerary.reentrant and _torch_private.may_recompute_reentrantly() and self._trains
+            if itinerary.reentrant:
+                self.accumulate_reentrantly()
             itinerary.walked |= self.accumulates
         before = walk.until(itinerary, mark)
         if before is None:
