@@ -18,6 +18,11 @@ def gpu_ranks(most: int = 2) -> int:
     return _TOGETHER or max(1, min(torch.cuda.device_count(), most))
 
 
+def share_device() -> bool:
+    """Whether all ranks compute on one device."""
+    return bool(_TOGETHER)
+
+
 def device_of(rank: int) -> torch.device:
     """Where ``rank`` computes."""
     return torch.device("cuda", 0 if _TOGETHER else rank)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from gpu_ranks import settle_on_device
+from gpu_ranks import settle_on_device, share_device
 from polyshard.testing import RankProcesses
 from polyshard.testing.rank_calls import Joined, answer_calls, prepared, store_in
 from seeding import seed_all
@@ -89,7 +89,8 @@ class RankPool:
         self._ranks: RankProcesses
         with _one_thread_each():
             if backend == "nccl":
-                self._ranks = _NcclProcesses(world_size, device_type="cuda")
+                # Where ranks share a device, as many as there are devices is no limit.
+                self._ranks = _NcclProcesses(world_size, device_type="cpu" if share_device() else "cuda")
                 return
             # Before the ranks, which want less preloaded: the server is started once.
             forking_context()
