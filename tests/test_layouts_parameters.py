@@ -11,7 +11,7 @@ import pytest
 import torch
 from mixed_model import LAYOUTS, Frozen, Halves, Mixed, mixed, mixed_step
 from parity import Block, adam, assert_parity, on_ranks, threaded, train_reference, units_of, whole_of
-from polyshard.errors import ParameterChangedError, ParameterError, StateError
+from polyshard.errors import ParameterChangedError, StateError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
@@ -251,21 +251,3 @@ def test_a_model_from_meta_is_initialised_alike(layout: str) -> None:
     for got in on_ranks(3, on_rank):
         for name, value in got.items():
             assert torch.equal(value, plain[name]), name
-
-
-class Scalar(Mixed):
-    """With a parameter of no dimension, which no layout is asked about."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.0))
-
-
-def test_a_parameter_without_dimensions_is_refused_under_any(layout: str) -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        with world.lock:
-            mine = Scalar()
-        with pytest.raises(ParameterError, match=rf"'?scale'? to a 1D tensor.*rank {rank}"):
-            polyshard.shard(mine, threaded(world, rank, policy=UNITS, layout=EVERY[layout]))
-
-    on_ranks(2, on_rank)

@@ -277,6 +277,7 @@ def test_unsharded_shows_what_came_and_the_next_step_does_not() -> None:
         torch.testing.assert_close(found, seeded(Net)(INPUTS).detach(), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:Nothing averages the gradients of")
 def test_ignored_modules_are_the_users_own() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> None:
         with world.lock:

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...errors import CollectiveError, PolyshardError
+from ...errors import CollectiveAbortedError, CollectiveError, CollectiveTimeoutError, PolyshardError
 from ...interfaces import Collectives, Work
 from .. import _torch_private
 from .gathering import Gatherable, fill
@@ -189,13 +189,19 @@ class HostLanes(Lanes):
         if stalls is not None:
             stalls.wait()
         self.waiting = True
+        left = iter(works)
         try:
-            for work in works:
+            for work in left:
                 work.wait()
         except CollectiveError as error:
+            if not isinstance(error, CollectiveTimeoutError | CollectiveAbortedError):
+                _wait_for(left)
             if self.recorder is None:
                 raise
             self.recorder.refuse(error, entry)
+        except PolyshardError:
+            _wait_for(left)
+            raise
         finally:
             self.waiting = False
         if stalls is not None:
@@ -441,3 +447,10 @@ class _Arrival:
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def _wait_for(works: Iterable[Work]) -> None:
+    """Let operations end that were issued with one that failed: they write into memory that is let go of next."""
+    for work in works:
+        with suppress(PolyshardError):
+            work.wait()
