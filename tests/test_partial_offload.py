@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from parity import (
     threaded,
     units_of,
 )
-from polyshard import checkpoint
+from polyshard import ShardConfig, checkpoint
 from polyshard.errors import ConfigError, PluginContractError, RankMismatchError
 from polyshard.interfaces import OffloadCapabilities, OffloadManager, UnitSpec
 from polyshard.testing import OffloadSuite, plugin_context
@@ -326,6 +327,35 @@ def _by_copy(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter * 0.5)
+
+
+@pytest.mark.filterwarnings("ignore:polyshard is switching to use `NO_SHARD`")
+def test_what_no_sync_left_is_delivered_by_a_backward_that_reaches_no_parked_unit() -> None:
+    """On one rank, whose other parameters need no help in backward."""
+
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.parked = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3))
+
+        def forward(self, x: torch.Tensor, skips: bool) -> torch.Tensor:
+            x = self.first(x)
+            return x if skips else self.parked(x)
+
+    torch.manual_seed(0)
+    whole = Skipping().double()
+    sharded = copy.deepcopy(whole)
+    offload = {"name": "partial", "units": "parked"}
+    config = ShardConfig(collectives="fake", offload=offload, policy=units_of(nn.Sequential), split_root=False)
+    polyshard.shard(sharded, config)
+    x = torch.linspace(0, 1, 6, dtype=torch.float64).view(2, 3)
+    for model, waiting in ((whole, nullcontext()), (sharded, polyshard.no_sync(sharded))):
+        with waiting:
+            model(x, False).square().sum().backward()
+        model(x, True).square().sum().backward()
+    for (name, wanted), found in zip(whole.named_parameters(), sharded.parameters(), strict=True):
+        assert found.grad is not None, name
+        torch.testing.assert_close(found.grad.view_as(wanted), wanted.grad, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("change", [_by_data, _by_numpy, _by_copy])

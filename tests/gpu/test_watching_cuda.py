@@ -67,7 +67,9 @@ def test_a_flipped_bit_of_a_replica_is_named(dtype: torch.dtype) -> None:
     for text, sound in RANKS.run(WORLD_SIZE, compare, dtype, timeout=60.0):
         assert sound == 3
         assert "Parameter '2.weight' of unit '2' differs between ranks that hold the same of it" in text
-        assert "[0], [1] agree among themselves" in text
+        # Of two ranks, nobody knows which is right.
+        which = "[0], [1] agree among themselves" if WORLD_SIZE == 2 else "on ranks [1] it is not what it is on"
+        assert which in text
 
 
 def spoil(rank: int) -> str:

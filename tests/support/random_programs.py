@@ -263,7 +263,7 @@ def draw_program(number: int) -> Program:
     return Program(
         number=number,
         world_size=world_size,
-        settings=_settings(drawn, world_size, free),
+        settings=_settings(drawn, world_size),
         policy=policy,
         optimizer=optimizer,
         frozen=drawn.random() < 0.2,
@@ -271,11 +271,11 @@ def draw_program(number: int) -> Program:
         nested=drawn.random() < 0.3,
         free=free,
         steps=steps,
-        others=tuple(_settings(drawn, world_size, free) for _ in range(saves)),
+        others=tuple(_settings(drawn, world_size) for _ in range(saves)),
     )
 
 
-def _settings(drawn: random.Random, world_size: int, free: bool) -> dict[str, Any]:
+def _settings(drawn: random.Random, world_size: int) -> dict[str, Any]:
     strategies = ["full_shard", "full_shard", "shard_grad_op", "no_shard"]
     if world_size in (2, 4):
         strategies += ["hybrid_shard", "hybrid_shard_zero2"]
@@ -291,9 +291,6 @@ def _settings(drawn: random.Random, world_size: int, free: bool) -> dict[str, An
         "split_root": drawn.random() < 0.5,
         "reshard_after_forward": drawn.choice((None, None, True, False)),
     }
-    if free:
-        # A gather of a batch that failed leaves its other gathers to write into memory that was let go of.
-        settings["batch_nbytes"] = 0
     if settings["strategy"].startswith("hybrid"):
         settings["shard_size"] = drawn.choice((1, 2) if world_size == 2 else (2, 4))
     return settings

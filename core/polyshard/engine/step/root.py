@@ -21,7 +21,7 @@ from .presence import Presence
 from .registrations import Registrations
 from .resting import Resting
 from .schedule import Schedule
-from .stage import Stage
+from .stage import Holds, Stage
 from .step import Phase, Step
 from .unit import UnitState
 
@@ -96,6 +96,10 @@ class Root(Step):
             stage.schedule = schedule
             for unit in stage.units:
                 unit.step = self
+        outermost = self.stages[0]
+        if outermost.holds is Holds.RESIDENT and any(each.holds is Holds.SHARDED for each in self.stages):
+            # A backward that reaches no other stage is noticed all the same: what no_sync left waits for its end.
+            outermost.holds = Holds.NOTHING
         self._parking: tuple[OffloadManager, ...] = tuple(
             {id(u.offload): u.offload for u in self.units if u.parks}.values()
         )

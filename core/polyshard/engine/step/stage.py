@@ -25,7 +25,7 @@ class Holds(enum.Enum):
     """What the units of a stage ask of its hooks."""
 
     NOTHING = "nothing"
-    """It has no units: all of its parameters are other stages'."""
+    """It has no units, or none that backward must help, and what it contains has some."""
     GIVEN_BACK = "given back"
     """It was a part, and its units are its host's now."""
     RESIDENT = "resident"
