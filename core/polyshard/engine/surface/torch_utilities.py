@@ -107,18 +107,15 @@ class GradientUtilities:
             return self._clip((tensor for tensor in given), max_norm, norm_type, error_if_nonfinite, foreach)
         found = live_roots.find(given)
         given, found = _as_flat(given, found)
-        if not _spans_ranks(found):
-            return self._clip(given, max_norm, norm_type, error_if_nonfinite, foreach)
-        total = self._norm(
-            given,
-            [tensor.grad for tensor in given],
-            found,
-            norm_type,
-            error_if_nonfinite,
-            foreach,
-            "clip_grad_norm_",
-            max_norm,
-        )
+        gradients = [tensor.grad for tensor in given]
+        if _spans_ranks(found):
+            total = self._norm(
+                given, gradients, found, norm_type, error_if_nonfinite, foreach, "clip_grad_norm_", max_norm
+            )
+        else:
+            # Whose gradients these are is known: nothing looks for them among those of all models.
+            present = [gradient for gradient in gradients if gradient is not None]
+            total = self._total_norm(present, norm_type, error_if_nonfinite, foreach)
         torch.nn.utils.clip_grads_with_norm_(given, max_norm, total, foreach)
         return total
 
