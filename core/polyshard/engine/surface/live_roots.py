@@ -39,7 +39,7 @@ class LiveRoots:
         self._places: weakref.WeakKeyDictionary[Root, dict[int, tuple[int, int]]] = weakref.WeakKeyDictionary()
         # All of those, and some that were.
         self._known: frozenset[int] = frozenset()
-        # Ids of parameters in their modules that are no unit's.
+        # Ids of parameters in their modules that are no unit's; of those roots that were asked.
         self._outside: weakref.WeakKeyDictionary[Root, frozenset[int]] = weakref.WeakKeyDictionary()
         #: All of these roots, and some that went; for those who ask at every step.
         self.references: tuple[weakref.ref[Root], ...] = ()
@@ -55,7 +55,7 @@ class LiveRoots:
         }
         with self._lock:
             self._places[root] = places
-            self._outside[root] = frozenset(map(id, root.stages[0].module.parameters())) - places.keys()
+            self._outside.clear()
             self._known = frozenset(key for each in self._places.values() for key in each)
             self.references = tuple(map(weakref.ref, self._places))
             self.changes += 1
@@ -90,8 +90,13 @@ class LiveRoots:
     def around(self, tensors: Sequence[torch.Tensor]) -> Root | None:
         """The first root whose model has one of ``tensors`` outside of its units; None where none has."""
         asked = set(map(id, tensors))
-        for root, _ in self._entries():
-            may_be = not asked.isdisjoint(self._outside.get(root, ()))
+        for root, places in self._entries():
+            outside = self._outside.get(root)
+            if outside is None:
+                # A walk that a wrap need not pay for.
+                outside = frozenset(map(id, root.stages[0].module.parameters())) - places.keys()
+                self._outside[root] = outside
+            may_be = not asked.isdisjoint(outside)
             # An id outlives its object.
             if may_be and not asked.isdisjoint(map(id, root.stages[0].module.parameters())):
                 return root
