@@ -36,6 +36,7 @@ nitpick_ignore_regex = [("py:.*", r"(?!polyshard).*"), ("py:.*", r".*\.[A-Z]"), 
 _UNNAMED = (
     r"polyshard_plugins\.stand_in\.StandIn",
     r"polyshard\.engine\..*",
+    r"polyshard\.checkpoint\.pending\.Notes",
     r"polyshard\.lightning\.fabric\.ShardedModule",
     r"polyshard\.forecast\.(memory|recording|timeline)\..*",
     r"polyshard\.testing\.(plugin|rank_calls)\..*",
