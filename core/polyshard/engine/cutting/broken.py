@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from ...errors import StateError
+from ..planning.plan import modules_in
 
 #: Attribute under which such a module holds what happened.
 _BROKEN_ATTRIBUTE = "_polyshard_broken"
@@ -27,6 +28,8 @@ def refuse_broken(model: nn.Module, call: str) -> None:
     Raises:
         StateError: naming it, ``call``, and what happened.
     """
+    if not any(_BROKEN_ATTRIBUTE in module.__dict__ for module in modules_in(model)):
+        return
     for name, module in model.named_modules():
         reason = module.__dict__.get(_BROKEN_ATTRIBUTE)
         if reason is not None:

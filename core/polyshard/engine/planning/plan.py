@@ -281,12 +281,26 @@ def names_in(root: nn.Module) -> Callable[[ManagedParameter], tuple[str, ...]]:
     return names_of
 
 
+def modules_in(root: nn.Module) -> list[nn.Module]:
+    """``root`` and all modules inside it, each once, in no order: without names, for a fraction of what these cost."""
+    found = {root: None}
+    waiting = [root]
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and child not in found:
+                found[child] = None
+                waiting.append(child)
+    return list(found)
+
+
 def refuse_sharded(root: nn.Module, rank: int) -> None:
     """Raise if ``root`` or anything inside it is sharded already.
 
     Raises:
         AlreadyShardedError: naming the first such module.
     """
+    if not any(STAGE_ATTRIBUTE in module.__dict__ for module in modules_in(root)):
+        return
     for name, module in root.named_modules():
         if STAGE_ATTRIBUTE in module.__dict__:
             raise AlreadyShardedError(

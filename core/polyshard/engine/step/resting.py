@@ -36,7 +36,6 @@ class Resting:
         outermost = stages[0]
         # These gather when they are called.
         gathering = {stage.module for stage in stages}
-        names = {module: name for name, module in outermost.module.named_modules()}
         # Without shards, modules hold whole parameters at all times.
         sites = [
             (*site, parameter.original)
@@ -48,7 +47,7 @@ class Resting:
         refusals: dict[nn.Module, _Refusal] = {}
         for module, key, original in sites:
             if module not in gathering:
-                refusals.setdefault(module, _Refusal(step, outermost.module, names[module], key, original))
+                refusals.setdefault(module, _Refusal(step, outermost.module, key, original))
         self._hooks = [(_torch_private.forward_pre_hooks(module), refusal) for module, refusal in refusals.items()]
         self.enter()
 
@@ -69,7 +68,6 @@ class _Refusal:
 
     step: Step
     owner: nn.Module
-    name: str
     key: str
     original: nn.Parameter
 
@@ -77,10 +75,11 @@ class _Refusal:
         # A checkpoint around the whole model computes with views inside of a backward.
         if self.step.unsharded or module._parameters.get(self.key) is not self.original:
             return
+        name = next((name for name, each in self.owner.named_modules() if each is module), "")
         method = _method_of(self.owner)
         called = f"by {type(self.owner).__name__}.{method} " if method else ""
         raise UnshardedUseError(
-            f"'{self.name}' ({type(module).__name__}) was called {called}outside of the model's forward, while its "
+            f"'{name}' ({type(module).__name__}) was called {called}outside of the model's forward, while its "
             f"{self.key} is sharded (rank {self.step.rank}). Let the method that calls it see whole parameters, once "
             f'the model is sharded: polyshard.register_forward_method(model, "{method or "generate"}").'
         )
