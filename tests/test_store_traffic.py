@@ -15,6 +15,7 @@ from polyshard import ShardConfig, assembly
 from polyshard.agreement import Meeting
 from polyshard.engine.transport.peers import Peers
 from polyshard.errors import RankMismatchError
+from polyshard.interfaces import PolicyContext, UnitPlan, WrapPolicy
 from store_fleet import CountingStore, Traffic, on_fleet, tcp_store
 from torch import nn
 
@@ -90,6 +91,30 @@ def test_who_differs_is_told_to_all_in_the_same_words(monkeypatch: pytest.Monkey
         "  rank 0: ['batch_nbytes', 134217728]\n"
         "  rank 5: ['batch_nbytes', 64]\n"
     )
+
+
+class WordlessError(Exception):
+    """Its words cannot be had."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class Raising(WrapPolicy):
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        raise WordlessError
+
+
+def test_an_error_whose_words_cannot_be_had_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(rank: int) -> str:
+        changed = {"policy": Raising()} if rank == 1 else {}
+        with pytest.raises(WordlessError if rank == 1 else RankMismatchError) as caught:
+            polyshard.shard(nn.Linear(4, 4, device="meta"), replace(config(rank, 3, timeout_s=20), **changed))
+        return "" if rank == 1 else str(caught.value)
+
+    first, _, last = [text for text, _ in on_fleet(3, body, monkeypatch)]
+    assert "rank 1: WordlessError, whose words cannot be told" in first
+    assert last == first
 
 
 def test_a_rank_that_comes_too_late_and_all_may_call_again(monkeypatch: pytest.MonkeyPatch) -> None:

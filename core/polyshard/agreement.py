@@ -16,7 +16,7 @@ import torch
 
 from .differences import Reported, told
 from .engine import _torch_private
-from .engine.transport.peers import scope_of
+from .engine.transport.peers import scope_of, words
 from .errors import RankMismatchError
 from .interfaces import Collectives
 
@@ -158,7 +158,7 @@ class Meeting:
         self._deadline = time.monotonic() + self._timeout_s
         self._turn = self._store.add(f"{self._scope}/turns/{self._rank}", 1)
         if error is not None:
-            self._leave_failure(f"{type(error).__name__}: {error}")
+            self._leave_failure(words(error))
         else:
             self._compare()
         self._came = self._store.add(self._key("came"), 1)
@@ -183,7 +183,9 @@ class Meeting:
             if not self._failed:
                 raise RankMismatchError(self._reason(verdict))
         finally:
-            self._store.add(self._key("read"), 1)
+            # The store may have ended meanwhile: what was to be told is known.
+            with suppress(Exception):
+                self._store.add(self._key("read"), 1)
             self._await_readers(verdict)
 
     def without_store(self) -> RankMismatchError:
@@ -344,7 +346,7 @@ def _through_collectives(collectives: Collectives, report: Sequence[Any], error:
         RankMismatchError: another rank failed, or reports something else.
     """
     rank = collectives.rank
-    failure = None if error is None else f"{type(error).__name__}: {error}"[:_LONGEST_FAILURE]
+    failure = None if error is None else words(error)[:_LONGEST_FAILURE]
     everyone = list(collectives.all_gather_object((failure, digest(report))))
     if error is not None:
         return
