@@ -19,8 +19,8 @@ import torch
 from fake_distribution import install
 from parity import Net, adam, on_ranks, seeded, sgd, square_step, train_reference
 from polyshard import ShardConfig
-from polyshard.catalog import PluginState, installed, resolve
 from polyshard.interfaces import Collectives, Group, PluginContext
+from polyshard.registry import PluginState, installed, resolve
 from polyshard.testing import (
     CollectivesSuite,
     LayoutSuite,

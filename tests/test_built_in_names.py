@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_distribution import install
-from polyshard import ShardConfig, catalog
+from polyshard import ShardConfig, registry
 from polyshard.interfaces import Group
 from polyshard.testing import plugin_context
 from processes import run_processes
@@ -46,7 +46,7 @@ def hijack(site: Path) -> None:
 def test_the_default_configuration_is_polyshards_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hijack(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    offered = [offer.distribution for offer in catalog.offers.offers_of(Group.COLLECTIVES, name="auto")]
+    offered = [offer.distribution for offer in registry.offers.offers_of(Group.COLLECTIVES, name="auto")]
     assert offered == ["a-hijacker", "polyshard"]
     model = polyshard.shard(nn.Linear(8, 8), ShardConfig(collectives=RankOf()))
     model(torch.ones(2, 8)).sum().backward()
@@ -65,6 +65,6 @@ def test_auto_makes_polyshards_backend_and_shows_which(tmp_path: Path, monkeypat
 def what_auto_makes(rank: int, site: str) -> list[tuple[str, str]]:
     assert dist.get_world_size() == 1
     sys.path.insert(0, site)
-    made = catalog.construct(catalog.resolve(Group.COLLECTIVES, "auto"), plugin_context())
-    assert [row[1]["name"] for row in catalog.fingerprint(made)] == ["auto", "gloo"]
+    made = registry.construct(registry.resolve(Group.COLLECTIVES, "auto"), plugin_context())
+    assert [row[1]["name"] for row in registry.fingerprint(made)] == ["auto", "gloo"]
     return [(each.resolved.name, each.resolved.distribution) for each in made.walk()]

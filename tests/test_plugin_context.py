@@ -21,7 +21,7 @@ def test_it_constructs_plugins_by_name() -> None:
     assert set(context.construct(Group.POLICIES, "always").plan(root, PolicyContext())) == {root[0]}
 
 
-def test_a_name_that_nothing_has_is_an_error_of_the_catalogue() -> None:
+def test_a_name_that_nothing_has_is_an_error_of_the_registry() -> None:
     with pytest.raises(PluginNotFoundError, match=r"no installed plugin of polyshard\.offload is named 'cpuu'"):
         plugin_context().construct(Group.OFFLOAD, "cpuu")
 

@@ -15,7 +15,6 @@ from .hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from .capture import CapturedStep, CaptureFallback, CaptureMode
-    from .catalog import UsedPlugin
     from .composable import (
         as_dtensor,
         clip_grad_norm_,
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from .failures import tell_failures
     from .preemption import Preemption
     from .random_numbers import random_states, restore_random_states
+    from .registry import UsedPlugin
     from .replicas import check_replicas
     from .stragglers import Straggler, Stragglers
     from .wrapper import FullyShardedDataParallel
@@ -90,7 +90,7 @@ if not TYPE_CHECKING:
         "Preemption": "preemption",
         "Straggler": "stragglers",
         "Stragglers": "stragglers",
-        "UsedPlugin": "catalog",
+        "UsedPlugin": "registry",
         "check_replicas": "replicas",
         "random_states": "random_numbers",
         "restore_random_states": "random_numbers",

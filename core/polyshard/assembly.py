@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import catalog
+from . import registry
 from ._version import __version__
 from .agreement import agree, stands_alone
 from .building import Blueprint, build, close_groups, give_up, prepare
@@ -90,7 +90,7 @@ def shard_module(request: Request) -> Root:
     error: Exception | None = None
     report: list[Any] = []
     try:
-        entry_points = catalog.scan()
+        entry_points = registry.scan()
         context = PluginContext(
             name="",
             device=compute_device(config, request.module, request.ignored_modules),
@@ -98,8 +98,8 @@ def shard_module(request: Request) -> Root:
             mesh=mesh,
             timeout=timedelta(seconds=config.timeout_s),
         )
-        collectives_plugin = catalog.resolve(Group.COLLECTIVES, choice, entry_points)
-        constructed = catalog.construct(collectives_plugin, context, entry_points)
+        collectives_plugin = registry.resolve(Group.COLLECTIVES, choice, entry_points)
+        constructed = registry.construct(collectives_plugin, context, entry_points)
         collectives = constructed.instance
         plugins = construct_plugins(config, context, constructed, entry_points)
         strategy = strategy_for(config, collectives.world_size)
@@ -110,11 +110,11 @@ def shard_module(request: Request) -> Root:
         if plugins.events.active:
             plugins.events.before_shard(request.module, config)
         drafted = _draft(request, plugins, planned, len(shard_lists[0]))
-        signature = catalog.fingerprint(plugins.used[0])
+        signature = registry.fingerprint(plugins.used[0])
         report = [
-            *catalog.Permission.read().rows(),
+            *registry.Permission.read().rows(),
             *signature,
-            *(row for used in plugins.used[1:] for row in catalog.fingerprint(used)),
+            *(row for used in plugins.used[1:] for row in registry.fingerprint(used)),
             ["collectives", *kind_of(collectives)],
             *_own_code(config, collectives),
             ["strategy", strategy.value, shard_lists, replicate_lists],
@@ -191,14 +191,14 @@ _PLUGINS_ATTRIBUTE = "_polyshard_plugins"
 
 
 def _remember(module: nn.Module, plugins: ChosenPlugins, drafted: Sequence[Drafted]) -> None:
-    found = [catalog.used(each) for each in plugins.used]
-    found += [catalog.used(own, each.draft.stage.name) for each in drafted for own in each.overrides.values()]
+    found = [registry.used(each) for each in plugins.used]
+    found += [registry.used(own, each.draft.stage.name) for each in drafted for own in each.overrides.values()]
     module.__dict__[_PLUGINS_ATTRIBUTE] = tuple(found)
 
 
-def plugins_of(model: nn.Module) -> tuple[catalog.UsedPlugin, ...]:
+def plugins_of(model: nn.Module) -> tuple[registry.UsedPlugin, ...]:
     """The plugins that ``model`` and the modules inside it, where they were sharded by themselves, were given."""
-    found: list[catalog.UsedPlugin] = []
+    found: list[registry.UsedPlugin] = []
     for name, inner in model.named_modules():
         for each in inner.__dict__.get(_PLUGINS_ATTRIBUTE, ()):
             found.append(dataclasses.replace(each, module=".".join(filter(None, (name, each.module)))))
@@ -316,7 +316,7 @@ class Drafted:
     """A stage laid out."""
 
     draft: Draft
-    overrides: dict[str, catalog.Constructed[Any]]
+    overrides: dict[str, registry.Constructed[Any]]
     """The plugins that the policy named for it, by setting."""
     fingerprints: tuple[Any, ...]
     """Of these plugins: asked for where nobody compares them, too, so that one that cannot answer shows everywhere."""
@@ -361,7 +361,7 @@ def _draft(request: Request, plugins: ChosenPlugins, planned: _Planned, shards: 
             is_root=stage.governing is request.module,
             rank=rank,
         )
-        drafted.append(Drafted(draft, own, tuple(map(catalog.fingerprint, own.values()))))
+        drafted.append(Drafted(draft, own, tuple(map(registry.fingerprint, own.values()))))
     parked = decide_parking([each.draft for each in drafted], rank)
     return tuple(Drafted(draft, each.overrides, each.fingerprints) for draft, each in zip(parked, drafted, strict=True))
 
@@ -422,7 +422,7 @@ def _tell_unreduced(request: Request, planned: _Planned, collectives: Collective
 
 
 def _own_code(config: ShardConfig, collectives: Collectives) -> list[list[Any]]:
-    return [["polyshard", __version__, catalog.engine_digest()]] if _compares(config, collectives) else []
+    return [["polyshard", __version__, registry.engine_digest()]] if _compares(config, collectives) else []
 
 
 def _compares(config: ShardConfig, collectives: Collectives) -> bool:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from .assembly import Request, plugins_of, shard_module
-from .catalog import UsedPlugin
 from .config import ShardConfig
 from .engine.cutting.broken import refuse_broken
 from .engine.cutting.materialize import Initializer
@@ -27,6 +26,7 @@ from .engine.surface.report import MemoryReport, memory_report
 from .engine.surface.state_dicts import state_dicts_of_pieces
 from .engine.surface.torch_utilities import follow
 from .errors import ConfigError, StateError
+from .registry import UsedPlugin
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import ConfigError
 
-#: Which installed plugins may be imported (``catalog/permission.py``).
+#: Which installed plugins may be imported (``registry/permission.py``).
 ALLOWED_PLUGINS, DISABLE_PLUGINS = "POLYSHARD_ALLOWED_PLUGINS", "POLYSHARD_DISABLE_PLUGINS"
 #: What leaves such a variable that is a switch off.
 SWITCHED_OFF = frozenset({"0", "false", "no", "off", ""})

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from fake_distribution import install
-from polyshard.catalog import Installed, PluginState, Resolved, construct, fingerprint, installed, resolve
 from polyshard.errors import (
     ConfigError,
     PluginConflictError,
@@ -21,6 +20,7 @@ from polyshard.errors import (
     WorldSizeError,
 )
 from polyshard.interfaces import Group, PluginContext, PolicyContext, UnitPlan, WrapPolicy
+from polyshard.registry import Installed, PluginState, Resolved, construct, fingerprint, installed, resolve
 
 POLICIES = Group.POLICIES.value
 
