@@ -106,7 +106,7 @@ def test_groups_and_meshes_say_who_takes_part() -> None:
 def exchange_by_channels(rank: int) -> list[list[float]]:
     """Both ways in which ``nccl`` asks a process group for an exchange, here of a group that needs no GPU."""
     group, received = dist.group.WORLD, []
-    for channel in (_torch_private._TransportChannel(group, torch.device("cpu")), _torch_private._PublicChannel(group)):
+    for channel in (_torch_private._TransportChannel(group, torch.device("cpu")), _torch_private.Channel(group)):
         # Rank i sends i elements to rank 0, none to rank 1, and two to rank 2.
         in_splits, out_splits = [rank, 0, 2], [[0, 1, 2], [0, 0, 0], [2, 2, 2]][rank]
         out = torch.full((sum(out_splits),), -1.0)

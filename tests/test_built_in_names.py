@@ -46,7 +46,7 @@ def hijack(site: Path) -> None:
 def test_the_default_configuration_is_polyshards_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hijack(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    offered = [offer.distribution for offer in registry.offers.offers_of(Group.COLLECTIVES, name="auto")]
+    offered = [offer.distribution for offer in registry.find.offers_of(Group.COLLECTIVES, name="auto")]
     assert offered == ["a-hijacker", "polyshard"]
     model = polyshard.shard(nn.Linear(8, 8), ShardConfig(collectives=RankOf()))
     model(torch.ones(2, 8)).sum().backward()

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from polyshard_backends import _torch_private
-from polyshard_backends.shared_scope import SharedScope, ZeroedScope
+from polyshard_backends.nccl import SharedScope
+from polyshard_backends.symmetric import ZeroedScope
 
 
 class Stream(NamedTuple):

@@ -19,7 +19,7 @@ from polyshard.interfaces import (
     Work,
 )
 
-from .groups import REDUCIBLE_DTYPES, check_blocks, check_source, own_group
+from .tensors import REDUCIBLE_DTYPES, check_blocks, check_source, own_group
 
 #: How many of the latest calls are kept: enough for a few steps of a large model, bounded for long runs.
 CALLS_KEPT = 16384

@@ -12,15 +12,16 @@ import torch.distributed as dist
 from polyshard.errors import CollectiveError, RankMismatchError
 from polyshard.interfaces import CollectivesCapabilities, ReduceOp, Work
 
-from .groups import check_blocks, check_same_dtype, check_slices
-from .process_group import (
+from .process_group import ProcessGroupCollectives, torch_op
+from .tensors import (
     GROUP_DTYPES,
-    ProcessGroupCollectives,
     as_bytes,
     carried_blocks,
+    check_blocks,
+    check_same_dtype,
+    check_slices,
     receive_buffer,
     reduce_rows,
-    torch_op,
 )
 
 _CAPABILITIES = CollectivesCapabilities(
@@ -36,15 +37,14 @@ _CAPABILITIES = CollectivesCapabilities(
     exchanges=True,
 )
 
-#: What tells the length of an object from the checksum of an announcement: ranks that part may send one against the
-#: other, and a checksum would be taken for a length.
+#: Marks the length of an object: ranks that diverged may send it against the checksum of an announcement.
 _OBJECT = 1 << 62
-#: Of an announcement, bytes that are told where ranks differ.
+#: Bytes of an announcement that are shown where ranks differ.
 _TEXT_NBYTES = 1024
 
 
 class _GlooWork:
-    """An operation in flight, and the local part that follows it."""
+    """An operation in flight, and the local work that follows it."""
 
     __slots__ = ("_collectives", "_finish", "_operation", "_timeout", "_work")
 
@@ -54,7 +54,7 @@ class _GlooWork:
         operation: str,
         collectives: GlooCollectives,
         timeout: timedelta,
-        finish: Callable[[], None] | None = None,
+        finish: Callable[[], None] | None,
     ) -> None:
         self._work = work
         self._operation = operation
@@ -115,29 +115,25 @@ class GlooCollectives(ProcessGroupCollectives):
         return [each ^ _OBJECT for each in heads]
 
     def _heads(self, mine: int) -> list[int]:
-        """Every rank's number: of what it announces, or of the bytes that it sends next."""
+        """Every rank's number: the checksum of its announcement, or the length of its object."""
         everyone = torch.empty(self._world_size, dtype=torch.int64)
         self.all_gather(everyone, torch.tensor([mine])).wait()
         return [int(each) for each in everyone.tolist()]
 
     def _refusal(self, what: str) -> RankMismatchError:
-        """Why this rank goes no further, on every rank: some are about to do something else than ``what``."""
-        # All have seen that they differ, so none announces anything in between.
-        texts = self._texts(what)
-        listed = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
+        """The error on every rank, where some are about to issue something else than ``what``."""
+        # All ranks have seen the difference, and exchange their texts now.
+        mine = what.encode()[:_TEXT_NBYTES].ljust(_TEXT_NBYTES)
+        everyone = torch.empty(self._world_size * _TEXT_NBYTES, dtype=torch.uint8)
+        self.all_gather(everyone, torch.frombuffer(bytearray(mine), dtype=torch.uint8)).wait()
+        texts = [row.numpy().tobytes().decode(errors="replace") for row in everyone.view(self._world_size, -1)]
+        listed = "\n".join(f"  rank {rank}: {text.rstrip()}" for rank, text in enumerate(texts))
         return RankMismatchError(
             f"Ranks are about to issue different collectives (rank {self._rank}):\n{listed}\n"
             "Let every rank run the same modules in the same order; one that caught an exception goes on from there. "
             "What some ranks skip, as a tower or an expert, must be no unit by itself: leave its class out of the "
             "policy."
         )
-
-    def _texts(self, mine: str) -> list[str]:
-        encoded = mine.encode()[:_TEXT_NBYTES].ljust(_TEXT_NBYTES)
-        everyone = torch.empty(self._world_size * _TEXT_NBYTES, dtype=torch.uint8)
-        self.all_gather(everyone, torch.frombuffer(bytearray(encoded), dtype=torch.uint8)).wait()
-        rows = everyone.view(self._world_size, _TEXT_NBYTES)
-        return [row.numpy().tobytes().decode(errors="replace").rstrip() for row in rows]
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         check_slices("all_gather", out, shard, self._rank, self._world_size)

@@ -1,12 +1,13 @@
-"""What the backends over ``torch.distributed`` share: finding the group, making further ones, and plain exchanges."""
+"""Backends over ``torch.distributed``: finding the group, making further ones, sharing them, and plain exchanges."""
 
 from __future__ import annotations
 
 import inspect
 import pickle
 import warnings
-from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -21,16 +22,7 @@ from polyshard.errors import (
 )
 from polyshard.interfaces import BufferRole, Collectives, PluginContext, ReduceOp
 
-from .groups import own_group
-from .shared_groups import SharedGroups, shared_groups
-
-#: Dtypes that every version of gloo and NCCL knows by itself. Others travel as their bytes.
-_KNOWN_DTYPES = frozenset(
-    {torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8}
-)
-
-#: Dtypes that can be summed on both.
-GROUP_DTYPES = _KNOWN_DTYPES | {torch.bfloat16}
+from .tensors import own_group
 
 _TORCH_OPS = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
@@ -40,73 +32,9 @@ _TORCH_OPS = {
 }
 
 
-class _FlatCollective(Protocol):
-    def __call__(self, output: torch.Tensor, input: torch.Tensor, /, *, group: Any, async_op: bool) -> Any: ...
-
-
 def torch_op(op: ReduceOp) -> Any:
     """``torch.distributed``'s name for ``op``."""
     return _TORCH_OPS[op]
-
-
-def flat_collective(new_name: str, old_name: str) -> _FlatCollective:
-    """The function of ``torch.distributed`` under its newer name, or under the older one where there is no newer."""
-    function: _FlatCollective = getattr(dist, new_name, None) or getattr(dist, old_name)
-    return function
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` itself, or, in a dtype that a transport may not know, its bytes."""
-    return tensor if tensor.dtype in _KNOWN_DTYPES else tensor.view(torch.uint8)
-
-
-def carried_blocks(
-    tensor: torch.Tensor, splits: Sequence[int], known: Collection[torch.dtype] = _KNOWN_DTYPES
-) -> tuple[torch.Tensor, list[int]]:
-    """A flat ``tensor`` and its ``splits``, or, in a dtype that is not ``known``, its bytes and how many of them."""
-    if tensor.dtype in known:
-        return tensor, list(splits)
-    nbytes = tensor.element_size()
-    return tensor.view(torch.uint8), [nbytes * numel for numel in splits]
-
-
-def reduce_rows(out: torch.Tensor, rows: torch.Tensor, op: ReduceOp) -> None:
-    """``out = op(rows)`` over the first dimension.
-
-    ``rows``: ``[world_size, n]``, overwritten in some cases; ``out``: ``[n]``, of the same or a wider dtype. Sums are
-    taken in ``out``'s dtype, but at least in fp32.
-    """
-    if op is ReduceOp.MEAN and out.dtype is torch.float32:
-        # What the engine asks for once a unit and step; the rest of this function decides the same in more steps.
-        torch.mean(rows, 0, dtype=torch.float32, out=out)
-    elif op in (ReduceOp.MAX, ReduceOp.MIN):
-        out.copy_(rows.amax(0) if op is ReduceOp.MAX else rows.amin(0))
-    else:
-        # fp16 overflows in a sum that its mean would fit; bf16 loses half of its digits.
-        narrow = out.dtype in (torch.float16, torch.bfloat16)
-        total = torch.empty(out.shape, dtype=torch.float32, device=out.device) if narrow else out
-        if op is ReduceOp.MEAN and total.is_floating_point():
-            torch.mean(rows, 0, dtype=total.dtype, out=total)
-        else:
-            torch.sum(rows, 0, dtype=total.dtype, out=total)
-            if op is ReduceOp.MEAN:
-                total.div_(rows.shape[0], rounding_mode="trunc")
-        if narrow:
-            out.copy_(total)
-
-
-def receive_buffer(full: torch.Tensor, scratch: torch.Tensor | None) -> torch.Tensor:
-    """Memory shaped like ``full``: the caller's ``scratch`` (uint8), or new memory where there is none."""
-    if scratch is None:
-        return torch.empty_like(full)
-    nbytes = full.numel() * full.element_size()
-    if scratch.numel() < nbytes:
-        raise CollectiveError(
-            f"reduce_scatter was given {scratch.numel()} bytes of scratch and needs {nbytes}; ask scratch_nbytes"
-        )
-    if scratch.numel() > nbytes:
-        scratch = scratch[:nbytes]
-    return scratch.view(full.dtype)
 
 
 def translated(error: Exception, operation: str, rank: int, timeout_s: float) -> CollectiveError:
@@ -180,15 +108,78 @@ def new_group(ranks: Sequence[int], backend: str, timeout: Any, *, everywhere: b
     return group if isinstance(group, dist.ProcessGroup) and dist.get_rank() in ranks else None
 
 
-#: Groups in which an operation did not end, and which. Of the process, as torch's groups are, and gone with them.
+class SharedGroups:
+    """Process groups that were made together, until the last of their leases is given back.
+
+    All models over the same ranks share them: connections, threads and communicators belong to a group, and making one
+    is a meeting of its ranks, so that every rank must know alike whether there is one. Leases are therefore taken in
+    ``partition`` and at a first operation, and given back in ``close``, which every rank calls alike; never where an
+    object is collected, which each rank does at another time. Groups that nobody closed serve the next model over the
+    same ranks, and end with the group that they were made of.
+    """
+
+    def __init__(self, table: dict[Hashable, SharedGroups], key: Hashable, groups: list[dist.ProcessGroup]) -> None:
+        self.groups = groups
+        self._table = table
+        self._key = key
+        self._leases = 0
+
+    def lease(self) -> SharedGroups:
+        """One more user."""
+        self._leases += 1
+        return self
+
+    def give_back(self) -> None:
+        """One user less; the last one ends the groups, on all ranks in the same order."""
+        self._leases -= 1
+        if self._leases > 0:
+            return
+        if self._table.get(self._key) is self:
+            del self._table[self._key]
+        # One by one: gloo's connections and threads end with the last reference to the group.
+        while self.groups:
+            group = self.groups.pop()
+            if dist.is_initialized():
+                # A destroyed world has destroyed its groups.
+                with suppress(ValueError):
+                    dist.destroy_process_group(group)
+
+    @property
+    def alive(self) -> bool:
+        """Whether torch knows all groups: a program may destroy groups that it did not make."""
+        try:
+            return all(dist.get_process_group_ranks(group) for group in self.groups)
+        except (KeyError, ValueError):
+            return False
+
+
+# Of the process, as torch's groups are; an entry ends with its group.
+_MADE: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, SharedGroups]] = WeakKeyDictionary()
+
+
+def shared_groups(
+    parent: dist.ProcessGroup, key: Hashable, make: Callable[[], list[dist.ProcessGroup]]
+) -> SharedGroups:
+    """A lease of the groups that were made of ranks of ``parent`` under ``key``; made now where there are none.
+
+    Every rank of ``parent`` calls it, at the same point of the program.
+    """
+    table = _MADE.setdefault(parent, {})
+    shared = table.get(key)
+    if shared is None or not shared.alive:
+        shared = table[key] = SharedGroups(table, key, make())
+    return shared.lease()
+
+
+#: The operation that did not end, of each group where one did not. Of the process, as torch's groups are.
 _FAILED: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
 
 class ProcessGroupCollectives(Collectives):
     """Base of the backends over ``torch.distributed``.
 
-    Groups are made at the first operation, which every rank issues, or in ``partition``, which every rank calls: both
-    are points at which all ranks meet, as making a group requires. Models over the same ranks share what was made.
+    Groups are made at the first operation or in ``partition``, where all ranks meet, as making a group requires. Models
+    over the same ranks share them.
     """
 
     #: The transport that the group must use, and the device type that it is used for.
@@ -218,9 +209,10 @@ class ProcessGroupCollectives(Collectives):
         self._leased: list[SharedGroups] = []
         self._gathers: dist.ProcessGroup | None = None
         self._reductions: dist.ProcessGroup | None = None
-        self._all_gather = flat_collective("all_gather_single", "all_gather_into_tensor")
+        # The newer name first: where torch has it, the older one warns.
+        self._all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._closed = False
-        # Of these groups, the operation that did not end.
+        # The operation of these groups that did not end.
         self._failure: str | None = None
         _USERS.add(self)
 
@@ -264,7 +256,7 @@ class ProcessGroupCollectives(Collectives):
         if self._closed:
             raise self._was_closed()
         self._refuse_failed()
-        # Both at once: which of the two a rank needs first may differ between ranks, the order of making may not.
+        # Both at once: the order of making must not depend on which of the two a rank needs first.
         if group_backend(self.process_group, self.device_type) == self.transport:
             self._gathers = self.process_group
         else:
@@ -294,7 +286,7 @@ class ProcessGroupCollectives(Collectives):
                     stacklevel=2,
                 )
             return self._gathers
-        # Gathers and reductions overlap on two: a transport of another kind than the given group's has one of each.
+        # Where the given group is of another transport, gathers need a new group, too.
         use = "gathers" if self._gathers is None else "reductions"
 
         def make() -> list[dist.ProcessGroup]:
@@ -310,7 +302,7 @@ class ProcessGroupCollectives(Collectives):
         return shared
 
     def _splits_the_job(self) -> bool:
-        """Whether torch makes groups by splitting the job's communicator, in which all of its ranks must take part."""
+        """Whether torch makes groups by splitting the job's communicator, which takes all of its ranks."""
         job: Any = dist.group.WORLD
         return self.transport == "nccl" and job.bound_device_id is not None
 
@@ -341,23 +333,23 @@ class ProcessGroupCollectives(Collectives):
         return translated(error, operation, self._rank, self._context.timeout.total_seconds())
 
     def failed(self, error: Exception, operation: str) -> CollectiveError:
-        """``error`` of ``operation`` as one of polyshard's; what did not end lets nothing more into its groups.
+        """``error`` of ``operation`` as one of polyshard's; an operation that did not end closes its groups to others.
 
-        Ranks stand at different places of their order then: what is sent next meets an earlier operation of another
-        rank, for which gloo ends the process. That holds for all who use these groups.
+        Ranks then stand at different places of their order: the next operation would meet an earlier one of another
+        rank, for which gloo ends the process. That holds for all users of these groups.
         """
-        told = self._translated(error, operation)
-        if isinstance(told, CollectiveTimeoutError | CollectiveAbortedError):
+        translation = self._translated(error, operation)
+        if isinstance(translation, CollectiveTimeoutError | CollectiveAbortedError):
             groups = [group for group in (self._gathers, self._reductions) if group is not None]
             for group in groups:
-                _FAILED.setdefault(group, str(told).partition(";")[0])
+                _FAILED.setdefault(group, str(translation).partition(";")[0])
             for other in list(_USERS):
                 if other._gathers in groups or other._reductions in groups:
                     other._leave_failed()
-        return told
+        return translation
 
     def _leave_failed(self) -> None:
-        """Use no groups of which one failed; what comes next raises in ``_make_groups``."""
+        """Drop both groups where one of them failed; the next operation raises in ``_make_groups``."""
         for group in (self._gathers, self._reductions):
             if group is not None and group in _FAILED:
                 self._failure = _FAILED[group]
@@ -398,22 +390,17 @@ class ProcessGroupCollectives(Collectives):
         self._leased = [shared]
         self._leave_failed()
 
-    def abort(self, reason: str) -> None:
-        # Only groups made here: the user may go on using the given one.
-        for shared in self._leased:
-            shared.abort()
-
     def _was_closed(self) -> StateError:
         return StateError(f"collectives {self._context.name!r} on rank {self._rank} were closed; construct them anew")
 
     def close(self) -> None:
         self._closed = True
-        # A group ends where nobody refers to it. One that the user destroys next must not live on in a closed model:
-        # its threads would outlive the interpreter, and abort a process that was about to end well.
+        # A group ends with its last reference. A closed model must not keep one alive that the user destroys: its
+        # threads would outlive the interpreter, and abort the process at exit.
         self._given = self._gathers = self._reductions = None
         while self._leased:
             self._leased.pop().give_back()
 
 
-#: All that may use such a group.
+#: All instances, to tell the users of a group that it failed.
 _USERS: WeakSet[ProcessGroupCollectives] = WeakSet()

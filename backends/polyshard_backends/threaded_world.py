@@ -1,13 +1,15 @@
-"""Where the threads of a ``ThreadedWorld`` meet, and how they are started, timed and stopped."""
+"""Ranks that are threads: how they start, meet in collectives, time out and stop."""
 
 from __future__ import annotations
 
 import enum
+import gc
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, TypeVarTuple
 
 from polyshard.errors import (
@@ -19,8 +21,6 @@ from polyshard.errors import (
     StateError,
     WorldSizeError,
 )
-
-from .threaded_garbage import ThreadedGarbage
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -105,7 +105,7 @@ class ThreadedWorld:
         self._diverged: dict[int, Meeting] = {}
         self._threads: dict[int, int] = {}
         self._abort_reason: str | None = None
-        self._garbage = ThreadedGarbage()
+        self._garbage = _Garbage()
 
     @property
     def aborted(self) -> bool:
@@ -316,3 +316,41 @@ class ThreadedWorld:
                 f"ranks {stuck} of a threaded world of {self.world_size} had not returned after {timeout:g} s; see "
                 f"below where every rank stood\n{stacks}"
             ) from (errors[0][1] if errors else None)
+
+
+class _Garbage:
+    """Keeps automatic garbage collection away from C++ code that holds a mutex.
+
+    Before Python 3.12 any allocation may collect, also one that torch makes under a mutex, such as that of the default
+    random generator. A collection runs Python code, which can hand the interpreter lock to another rank. If that rank
+    wants the same mutex, it waits with the interpreter lock held, and the process stands still for ever.
+    """
+
+    def __init__(self) -> None:
+        self._postponed = False
+
+    @contextmanager
+    def postponed(self) -> Iterator[None]:
+        """Collect in ``collect_due`` only, until the context ends. Nothing changes where collection is off already."""
+        # From 3.12 on Python itself collects between bytecodes only.
+        if sys.version_info >= (3, 12) or not gc.isenabled():
+            yield
+            return
+        gc.disable()
+        self._postponed = True
+        try:
+            yield
+        finally:
+            self._postponed = False
+            gc.enable()
+
+    def collect_due(self) -> None:
+        """Collect the oldest generation that is due; called where the thread holds no mutex of C++."""
+        if not self._postponed:
+            return
+        # Allocations are counted while collection is off, too.
+        counts, thresholds = gc.get_count(), gc.get_threshold()
+        for generation in reversed(range(len(counts))):
+            if 0 < thresholds[generation] < counts[generation]:
+                gc.collect(generation)
+                return

@@ -26,7 +26,7 @@ from ..errors import (
     StateError,
 )
 from ..interfaces import Group
-from ..registry.offers import normalised, offers_of
+from ..registry.find import normalised, offers_of
 from .groups import group_named
 from .suite_run import Rule, Suite, SuiteRun
 

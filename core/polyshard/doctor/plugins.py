@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..interfaces.references import ALLOWED_PLUGINS, DISABLE_PLUGINS
+from ..interfaces.options import ALLOWED_PLUGINS, DISABLE_PLUGINS
 from ..registry import Installed, PluginState
 from .finding import Finding, Level, Section
 

@@ -15,7 +15,7 @@ from ..engine.planning.answers import refuse_unable
 from ..engine.planning.arrangement import NamedLayout
 from ..events import Events
 from ..interfaces import Group, PluginContext, UnitPlan, WrapPolicy
-from ..registry.resolved import option_parameters
+from ..registry.make import option_parameters
 from .explanation import ExplainedPlugin, Value
 from .stand_ins import StoodInPlugins, Tried, Workbench
 

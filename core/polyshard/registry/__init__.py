@@ -1,13 +1,11 @@
-"""Finds plugins through entry points, and constructs them, when a model is wrapped."""
+"""Plugins by name: ``find`` what is installed, ``check`` it against contracts, ``make`` instances.
 
-from .construct import Constructed, construct
-from .identity import code_digest, engine_digest, fingerprint
-from .listing import Installed, PluginState, installed
-from .offers import scan
-from .permission import Permission
-from .resolve import resolve
-from .resolved import Resolved
-from .used import UsedPlugin, used
+``identity`` says what ranks compare of each.
+"""
+
+from .find import Installed, Permission, PluginState, installed, scan
+from .identity import engine_digest, fingerprint
+from .make import Constructed, Resolved, UsedPlugin, construct, resolve, used
 
 __all__ = [
     "Constructed",
@@ -16,7 +14,6 @@ __all__ = [
     "PluginState",
     "Resolved",
     "UsedPlugin",
-    "code_digest",
     "construct",
     "engine_digest",
     "fingerprint",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..registry.offers import BUILT_IN, normalised, offers_of
+from ..registry.find import BUILT_IN, normalised, offers_of
 from .kinds import Kind
 
 _PLUGIN = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)*")

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..interfaces import Group
-from ..registry.offers import normalised
+from ..registry.find import normalised
 
 _HEADER = re.compile(r"^\s*\[")
 _GROUPS = frozenset(group.value for group in Group)

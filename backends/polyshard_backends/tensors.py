@@ -1,26 +1,23 @@
-"""Checks that every backend makes on the arguments of a collective and on a partition of ranks."""
+"""Arguments of collectives: checks that all backends make, views as bytes, and reductions over rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from polyshard.errors import CollectiveError, WorldSizeError
+from polyshard.interfaces import ReduceOp
+
+#: Dtypes that every version of gloo and NCCL knows by itself. Others travel as their bytes.
+_KNOWN_DTYPES = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8}
+)
+
+#: Dtypes that both can sum.
+GROUP_DTYPES = _KNOWN_DTYPES | {torch.bfloat16}
 
 #: Dtypes that torch can add up on every device.
-REDUCIBLE_DTYPES: frozenset[torch.dtype] = frozenset(
-    {
-        torch.float64,
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-    }
-)
+REDUCIBLE_DTYPES = GROUP_DTYPES | {torch.int16}
 
 
 def own_group(rank_lists: Sequence[Sequence[int]], rank: int, world_size: int) -> tuple[int, ...]:
@@ -109,3 +106,57 @@ def check_source(src: int, rank: int, world_size: int) -> None:
     """
     if not 0 <= src < world_size:
         raise CollectiveError(f"broadcast on rank {rank}: source {src} is not a group rank; use 0 to {world_size - 1}")
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` itself, or, in a dtype that a transport may not know, its bytes."""
+    return tensor if tensor.dtype in _KNOWN_DTYPES else tensor.view(torch.uint8)
+
+
+def carried_blocks(
+    tensor: torch.Tensor, splits: Sequence[int], known: Collection[torch.dtype] = _KNOWN_DTYPES
+) -> tuple[torch.Tensor, list[int]]:
+    """A flat ``tensor`` and its ``splits``, or, in a dtype that is not ``known``, its bytes and how many of them."""
+    if tensor.dtype in known:
+        return tensor, list(splits)
+    nbytes = tensor.element_size()
+    return tensor.view(torch.uint8), [nbytes * numel for numel in splits]
+
+
+def reduce_rows(out: torch.Tensor, rows: torch.Tensor, op: ReduceOp) -> None:
+    """``out = op(rows)`` over the first dimension.
+
+    ``rows``: ``[world_size, n]``, overwritten in some cases; ``out``: ``[n]``, of the same or a wider dtype. Sums are
+    taken in ``out``'s dtype, but at least in fp32.
+    """
+    if op is ReduceOp.MEAN and out.dtype is torch.float32:
+        # The engine's usual call; the general way below decides the same in more steps.
+        torch.mean(rows, 0, dtype=torch.float32, out=out)
+    elif op in (ReduceOp.MAX, ReduceOp.MIN):
+        out.copy_(rows.amax(0) if op is ReduceOp.MAX else rows.amin(0))
+    else:
+        # fp16 overflows in a sum that its mean would fit; bf16 loses half of its digits.
+        narrow = out.dtype in (torch.float16, torch.bfloat16)
+        total = torch.empty(out.shape, dtype=torch.float32, device=out.device) if narrow else out
+        if op is ReduceOp.MEAN and total.is_floating_point():
+            torch.mean(rows, 0, dtype=total.dtype, out=total)
+        else:
+            torch.sum(rows, 0, dtype=total.dtype, out=total)
+            if op is ReduceOp.MEAN:
+                total.div_(rows.shape[0], rounding_mode="trunc")
+        if narrow:
+            out.copy_(total)
+
+
+def receive_buffer(full: torch.Tensor, scratch: torch.Tensor | None) -> torch.Tensor:
+    """Memory shaped like ``full``: the caller's ``scratch`` (uint8), or new memory where there is none."""
+    if scratch is None:
+        return torch.empty_like(full)
+    nbytes = full.numel() * full.element_size()
+    if scratch.numel() < nbytes:
+        raise CollectiveError(
+            f"reduce_scatter was given {scratch.numel()} bytes of scratch and needs {nbytes}; ask scratch_nbytes"
+        )
+    if scratch.numel() > nbytes:
+        scratch = scratch[:nbytes]
+    return scratch.view(full.dtype)
