@@ -21,14 +21,7 @@ from parity import Net, adam, on_ranks, seeded, sgd, square_step, train_referenc
 from polyshard import ShardConfig
 from polyshard.interfaces import Collectives, Group, PluginContext
 from polyshard.registry import PluginState, installed, resolve
-from polyshard.testing import (
-    CollectivesSuite,
-    LayoutSuite,
-    ListenerSuite,
-    OffloadSuite,
-    PolicySuite,
-    PrecisionSuite,
-)
+from polyshard.testing import CollectivesSuite, LayoutSuite, ListenerSuite, OffloadSuite, PolicySuite, PrecisionSuite
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 

@@ -147,12 +147,7 @@ class FakeCollectives(Collectives):
         return super().all_gather_many(pairs)
 
     def reduce_scatter(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        *,
-        op: ReduceOp,
-        scratch: torch.Tensor | None = None,
+        self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
     ) -> Work:
         rank = self._rank
         out.copy_(full.view(self._world_size, out.numel())[rank])

@@ -141,12 +141,7 @@ class GlooCollectives(ProcessGroupCollectives):
         return self._issue("all_gather", self._all_gather, as_bytes(out), as_bytes(shard))
 
     def reduce_scatter(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        *,
-        op: ReduceOp,
-        scratch: torch.Tensor | None = None,
+        self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
     ) -> Work:
         check_slices("reduce_scatter", full, out, self._rank, self._world_size)
         received = receive_buffer(full, scratch)

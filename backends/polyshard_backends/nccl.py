@@ -220,12 +220,7 @@ class NcclCollectives(ProcessGroupCollectives):
         return StreamWork(self._device_index)
 
     def reduce_scatter(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        *,
-        op: ReduceOp,
-        scratch: torch.Tensor | None = None,
+        self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
     ) -> Work:
         # Usually off already: gradients are reduced inside a backward.
         if torch.is_grad_enabled():
@@ -235,13 +230,7 @@ class NcclCollectives(ProcessGroupCollectives):
             self._reduce(out, full, op, scratch)
         return StreamWork(self._device_index)
 
-    def _reduce(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        op: ReduceOp,
-        scratch: torch.Tensor | None,
-    ) -> None:
+    def _reduce(self, out: torch.Tensor, full: torch.Tensor, op: ReduceOp, scratch: torch.Tensor | None) -> None:
         channel = self._reduction_channel or self._open_reductions()
         try:
             if out.dtype is full.dtype:

@@ -10,14 +10,7 @@ import torch
 from polyshard.errors import CollectiveError, ConfigError, DeviceError, WorldSizeError
 from polyshard.interfaces import Collectives, CollectivesCapabilities, PluginContext, ReduceOp, Work
 
-from .tensors import (
-    REDUCIBLE_DTYPES,
-    check_blocks,
-    check_same_dtype,
-    check_slices,
-    check_source,
-    own_group,
-)
+from .tensors import REDUCIBLE_DTYPES, check_blocks, check_same_dtype, check_slices, check_source, own_group
 from .threaded_world import Meeting, ThreadedWorld
 
 __all__ = ["ThreadedCollectives", "ThreadedWorld"]
@@ -193,12 +186,7 @@ class ThreadedCollectives(Collectives):
         return self._issue("all_gather", _Request(_unversioned(out), shard), out, _all_gather)
 
     def reduce_scatter(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        *,
-        op: ReduceOp,
-        scratch: torch.Tensor | None = None,
+        self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
     ) -> Work:
         check_slices("reduce_scatter", full, out, self._rank, self.world_size)
         request = _Request(_unversioned(out), full)

@@ -117,12 +117,7 @@ class ThreadedWorld:
         self._announced[rank] = what
 
     def meet(
-        self,
-        group: tuple[int, ...],
-        rank: int,
-        signature: str,
-        payload: Any,
-        perform: Callable[[Sequence[Any]], Any],
+        self, group: tuple[int, ...], rank: int, signature: str, payload: Any, perform: Callable[[Sequence[Any]], Any]
     ) -> Meeting:
         """Issue ``rank``'s next collective of ``group``; both in ranks of this world. Does not block for others.
 
@@ -250,12 +245,7 @@ class ThreadedWorld:
             parts.append(f"rank {rank}:\n{stack}")
         return "".join(parts)
 
-    def run(
-        self,
-        fn: Callable[[int, ThreadedWorld, *Ts], T],
-        *args: *Ts,
-        timeout: float = 60.0,
-    ) -> list[T]:
+    def run(self, fn: Callable[[int, ThreadedWorld, *Ts], T], *args: *Ts, timeout: float = 60.0) -> list[T]:
         """Call ``fn(rank, self, *args)`` in a thread for each rank; return the results in rank order.
 
         When a rank raises, the others are aborted, and the first error that did not itself follow from an abort is

@@ -28,14 +28,7 @@ from .context import CURRENT_API, OLDEST_API, Constructor, Group, PluginContext,
 from .listener import Listener, Observer
 from .offload import OffloadCapabilities, OffloadManager
 from .options import bytes_of, resolve_callable, resolve_class, resolve_classes, resolve_object
-from .precision import (
-    InputCast,
-    OutputCast,
-    PrecisionCapabilities,
-    PrecisionCaster,
-    UnitDtypes,
-    WireSpec,
-)
+from .precision import InputCast, OutputCast, PrecisionCapabilities, PrecisionCaster, UnitDtypes, WireSpec
 from .units import (
     PARAMETER_ALIGNMENT_BYTES,
     SLICE_ALIGNMENT_BYTES,

@@ -192,12 +192,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def reduce_scatter(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        *,
-        op: ReduceOp,
-        scratch: torch.Tensor | None = None,
+        self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
     ) -> Work:
         """Reduce ``full`` over ranks and keep this rank's slice.
 
@@ -369,12 +364,7 @@ class CollectivesDecorator(Collectives):
         return self.inner.all_gather_many(pairs)
 
     def reduce_scatter(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        *,
-        op: ReduceOp,
-        scratch: torch.Tensor | None = None,
+        self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
     ) -> Work:
         return self.inner.reduce_scatter(out, full, op=op, scratch=scratch)
 
