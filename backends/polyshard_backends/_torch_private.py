@@ -239,7 +239,7 @@ class SymmetricHandle(Protocol):
 
     @property
     def buffer_ptrs(self) -> list[int]:
-        """Where each rank's segment begins in this process's addresses, by rank of the group."""
+        """Address in this process of each rank's segment, by rank of the group."""
 
     @property
     def buffer_size(self) -> int:
@@ -253,7 +253,7 @@ class SymmetricHandle(Protocol):
 
 
 def symmetric_problem(device_index: int) -> str:
-    """Why other processes of the host cannot map this process's memory; empty where nothing is known.
+    """The reason why other processes of the host cannot map this process's memory; empty where none is known.
 
     Symmetric memory is public in no version yet. torch must have it in plain CUDA memory, and multicast must be off:
     no operation here needs it, and some hosts cannot set it up.
@@ -316,7 +316,7 @@ UNUSED_STREAMS = 32
 
 
 def unused_stream(device_index: int) -> torch.cuda.Stream:
-    """A stream to allocate memory under, which runs nothing: of a priority that nobody asks for.
+    """A stream of an unused priority, to allocate memory under; nothing runs on it.
 
     On a device without that priority it may be a stream that is captured; allocations under it then come from the
     graph's memory, as they would without it.

@@ -21,7 +21,7 @@ from polyshard.interfaces import (
 
 from .tensors import REDUCIBLE_DTYPES, check_blocks, check_source, own_group
 
-#: How many of the latest calls are kept: enough for a few steps of a large model, bounded for long runs.
+#: Number of calls that are kept: a few steps of a large model, bounded for long runs.
 CALLS_KEPT = 16384
 
 
@@ -108,9 +108,9 @@ class FakeCollectives(Collectives):
         self.calls: deque[FakeCall] = deque(maxlen=CALLS_KEPT)
         """The latest operations, oldest first."""
         self.batches: deque[int] = deque(maxlen=CALLS_KEPT)
-        """How many of the operations each ``all_gather_many`` carried, oldest first."""
+        """Number of operations in each ``all_gather_many``, oldest first."""
         self.reduction_batches: deque[int] = deque(maxlen=CALLS_KEPT)
-        """How many each ``reduce_scatter_many`` carried, oldest first."""
+        """Number of operations in each ``reduce_scatter_many``, oldest first."""
 
     @property
     def capabilities(self) -> CollectivesCapabilities:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from polyshard.errors import CollectiveError, RankMismatchError
+from polyshard.errors import RankMismatchError
 from polyshard.interfaces import CollectivesCapabilities, ReduceOp, Work
 
 from .process_group import ProcessGroupCollectives, torch_op
@@ -18,7 +18,8 @@ from .tensors import (
     as_bytes,
     carried_blocks,
     check_blocks,
-    check_same_dtype,
+    check_contiguous,
+    check_gather,
     check_slices,
     receive_buffer,
     reduce_rows,
@@ -136,8 +137,7 @@ class GlooCollectives(ProcessGroupCollectives):
         )
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
-        check_slices("all_gather", out, shard, self._rank, self._world_size)
-        check_same_dtype("all_gather", out, shard, self._rank)
+        check_gather(out, shard, self._rank, self._world_size)
         return self._issue("all_gather", self._all_gather, as_bytes(out), as_bytes(shard))
 
     def reduce_scatter(
@@ -154,7 +154,7 @@ class GlooCollectives(ProcessGroupCollectives):
         return self._issue("reduce_scatter", dist.all_to_all_single, as_bytes(received), as_bytes(full), finish=finish)
 
     def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
-        self._check_contiguous("all_reduce", tensor)
+        check_contiguous("all_reduce", tensor, self._rank)
         # Summed in fp32: fp16 overflows in a sum that its mean would fit.
         narrow = tensor.dtype in (torch.float16, torch.bfloat16)
         with torch.no_grad():
@@ -172,7 +172,7 @@ class GlooCollectives(ProcessGroupCollectives):
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         source = self._root_of(src)
-        self._check_contiguous("broadcast", tensor)
+        check_contiguous("broadcast", tensor, self._rank)
         return self._issue("broadcast", dist.broadcast, as_bytes(tensor), src=source)
 
     def all_to_all(
@@ -192,10 +192,6 @@ class GlooCollectives(ProcessGroupCollectives):
 
     def barrier(self) -> None:
         self._issue("barrier", dist.barrier).wait()
-
-    def _check_contiguous(self, operation: str, tensor: torch.Tensor) -> None:
-        if not tensor.is_contiguous():
-            raise CollectiveError(f"{operation} on rank {self._rank}: the tensor must be contiguous")
 
     def _issue(
         self,

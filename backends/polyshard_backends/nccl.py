@@ -15,15 +15,7 @@ from polyshard.interfaces import BufferRole, CollectivesCapabilities, PluginCont
 
 from . import _torch_private
 from .process_group import ProcessGroupCollectives, SharedGroups
-from .tensors import (
-    GROUP_DTYPES,
-    carried_blocks,
-    check_blocks,
-    check_same_dtype,
-    check_slices,
-    receive_buffer,
-    reduce_rows,
-)
+from .tensors import GROUP_DTYPES, carried_blocks, check_blocks, check_gather, check_slices, receive_buffer, reduce_rows
 
 MIB = 2**20
 #: MiB of a whole unit from which on its gather buffer is registered with NCCL: gathers of 4 MiB are no faster so, those
@@ -198,8 +190,7 @@ class NcclCollectives(ProcessGroupCollectives):
             else:
                 channel.all_gather(out.view(torch.uint8), shard.view(torch.uint8))
         except _FAILURES as error:
-            check_slices("all_gather", out, shard, self._rank, self._world_size)
-            check_same_dtype("all_gather", out, shard, self._rank)
+            check_gather(out, shard, self._rank, self._world_size)
             raise self._translated(error, "all_gather") from error
         return StreamWork(self._device_index)
 
@@ -209,8 +200,7 @@ class NcclCollectives(ProcessGroupCollectives):
         shards: list[torch.Tensor] = []
         # Unlike those of single gathers, sizes and dtypes are not checked by the transport.
         for out, shard in pairs:
-            check_slices("all_gather", out, shard, self._rank, self._world_size)
-            check_same_dtype("all_gather", out, shard, self._rank)
+            check_gather(out, shard, self._rank, self._world_size)
             outs.append(_carried(out))
             shards.append(_carried(shard))
         try:

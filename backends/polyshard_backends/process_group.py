@@ -22,7 +22,7 @@ from polyshard.errors import (
 )
 from polyshard.interfaces import BufferRole, Collectives, PluginContext, ReduceOp
 
-from .tensors import own_group
+from .tensors import check_source, own_group
 
 _TORCH_OPS = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
@@ -35,21 +35,6 @@ _TORCH_OPS = {
 def torch_op(op: ReduceOp) -> Any:
     """``torch.distributed``'s name for ``op``."""
     return _TORCH_OPS[op]
-
-
-def translated(error: Exception, operation: str, rank: int, timeout_s: float) -> CollectiveError:
-    """``error`` from ``torch.distributed`` as one of polyshard's."""
-    text = str(error)
-    if "timed out" in text.lower() or "timeout" in text.lower():
-        return CollectiveTimeoutError(
-            f"{operation} on rank {rank} did not end within {timeout_s:g} s: {text}; look for a rank that failed, or "
-            f"that issued something else"
-        )
-    if "connection" in text.lower():
-        return CollectiveAbortedError(
-            f"{operation} on rank {rank} lost its peer: {text}; look at the rank that ended first"
-        )
-    return CollectiveError(f"{operation} on rank {rank} failed: {text}")
 
 
 def resolve_group(context: PluginContext) -> dist.ProcessGroup:
@@ -122,17 +107,12 @@ class SharedGroups:
         self.groups = groups
         self._table = table
         self._key = key
-        self._leases = 0
-
-    def lease(self) -> SharedGroups:
-        """One more user."""
-        self._leases += 1
-        return self
+        self.leases = 0
 
     def give_back(self) -> None:
         """One user less; the last one ends the groups, on all ranks in the same order."""
-        self._leases -= 1
-        if self._leases > 0:
+        self.leases -= 1
+        if self.leases > 0:
             return
         if self._table.get(self._key) is self:
             del self._table[self._key]
@@ -160,7 +140,7 @@ _MADE: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, SharedGroups]] = Weak
 def shared_groups(
     parent: dist.ProcessGroup, key: Hashable, make: Callable[[], list[dist.ProcessGroup]]
 ) -> SharedGroups:
-    """A lease of the groups that were made of ranks of ``parent`` under ``key``; made now where there are none.
+    """A lease of the groups of ranks of ``parent`` under ``key``, which are made at the first call.
 
     Every rank of ``parent`` calls it, at the same point of the program.
     """
@@ -168,7 +148,8 @@ def shared_groups(
     shared = table.get(key)
     if shared is None or not shared.alive:
         shared = table[key] = SharedGroups(table, key, make())
-    return shared.lease()
+    shared.leases += 1
+    return shared
 
 
 #: The operation that did not end, of each group where one did not. Of the process, as torch's groups are.
@@ -294,12 +275,9 @@ class ProcessGroupCollectives(Collectives):
             assert group is not None
             return [group]
 
-        return self._lease((use, self.transport, self._context.timeout), make).groups[0]
-
-    def _lease(self, key: Hashable, make: Callable[[], list[dist.ProcessGroup]]) -> SharedGroups:
-        shared = shared_groups(self.process_group, key, make)
+        shared = shared_groups(self.process_group, (use, self.transport, self._context.timeout), make)
         self._leased.append(shared)
-        return shared
+        return shared.groups[0]
 
     def _splits_the_job(self) -> bool:
         """Whether torch makes groups by splitting the job's communicator, which takes all of its ranks."""
@@ -307,10 +285,7 @@ class ProcessGroupCollectives(Collectives):
         return self.transport == "nccl" and job.bound_device_id is not None
 
     def _root_of(self, src: int) -> int:
-        if not 0 <= src < self._world_size:
-            raise CollectiveError(
-                f"broadcast on rank {self._rank}: source {src} is not a group rank; use 0 to {self._world_size - 1}"
-            )
+        check_source(src, self._rank, self._world_size)
         return dist.get_global_rank(self.process_group, src)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
@@ -324,13 +299,24 @@ class ProcessGroupCollectives(Collectives):
         return [pickle.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
     def _lengths(self, mine: int) -> list[int]:
-        """How many bytes each rank's object has."""
+        """Number of bytes of each rank's object."""
         sizes = torch.empty(self._world_size, dtype=torch.int64, device=self.device)
         self.all_gather(sizes, torch.tensor([mine], device=self.device)).wait()
         return [int(size) for size in sizes.tolist()]
 
     def _translated(self, error: Exception, operation: str) -> CollectiveError:
-        return translated(error, operation, self._rank, self._context.timeout.total_seconds())
+        """``error`` from ``torch.distributed`` as one of polyshard's."""
+        text, rank = str(error), self._rank
+        if "timed out" in text.lower() or "timeout" in text.lower():
+            return CollectiveTimeoutError(
+                f"{operation} on rank {rank} did not end within {self._context.timeout.total_seconds():g} s: {text}; "
+                "look for a rank that failed, or that issued something else"
+            )
+        if "connection" in text.lower():
+            return CollectiveAbortedError(
+                f"{operation} on rank {rank} lost its peer: {text}; look at the rank that ended first"
+            )
+        return CollectiveError(f"{operation} on rank {rank} failed: {text}")
 
     def failed(self, error: Exception, operation: str) -> CollectiveError:
         """``error`` of ``operation`` as one of polyshard's; an operation that did not end closes its groups to others.

@@ -241,7 +241,7 @@ class Pull(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank runs, which decides who can map whose memory."""
+    """The place where a rank runs, which decides whose memory it can map."""
 
     host: str
     device_index: int
@@ -260,7 +260,7 @@ class Place:
 
 
 def obstacle(places: list[Place]) -> str:
-    """Why ranks at ``places`` cannot gather out of each other's memory; empty where nothing is known.
+    """The reason why ranks at ``places`` cannot map each other's memory; empty where none is known.
 
     The same on every rank that is given the same places.
     """
@@ -321,7 +321,7 @@ class PeerMemory:
         self.scope = ZeroedScope(self._pool, index)
         """Memory that is allocated inside is taken from the pool."""
         self.problem = ""
-        """Why no more of it can be used; the same on every rank."""
+        """The reason why the pool is used no more; the same on every rank."""
         self._segments: list[_Segment] = []
         self._pulls: dict[tuple[int, int], Pull] = {}
         self._parts: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
@@ -354,7 +354,7 @@ class PeerMemory:
 
     def _try(self, pull: Pull) -> str:
         rows = self._probe.view(self._world_size, _PROBE_BYTES)
-        # Twice with other values: memory that is really one, or a barrier that holds nobody, shows.
+        # Twice, with other values: shows stale memory, and barriers that do not wait.
         for turn in (1, 101):
             rows[self._rank].fill_(turn + self._rank)
             self.run(pull)
@@ -478,7 +478,7 @@ class PeerMemory:
         for peer in self._peers:
             rows[peer].copy_(parts[peer], True)
         self._part_on_stream(Use.EXCHANGE)
-        # By nobody else, so that nobody waits for it.
+        # Behind the barrier: no other rank reads or waits for it.
         rows[self._rank].copy_(parts[self._rank], True)
 
     def _meet_on_stream(self, use: Use) -> None:

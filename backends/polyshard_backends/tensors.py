@@ -21,11 +21,7 @@ REDUCIBLE_DTYPES = GROUP_DTYPES | {torch.int16}
 
 
 def own_group(rank_lists: Sequence[Sequence[int]], rank: int, world_size: int) -> tuple[int, ...]:
-    """The list that contains ``rank``, after checking that the lists are disjoint and cover the group.
-
-    Raises:
-        WorldSizeError: a rank is missing, listed twice, or outside ``range(world_size)``.
-    """
+    """The list with ``rank``; raises ``WorldSizeError`` where the lists do not name each rank exactly once."""
     listed = [member for members in rank_lists for member in members]
     if sorted(listed) != list(range(world_size)):
         raise WorldSizeError(
@@ -36,11 +32,7 @@ def own_group(rank_lists: Sequence[Sequence[int]], rank: int, world_size: int) -
 
 
 def check_slices(operation: str, whole: torch.Tensor, part: torch.Tensor, rank: int, world_size: int) -> None:
-    """Check that ``whole`` holds one ``part`` for each rank.
-
-    Raises:
-        CollectiveError: the sizes do not fit, or a tensor is not contiguous.
-    """
+    """Raise ``CollectiveError`` where ``whole`` does not hold one ``part`` for each rank, both contiguous."""
     if whole.numel() != world_size * part.numel():
         raise CollectiveError(
             f"{operation} on rank {rank}: the whole has {whole.numel()} elements and the slice {part.numel()}; with "
@@ -50,16 +42,19 @@ def check_slices(operation: str, whole: torch.Tensor, part: torch.Tensor, rank: 
         raise CollectiveError(f"{operation} on rank {rank}: tensors must be contiguous; pass flat buffers")
 
 
-def check_same_dtype(operation: str, whole: torch.Tensor, part: torch.Tensor, rank: int) -> None:
-    """Check that both tensors have one dtype.
-
-    Raises:
-        CollectiveError: they differ.
-    """
-    if whole.dtype is not part.dtype:
+def check_gather(out: torch.Tensor, shard: torch.Tensor, rank: int, world_size: int) -> None:
+    """Raise ``CollectiveError`` where ``out`` does not hold one ``shard`` for each rank, of one dtype, contiguous."""
+    check_slices("all_gather", out, shard, rank, world_size)
+    if out.dtype is not shard.dtype:
         raise CollectiveError(
-            f"{operation} on rank {rank}: the whole is {whole.dtype} and the slice {part.dtype}; cast before the call"
+            f"all_gather on rank {rank}: the whole is {out.dtype} and the slice {shard.dtype}; cast before the call"
         )
+
+
+def check_contiguous(operation: str, tensor: torch.Tensor, rank: int) -> None:
+    """Raise ``CollectiveError`` where ``tensor`` is not contiguous."""
+    if not tensor.is_contiguous():
+        raise CollectiveError(f"{operation} on rank {rank}: the tensor must be contiguous")
 
 
 def check_blocks(
@@ -70,12 +65,7 @@ def check_blocks(
     rank: int,
     world_size: int,
 ) -> None:
-    """Check that ``out`` and ``source`` are flat and hold the blocks of an ``all_to_all``.
-
-    Raises:
-        CollectiveError: splits are not one for each rank, do not add up, or differ for the own block; the dtypes
-            differ; or a tensor is not flat.
-    """
+    """Raise ``CollectiveError`` where these are not flat blocks of an ``all_to_all``: see the contract."""
     for name, tensor, splits in (("out", out, out_splits), ("input", source, in_splits)):
         if len(splits) != world_size or min(splits) < 0 or sum(splits) != tensor.numel():
             raise CollectiveError(
@@ -99,11 +89,7 @@ def check_blocks(
 
 
 def check_source(src: int, rank: int, world_size: int) -> None:
-    """Check that ``src`` is a rank of the group.
-
-    Raises:
-        CollectiveError: it is not.
-    """
+    """Raise ``CollectiveError`` where ``src`` is no rank of the group."""
     if not 0 <= src < world_size:
         raise CollectiveError(f"broadcast on rank {rank}: source {src} is not a group rank; use 0 to {world_size - 1}")
 
@@ -149,7 +135,7 @@ def reduce_rows(out: torch.Tensor, rows: torch.Tensor, op: ReduceOp) -> None:
 
 
 def receive_buffer(full: torch.Tensor, scratch: torch.Tensor | None) -> torch.Tensor:
-    """Memory shaped like ``full``: the caller's ``scratch`` (uint8), or new memory where there is none."""
+    """Memory shaped like ``full``: the caller's ``scratch`` (uint8), or new memory."""
     if scratch is None:
         return torch.empty_like(full)
     nbytes = full.numel() * full.element_size()

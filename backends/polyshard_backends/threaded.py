@@ -10,7 +10,15 @@ import torch
 from polyshard.errors import CollectiveError, ConfigError, DeviceError, WorldSizeError
 from polyshard.interfaces import Collectives, CollectivesCapabilities, PluginContext, ReduceOp, Work
 
-from .tensors import REDUCIBLE_DTYPES, check_blocks, check_same_dtype, check_slices, check_source, own_group
+from .tensors import (
+    REDUCIBLE_DTYPES,
+    check_blocks,
+    check_contiguous,
+    check_gather,
+    check_slices,
+    check_source,
+    own_group,
+)
 from .threaded_world import Meeting, ThreadedWorld
 
 __all__ = ["ThreadedCollectives", "ThreadedWorld"]
@@ -181,8 +189,7 @@ class ThreadedCollectives(Collectives):
         return self._context.device
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
-        check_slices("all_gather", out, shard, self._rank, self.world_size)
-        check_same_dtype("all_gather", out, shard, self._rank)
+        check_gather(out, shard, self._rank, self.world_size)
         return self._issue("all_gather", _Request(_unversioned(out), shard), out, _all_gather)
 
     def reduce_scatter(
@@ -193,13 +200,13 @@ class ThreadedCollectives(Collectives):
         return self._issue(f"reduce_scatter({op.name})", request, full, lambda all_: _reduce_scatter(all_, op))
 
     def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
-        self._check_contiguous("all_reduce", tensor)
+        check_contiguous("all_reduce", tensor, self._rank)
         request = _Request(_unversioned(tensor), tensor)
         return self._issue(f"all_reduce({op.name})", request, tensor, lambda all_: _all_reduce(all_, op))
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         check_source(src, self._rank, self.world_size)
-        self._check_contiguous("broadcast", tensor)
+        check_contiguous("broadcast", tensor, self._rank)
         request = _Request(_unversioned(tensor), tensor)
         return self._issue(f"broadcast(from {src})", request, tensor, lambda all_: _broadcast(all_, src))
 
@@ -234,10 +241,6 @@ class ThreadedCollectives(Collectives):
         group = tuple(self._group[member] for member in members)
         part._enter(self._context, self._world, group, members.index(self._rank))
         return part
-
-    def _check_contiguous(self, operation: str, tensor: torch.Tensor) -> None:
-        if not tensor.is_contiguous():
-            raise CollectiveError(f"{operation} on rank {self._rank}: the tensor must be contiguous")
 
     def _issue(self, operation: str, request: _Request, whole: torch.Tensor, perform: Any) -> Work:
         meeting = self._meet(f"{operation} of {whole.numel()} {whole.dtype} elements", request, perform)

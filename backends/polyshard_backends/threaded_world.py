@@ -25,12 +25,12 @@ from polyshard.errors import (
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-#: Seconds that threads get to leave after they were told to stop.
+#: Seconds that threads have to end after the world was given up.
 _GRACE = 2.0
 
 
 class MeetingState(enum.Enum):
-    """How far one collective of one group has come."""
+    """The progress of one collective of one group."""
 
     GATHERING = "gathering"
     """Some ranks have not issued it yet."""
@@ -101,7 +101,7 @@ class ThreadedWorld:
         self._meetings: dict[tuple[tuple[int, ...], int], Meeting] = {}
         self._issued: dict[tuple[tuple[int, ...], int], int] = {}
         self._announced: dict[int, str] = {}
-        # Meetings that ranks did not come to, or wanted different things in, by rank, until that rank was told.
+        # Meetings that failed for lack of a rank or for a mismatch, by rank, until that rank has raised.
         self._diverged: dict[int, Meeting] = {}
         self._threads: dict[int, int] = {}
         self._abort_reason: str | None = None
@@ -195,7 +195,7 @@ class ThreadedWorld:
                 self._check_alive(rank)
                 earlier = self._diverged.get(rank)
                 if earlier is not None and meeting.state is MeetingState.GATHERING:
-                    # Others were told where they waited for that one, and do not come here.
+                    # Others raised in that one, and do not come here.
                     meeting.fail(earlier.error, earlier.message)
                     self._changed.notify_all()
                     break

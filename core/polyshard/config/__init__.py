@@ -1,4 +1,4 @@
-"""What a user decides about sharding, and where each decision came from."""
+"""Settings of sharding, and where each came from."""
 
 from .plugin_spec import GROUP_OF_SETTING, PluginChoice, PluginSpec
 from .shard_config import FILE_FIELDS, ShardConfig, Strategy

@@ -1,4 +1,4 @@
-"""How a user says which plugin is meant."""
+"""Plugins as users name them."""
 
 from __future__ import annotations
 

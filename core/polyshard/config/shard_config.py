@@ -1,4 +1,4 @@
-"""What a user decides about sharding: one frozen object, from Python, from a TOML file, or from the environment."""
+"""``ShardConfig``: all settings of sharding in one frozen object, from Python, a TOML file, or the environment."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _strategy_of(value: Strategy | str) -> Strategy:
 
 
 def _device_of(value: torch.device | str | None) -> torch.device | None:
-    """``value`` as a device; raises ``ConfigError`` for what is none that torch knows."""
+    """``value`` as a device; raises ``ConfigError`` for other values."""
     if value is None or isinstance(value, torch.device):
         return value
     if isinstance(value, str):
@@ -71,7 +71,7 @@ def _device_of(value: torch.device | str | None) -> torch.device | None:
 
 
 def _listeners_of(value: Iterable[PluginChoice]) -> tuple[PluginChoice, ...]:
-    """``value`` as a tuple of plugins; raises ``ConfigError`` for a single one, and for what is no list."""
+    """``value`` as a tuple of plugins; raises ``ConfigError`` for a single one."""
     if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
         raise ConfigError(f"listeners must be a list of plugins, not {value!r}. Write [{value!r}] for a single one.")
     return tuple(value)
@@ -88,14 +88,14 @@ def _memory_budget_of(value: int | str | None) -> int | None:
 
 
 def _batch_nbytes_of(value: int | str) -> int:
-    """``value`` in bytes; raises ``ConfigError`` where it is negative or no number of bytes."""
+    """``value`` in bytes; raises ``ConfigError`` where it is negative, or not bytes."""
     nbytes = bytes_of(value)
     if nbytes is None or nbytes < 0:
         raise ConfigError(f"batch_nbytes must be bytes, 0 or more, a number or text such as '16 MiB', not {value!r}.")
     return nbytes
 
 
-#: Of ``timeout_s``. Process groups count in milliseconds, to which 0 is no limit, and add to a clock in nanoseconds.
+#: Limits of ``timeout_s``: process groups count in milliseconds, where 0 is no limit, and in nanoseconds.
 _LEAST_S, _MOST_S = 1e-3, 1e8
 
 _Stored = TypeVar("_Stored")
@@ -176,7 +176,7 @@ class ShardConfig:
     sync_module_states: bool = False
     """Whether all ranks take rank 0's parameters and buffers at wrap. Their values are then not compared."""
 
-    #: What is known of where values came from. No field: equal settings make equal configurations.
+    #: Sources of values, where known. Not a field: equal settings make equal configurations.
     _sources: ClassVar[Sources] = {}
 
     def __post_init__(self) -> None:
@@ -275,7 +275,7 @@ class ShardConfig:
 
         ``POLYSHARD_<FIELD>`` sets a field: a plugin is a name or an inline TOML table, ``POLYSHARD_LISTENERS`` a TOML
         array or names with commas, everything else a TOML value (``none`` for None). ``POLYSHARD_<FIELD>__<OPTION>``
-        sets one option of a plugin to a TOML value, or to the text itself where it is none. Naming another plugin
+        sets one option of a plugin to a TOML value, or to the text itself where it is not TOML. Naming another plugin
         drops the options of the former one. An empty variable counts as absent. Raises ``ConfigError`` for a variable
         with the prefix that is no setting.
         """
@@ -290,7 +290,7 @@ class ShardConfig:
             raise ConfigError(f"{variables(environ)}: {error}") from error
 
     def source_of(self, setting: str, option: str | None = None) -> Source:
-        """Where the value of ``setting`` came from, or of an ``option`` of the plugin that it names.
+        """The source of ``setting``, or of an ``option`` of the plugin that it names.
 
         A configuration that ``dataclasses.replace`` made is the program's: settings count as its own where they are not
         the defaults. Raises ``ConfigError`` for a setting that does not exist.
@@ -312,7 +312,7 @@ class ShardConfig:
             raise ConfigError(f"{where}: {error}") from error
 
     def _coming_from(self, sources: Sources) -> ShardConfig:
-        """This configuration, which was just made and nobody else has, with what is known of it."""
+        """This new configuration, with its sources."""
         object.__setattr__(self, "_sources", dict(sources))
         return self
 
@@ -326,7 +326,7 @@ FILE_FIELDS: tuple[str, ...] = tuple(name for name in _fields() if name != "mesh
 
 
 def _defaults() -> dict[str, Any]:
-    """Of the settings that a file or the environment can hold."""
+    """Defaults of the settings that a file or the environment can hold."""
     return {name: field.default for name, field in _fields().items() if name in FILE_FIELDS}
 
 

@@ -1,4 +1,4 @@
-"""Where settings come from: a TOML file, variables of the environment, the program; and words for misspelt names."""
+"""Sources of settings: a TOML file, variables of the environment, the program. Suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _OPTIONAL_FIELDS: tuple[str, ...] = ("device", "shard_size", "reshard_after_forw
 
 
 class Origin(enum.Enum):
-    """Who decided on a value."""
+    """The kind of source of a value."""
 
     DEFAULT = "default"
-    """Nobody: it is the default."""
+    """The default of the setting."""
     FILE = "file"
     """A table of a file."""
     ENVIRONMENT = "environment"
@@ -40,7 +40,7 @@ class Origin(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where one value came from."""
+    """The source of one value."""
 
     origin: Origin
     where: str = ""
@@ -50,7 +50,7 @@ class Source:
         return self.where or self.origin.value
 
 
-#: Of a setting (its name, None), and of an option of the plugin that it names (its name, the option's).
+#: By (setting, None), and by (setting, option) for options of the plugin that a setting names.
 Sources = Mapping[tuple[str, str | None], Source]
 
 

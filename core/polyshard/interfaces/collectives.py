@@ -122,7 +122,7 @@ class Collectives(ABC):
     """
 
     api_version: ClassVar[int]
-    """Which version of this contract a plugin was written for. Each says its own: there is none to inherit."""
+    """The version of this contract that a plugin was written for. Each class states its own; none is inherited."""
 
     @property
     @abstractmethod
@@ -146,7 +146,7 @@ class Collectives(ABC):
 
     @property
     def process_group(self) -> Any | None:
-        """The ``torch.distributed.ProcessGroup`` behind it, or None where there is none."""
+        """The ``torch.distributed.ProcessGroup`` behind it, or None."""
         return None
 
     def allocation(self, role: BufferRole, nbytes: int) -> AbstractContextManager[Any]:

@@ -67,18 +67,18 @@ class PluginContext:
     name: str
     """The name under which the configuration asked for the plugin."""
     device: torch.device
-    """Where the model computes."""
+    """Device on which the model computes."""
     process_group: Any | None = None
     """A ``torch.distributed.ProcessGroup``, or an object with ``rank()`` and ``size()``, where the user gave one."""
     mesh: DeviceMesh | None = None
     """The device mesh that the user gave."""
     timeout: timedelta = timedelta(minutes=10)
-    """How long a collective may wait for another rank."""
+    """Limit of a collective's wait for another rank."""
     rank: int | None = None
     """This process's rank among those that share the model: for listeners, which may differ between ranks. None for
     every other plugin."""
     world_size: int | None = None
-    """How many ranks share the model; for listeners alone, too."""
+    """Number of ranks that share the model; for listeners alone, too."""
     constructor: Constructor | None = None
     """Called by ``construct``; polyshard sets it while the factory runs."""
 

@@ -30,7 +30,7 @@ class OffloadManager(ABC):
     """
 
     api_version: ClassVar[int]
-    """Which version of this contract a plugin was written for. Each says its own: there is none to inherit."""
+    """The version of this contract that a plugin was written for. Each class states its own; none is inherited."""
 
     @property
     @abstractmethod
@@ -38,7 +38,7 @@ class OffloadManager(ABC):
         """The features of this manager; constant over the instance's life."""
 
     def units_to_park(self, units: Sequence[UnitSpec]) -> Collection[UnitSpec]:
-        """Which of ``units`` are parked: all of them, unless a manager says otherwise.
+        """The parked ones of ``units``: all, unless a manager chooses.
 
         Called where ``capabilities.parks``, before the model changes, with all units that this manager serves in one
         call of ``shard`` or ``fully_shard``, in the model's order. The others stay on the compute device, and no method

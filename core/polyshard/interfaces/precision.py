@@ -60,7 +60,7 @@ class PrecisionCaster(ABC):
     """
 
     api_version: ClassVar[int]
-    """Which version of this contract a plugin was written for. Each says its own: there is none to inherit."""
+    """The version of this contract that a plugin was written for. Each class states its own; none is inherited."""
     capabilities: PrecisionCapabilities = PrecisionCapabilities()
 
     @abstractmethod
@@ -76,15 +76,15 @@ class PrecisionCaster(ABC):
         return False
 
     def input_cast(self, unit: UnitSpec) -> InputCast | None:
-        """What to apply to the unit's forward inputs; None for nothing. Integer tensors must pass unchanged."""
+        """A cast of the unit's forward inputs, or None. Integer tensors must pass unchanged."""
         return None
 
     def output_cast(self, unit: UnitSpec) -> OutputCast | None:
-        """What to apply to the unit's forward output; None for nothing."""
+        """A cast of the unit's forward output, or None."""
         return None
 
     def wire(self, unit: UnitSpec) -> WireSpec | None:
-        """How the unit travels in a gather. None: as compute dtype, one cast from master into the own slice."""
+        """The unit's bytes in a gather. None: compute dtype, one cast from the master into the own slice."""
         return None
 
     def prepare(self, units: Sequence[UnitSpec], collectives: Collectives) -> None:

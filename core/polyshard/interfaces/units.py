@@ -31,7 +31,7 @@ class UnitSpec:
     master_dtype: torch.dtype
     """Dtype of the parameters as the user made them, which the optimizer updates."""
     device: torch.device
-    """Where the unit computes."""
+    """Device on which the unit computes."""
     is_root: bool
     """Whether the unit's module is the outermost one, or was split off it."""
     suffix: str = ""
@@ -65,16 +65,16 @@ def _warn(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """What a policy knows beside the model."""
+    """Facts for a policy beside the model."""
 
     ignored_modules: Collection[torch.nn.Module] = field(default_factory=frozenset)
     """Modules that are not sharded, with all inside of them."""
     ignored_parameters: Collection[torch.nn.Parameter] = field(default_factory=frozenset)
     """Parameters that are not sharded; they do not count towards sizes."""
     shards: int = 1
-    """How many ranks share each unit: each holds one shard of it between uses."""
+    """Number of ranks that share each unit: each holds one shard of it between uses."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    """Where the model computes."""
+    """Device on which the model computes."""
     warn: Callable[[str], bool] = _warn
     """Warns users, as ``warnings.warn`` does, on one of the ranks; returns whether this is that rank."""
 
@@ -86,7 +86,7 @@ class WrapPolicy(ABC):
     """
 
     api_version: ClassVar[int]
-    """Which version of this contract a plugin was written for. Each says its own: there is none to inherit."""
+    """The version of this contract that a plugin was written for. Each class states its own; none is inherited."""
 
     def reason(self, module: torch.nn.Module, name: str) -> str:
         """The rule by which ``plan`` chose ``module``, ``name`` in the root; for people, and empty where unknown.
@@ -146,7 +146,7 @@ class UnitGeometry:
     """Parameters that are to be gathered together."""
 
     name: str
-    """Of the unit, for messages."""
+    """The unit's name, for messages."""
     parameters: tuple[ParameterGeometry, ...]
     """At least one, in the order of the model; all of one dtype, all trained or all frozen."""
     shards: int
@@ -156,11 +156,11 @@ class UnitGeometry:
 
     @property
     def alignment(self) -> int:
-        """Elements of which every parameter's start is a multiple."""
+        """Elements: every parameter starts at a multiple."""
         return max(1, PARAMETER_ALIGNMENT_BYTES // self.itemsize)
 
     def slice_alignment(self, shard_numel: int) -> int:
-        """Elements of which the size of a slice, if it is about ``shard_numel``, is a multiple."""
+        """Elements: a slice of about ``shard_numel`` has a multiple."""
         large = shard_numel * self.itemsize >= SLICE_ALIGNMENT_THRESHOLD_BYTES
         return max(1, SLICE_ALIGNMENT_BYTES // self.itemsize) if large else 1
 
@@ -198,7 +198,7 @@ class Layout(ABC):
     """
 
     api_version: ClassVar[int]
-    """Which version of this contract a plugin was written for. Each says its own: there is none to inherit."""
+    """The version of this contract that a plugin was written for. Each class states its own; none is inherited."""
 
     @abstractmethod
     def arrange(self, unit: UnitGeometry) -> Sequence[Arrangement]:

@@ -25,7 +25,7 @@ from ..interfaces import (
     WrapPolicy,
 )
 
-#: What an instance of each group's plugins is.
+#: The class of each group's instances.
 CONTRACTS: Mapping[Group, type] = {
     Group.COLLECTIVES: Collectives,
     Group.PRECISION: PrecisionCaster,

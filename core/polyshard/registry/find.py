@@ -38,7 +38,7 @@ def scan() -> EntryPoints:
 
 @dataclass(frozen=True)
 class Offer:
-    """An entry point, with name and version of the distribution that offers it; both empty where there is none."""
+    """An entry point, with name and version of the distribution that offers it, both empty where unknown."""
 
     entry_point: EntryPoint
     distribution: str
@@ -54,7 +54,7 @@ class Offer:
 
     @property
     def label(self) -> str:
-        """The name that nobody else's plugin has."""
+        """Distribution and name, which are unique."""
         return f"{self.distribution}:{self.name}"
 
     @property
@@ -145,7 +145,7 @@ def _not_found(group: Group, spec: PluginSpec, offers: list[Offer]) -> str:
         return "\n".join(lines)
     lines.append("Installed:")
     lines += [f"  {offer.name}  (from {offer.origin})" for offer in offers]
-    # Nothing is imported to tell which of them can be used: a misspelt name must not run what nobody named.
+    # Their states are unknown here: a misspelt name must not import plugins.
     lines.append(
         "Name one of them, or install the package that offers it. `polyshard plugins list` tells their states."
     )
@@ -170,7 +170,7 @@ class Permission:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Permission:
-        """What ``environ`` says; None for the process's own.
+        """The permission in ``environ``; None for the process's own.
 
         Raises ``ConfigError`` for a text that is neither on nor off: a typo must not count as allowed.
         """
@@ -183,7 +183,7 @@ class Permission:
         return cls(None if listed is None else _entries(listed), switch in _ON)
 
     def refusal(self, offer: Offer) -> str:
-        """Why the plugin may not be imported, and what to do; empty where it may."""
+        """The reason why the plugin may not be imported, and the cure; empty where it may."""
         if offer.built_in:
             return ""
         if self.disabled:
@@ -200,7 +200,7 @@ class Permission:
         )
 
     def rows(self) -> list[list[str]]:
-        """What ranks compare: a row for each variable that is set."""
+        """A row for each variable that is set, for comparison between ranks."""
         rows = [] if self.allowed is None else [[ALLOWED_PLUGINS, *self.allowed]]
         return [*rows, [DISABLE_PLUGINS, "1"]] if self.disabled else rows
 
@@ -245,13 +245,13 @@ class Installed:
     group: Group
     name: str
     value: str
-    """Where its factory is: ``"module:attribute"``."""
+    """Its factory: ``"module:attribute"``."""
     distribution: str
     version: str
     """Version of the distribution."""
     state: PluginState
     error: str = ""
-    """Why it cannot be used as it is; empty where it is ready."""
+    """The reason why it is not ready; empty where it is."""
     editable: str = ""
     """Folder of an editable install; empty for any other."""
     file: str = ""

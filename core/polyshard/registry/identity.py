@@ -1,4 +1,4 @@
-"""What ranks compare of plugins: where each is from, its options, its code, and what it says itself."""
+"""The identity of plugins, which ranks compare: origin, options, code, and a fingerprint of their own."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ FINGERPRINT = "fingerprint"
 
 
 def fingerprint(constructed: Constructed[Any]) -> list[list[Any]]:
-    """What ranks compare of a plugin, and of those that it constructed: a row of JSON values for each.
+    """A row of JSON values for ``constructed`` and each plugin inside of it, for comparison between ranks.
 
-    Its group; name, value and origin; each option; the digest of its code; and what its ``fingerprint()`` returns where
-    it has one. Of an object that the user gave, the fields of a dataclass count as options; those of collectives
-    and listeners are each rank's own. Options that the factory's ``local_options`` name are left out.
+    A row has the group; name, value and origin; each option; the digest of the code; and the text of the plugin's
+    ``fingerprint()``, where it has one. Options named in the factory's ``local_options`` are left out. An object that
+    the user gave has the fields of a dataclass as options; collectives and listeners that are objects have none.
 
-    Raises ``PluginContractError`` for ``local_options`` that are not names, and for a ``fingerprint()`` that is no
-    text.
+    Raises ``PluginContractError`` for ``local_options`` that are not names, and a ``fingerprint()`` that is not text.
     """
     return [_row(each) for each in constructed.walk()]
 

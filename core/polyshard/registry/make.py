@@ -29,7 +29,7 @@ class Resolved(Generic[_T_co]):
     group: Group
     name: str
     value: str
-    """Where its factory is: ``"module:attribute"``; for an object that the user gave, where its class is."""
+    """Its factory, or the class of an object that the user gave: ``"module:attribute"``."""
     distribution: str
     """The distribution that offers it; empty for an object that the user gave."""
     version: str
@@ -214,7 +214,7 @@ class Constructed(Generic[_T_co]):
     inner: tuple[Constructed[Any], ...] = ()
     """In the order in which the factory asked for them, each with inner ones of its own."""
     choices: tuple[object, ...] = ()
-    """What it asked for each of them by: usually an option of its own."""
+    """The choice of each inner one: usually an option of this plugin."""
 
     def walk(self) -> Iterator[Constructed[Any]]:
         """This one, and all inside of it: an outer one before its inner ones."""
@@ -291,12 +291,12 @@ class UsedPlugin:
     version: str
     """Version of the distribution; empty for an object that the user gave."""
     value: str
-    """Where its factory is: ``"module:attribute"``."""
+    """Its factory: ``"module:attribute"``."""
     file: str
     """The file in which its factory is defined; empty where none is known."""
     options: Mapping[str, Any]
     instance: object
-    """What the factory returned."""
+    """The factory's result."""
     inner: tuple[UsedPlugin, ...] = ()
     """The plugins that its factory constructed by name."""
 
