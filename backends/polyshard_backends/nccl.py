@@ -341,11 +341,11 @@ class SharedScope:
 
     Only allocations may be inside: an operation would run on a stream that nothing waits for.
 
-    [Note: homes]
-    Memory of the pool is allocated under a *home*: a stream on which nothing runs, one for each stream that allocates.
-    The allocator gives back to a home what was freed under it. Allocations under a stream that is captured come from
-    the graph's own memory, which is neither registered nor mapped by other processes; a home is never captured, so that
-    its allocations come from the pool in a capture, too.
+    [Note: allocation streams]
+    Memory of the pool is allocated under an *allocation stream*, on which nothing runs: one for each stream that uses
+    memory. The allocator gives back to a stream what was freed under it. Allocations under a stream that is captured
+    come from the graph's own memory, which is neither registered nor mapped by other processes; allocation streams are
+    never captured, so that their memory comes from the pool in a capture, too.
 
     Args:
         pool: of memory that does not come from the usual allocator.
@@ -356,41 +356,41 @@ class SharedScope:
         self._pool = pool
         self._inner = _torch_private.pool_scope(pool, index)
         self._index = index
-        self._homes: dict[_torch_private.StreamKey, _torch_private.StreamKey] = {}
+        self._streams: dict[_torch_private.StreamKey, _torch_private.StreamKey] = {}
         self._outer: _torch_private.StreamKey = (0, index, 0)
 
     def share(self, stream: torch.cuda.Stream, like: torch.cuda.Stream) -> None:
         """Let ``stream`` and ``like`` reuse each other's freed memory. The caller orders the two."""
-        self._homes[_torch_private.key_of(stream)] = self._home_of(_torch_private.key_of(like))
+        self._streams[_torch_private.key_of(stream)] = self._stream_for(_torch_private.key_of(like))
 
     def has_room(self, nbytes: int) -> bool:
         """Whether the pool has ``nbytes`` free for the current stream. Walks the whole pool."""
-        home = self._home_of(_torch_private.current_stream(self._index))
-        return any(size >= nbytes for size in _torch_private.idle_blocks(self._pool, _torch_private.stream_of(home)))
+        stream = _torch_private.stream_of(self._stream_for(_torch_private.current_stream(self._index)))
+        return any(size >= nbytes for size in _torch_private.idle_blocks(self._pool, stream))
 
     def __enter__(self) -> None:
         outer = _torch_private.current_stream(self._index)
-        home = self._home_of(outer)
+        allocating = self._stream_for(outer)
         # First: where torch refuses, the current stream must stay.
         self._inner.__enter__()
         self._outer = outer
-        _torch_private.set_stream(home)
+        _torch_private.set_stream(allocating)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         _torch_private.set_stream(self._outer)
         self._inner.__exit__(kind, error, at)
 
-    def _home_of(self, key: _torch_private.StreamKey) -> _torch_private.StreamKey:
-        home = self._homes.get(key)
-        if home is None:
-            home = self._homes[key] = self._unused_home() or key
-        return home
+    def _stream_for(self, key: _torch_private.StreamKey) -> _torch_private.StreamKey:
+        found = self._streams.get(key)
+        if found is None:
+            found = self._streams[key] = self._unused_stream() or key
+        return found
 
-    def _unused_home(self) -> _torch_private.StreamKey | None:
-        # torch hands out its streams in turns: one that is a home already would let two streams have each other's
-        # memory. Where all are, a stream is its own home, and its captures use the graph's memory.
+    def _unused_stream(self) -> _torch_private.StreamKey | None:
+        # torch hands out its streams in turns: one that serves another already would let the two have each other's
+        # memory. Where all serve, a stream allocates under itself, and its captures use the graph's memory.
         for _ in range(_torch_private.UNUSED_STREAMS):
-            home = _torch_private.key_of(_torch_private.unused_stream(self._index))
-            if home not in self._homes.values():
-                return home
+            key = _torch_private.key_of(_torch_private.unused_stream(self._index))
+            if key not in self._streams.values():
+                return key
         return None

@@ -94,25 +94,25 @@ def new_group(ranks: Sequence[int], backend: str, timeout: Any, *, everywhere: b
 
 
 class SharedGroups:
-    """Process groups that were made together, until the last of their leases is given back.
+    """Process groups that were made together, until their last user releases them.
 
     All models over the same ranks share them: connections, threads and communicators belong to a group, and making one
-    is a meeting of its ranks, so that every rank must know alike whether there is one. Leases are therefore taken in
-    ``partition`` and at a first operation, and given back in ``close``, which every rank calls alike; never where an
-    object is collected, which each rank does at another time. Groups that nobody closed serve the next model over the
-    same ranks, and end with the group that they were made of.
+    is a meeting of its ranks, so that every rank must know alike whether there is one. Users are therefore counted
+    where every rank calls alike: in ``partition``, at a first operation, and in ``close``. A finalizer would not do,
+    since ranks collect objects at different times. Groups that nobody closed serve the next model over the same ranks,
+    and end with the group that they were made of.
     """
 
     def __init__(self, table: dict[Hashable, SharedGroups], key: Hashable, groups: list[dist.ProcessGroup]) -> None:
         self.groups = groups
         self._table = table
         self._key = key
-        self.leases = 0
+        self.users = 0
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """One user less; the last one ends the groups, on all ranks in the same order."""
-        self.leases -= 1
-        if self.leases > 0:
+        self.users -= 1
+        if self.users > 0:
             return
         if self._table.get(self._key) is self:
             del self._table[self._key]
@@ -140,7 +140,7 @@ _MADE: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, SharedGroups]] = Weak
 def shared_groups(
     parent: dist.ProcessGroup, key: Hashable, make: Callable[[], list[dist.ProcessGroup]]
 ) -> SharedGroups:
-    """A lease of the groups of ranks of ``parent`` under ``key``, which are made at the first call.
+    """The groups of ranks of ``parent`` under ``key``, for one more user; made at the first call.
 
     Every rank of ``parent`` calls it, at the same point of the program.
     """
@@ -148,7 +148,7 @@ def shared_groups(
     shared = table.get(key)
     if shared is None or not shared.alive:
         shared = table[key] = SharedGroups(table, key, make())
-    shared.leases += 1
+    shared.users += 1
     return shared
 
 
@@ -187,7 +187,7 @@ class ProcessGroupCollectives(Collectives):
                 f"collectives {context.name!r}: rank {dist.get_rank()} is not in the process group that it was given; "
                 f"give one that contains it"
             )
-        self._leased: list[SharedGroups] = []
+        self._shared: list[SharedGroups] = []
         self._gathers: dist.ProcessGroup | None = None
         self._reductions: dist.ProcessGroup | None = None
         # The newer name first: where torch has it, the older one warns.
@@ -276,7 +276,7 @@ class ProcessGroupCollectives(Collectives):
             return [group]
 
         shared = shared_groups(self.process_group, (use, self.transport, self._context.timeout), make)
-        self._leased.append(shared)
+        self._shared.append(shared)
         return shared.groups[0]
 
     def _splits_the_job(self) -> bool:
@@ -373,7 +373,7 @@ class ProcessGroupCollectives(Collectives):
     def _enter_part(self, whole: Any, shared: SharedGroups) -> None:
         self._enter(whole._context, shared.groups[0])
         self._gathers, self._reductions = shared.groups[0], shared.groups[-1]
-        self._leased = [shared]
+        self._shared = [shared]
         self._leave_failed()
 
     def _was_closed(self) -> StateError:
@@ -384,8 +384,8 @@ class ProcessGroupCollectives(Collectives):
         # A group ends with its last reference. A closed model must not keep one alive that the user destroys: its
         # threads would outlive the interpreter, and abort the process at exit.
         self._given = self._gathers = self._reductions = None
-        while self._leased:
-            self._leased.pop().give_back()
+        while self._shared:
+            self._shared.pop().release()
 
 
 #: All instances, to tell the users of a group that it failed.
