@@ -269,15 +269,25 @@ class ProcessGroupCollectives(Collectives):
             return self._gathers
         # Where the given group is of another transport, gathers need a new group, too.
         use = "gathers" if self._gathers is None else "reductions"
-
-        def make() -> list[dist.ProcessGroup]:
-            group = new_group(ranks, self.transport, self._context.timeout, everywhere=everywhere)
-            assert group is not None
-            return [group]
-
-        shared = shared_groups(self.process_group, (use, self.transport, self._context.timeout), make)
+        shared = self._further_groups([range(len(ranks))], 1, use)
         self._shared.append(shared)
         return shared.groups[0]
+
+    def _further_groups(self, rank_lists: Sequence[Sequence[int]], each: int, use: str) -> SharedGroups:
+        """This rank's groups, ``each`` for its list, over ranks of the given group; shared by equal ``use``."""
+        ranks = dist.get_process_group_ranks(self.process_group)
+        everywhere = len(ranks) == dist.get_world_size()
+        timeout = self._context.timeout
+
+        def make() -> list[dist.ProcessGroup]:
+            lists = [members for members in rank_lists if everywhere or self._rank in members]
+            wanted = [[ranks[member] for member in members] for members in lists for _ in range(each)]
+            groups = [new_group(members, self.transport, timeout, everywhere=everywhere) for members in wanted]
+            return [group for group in groups if group is not None]
+
+        return shared_groups(
+            self.process_group, (use, tuple(map(tuple, rank_lists)), each, self.transport, timeout), make
+        )
 
     def _splits_the_job(self) -> bool:
         """Whether torch makes groups by splitting the job's communicator, which takes all of its ranks."""
@@ -343,31 +353,16 @@ class ProcessGroupCollectives(Collectives):
                 return
 
     def partition(self, rank_lists: Sequence[Sequence[int]]) -> ProcessGroupCollectives:
-        own = own_group(rank_lists, self._rank, self._world_size)
-        global_ranks = dist.get_process_group_ranks(self.process_group)
-        everywhere = len(global_ranks) == dist.get_world_size()
-        if not everywhere and self._splits_the_job():
+        own_group(rank_lists, self._rank, self._world_size)
+        size = len(dist.get_process_group_ranks(self.process_group))
+        if size != dist.get_world_size() and self._splits_the_job():
             raise StateError(
                 f"collectives {self._context.name!r} on rank {self._rank} cannot partition a group of "
-                f"{len(global_ranks)} of {dist.get_world_size()} ranks once the job is bound to devices; partition the "
+                f"{size} of {dist.get_world_size()} ranks once the job is bound to devices; partition the "
                 f"whole job, or call init_process_group without device_id"
             )
-        communicators = 2 if self.separate_reductions else 1
-
-        def make() -> list[dist.ProcessGroup]:
-            made: list[dist.ProcessGroup] = []
-            for members in rank_lists if everywhere else [own]:
-                ranks = [global_ranks[member] for member in members]
-                for _ in range(communicators):
-                    group = new_group(ranks, self.transport, self._context.timeout, everywhere=everywhere)
-                    if group is not None:
-                        made.append(group)
-            return made
-
-        lists = tuple(map(tuple, rank_lists))
-        shared = shared_groups(self.process_group, (lists, communicators, self.transport, self._context.timeout), make)
         part = object.__new__(type(self))
-        part._enter_part(self, shared)
+        part._enter_part(self, self._further_groups(rank_lists, 2 if self.separate_reductions else 1, "part"))
         return part
 
     def _enter_part(self, whole: Any, shared: SharedGroups) -> None:
