@@ -122,16 +122,24 @@ class _TransportChannel(Channel):
             self._reduce_options[op].reduceOp = torch_op(op)
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
-        _wait(self._gather(out, shard, self._gather_options))
+        work = self._gather(out, shard, self._gather_options)
+        if work is not None:
+            work.wait()
 
     def all_gather_many(self, outs: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
-        _wait(self._gather_many(outs, shards, self._gather_options))
+        work = self._gather_many(outs, shards, self._gather_options)
+        if work is not None:
+            work.wait()
 
     def all_to_all(self, out: torch.Tensor, full: torch.Tensor) -> None:
-        _wait(self._exchange(out, full, [], [], self._exchange_options))
+        work = self._exchange(out, full, [], [], self._exchange_options)
+        if work is not None:
+            work.wait()
 
     def exchange(self, out: torch.Tensor, out_splits: list[int], source: torch.Tensor, in_splits: list[int]) -> None:
-        _wait(self._exchange(out, source, out_splits, in_splits, self._exchange_options))
+        work = self._exchange(out, source, out_splits, in_splits, self._exchange_options)
+        if work is not None:
+            work.wait()
 
     def all_to_all_many(self, outs: list[torch.Tensor], fulls: list[torch.Tensor]) -> None:
         if self._begin_launch is None:
@@ -144,18 +152,18 @@ class _TransportChannel(Channel):
         finally:
             # Also after an error: the transport would go on collecting.
             work = self._end_launch(self._device)
-        _wait(work)
+        if work is not None:
+            work.wait()
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, op: ReduceOp) -> None:
-        _wait(self._scatter(out, full, self._scatter_options[op]))
+        work = self._scatter(out, full, self._scatter_options[op])
+        if work is not None:
+            work.wait()
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
-        _wait(self._reduce([tensor], self._reduce_options[op]))
-
-
-def _wait(work: Any) -> None:
-    if work is not None:
-        work.wait()
+        work = self._reduce([tensor], self._reduce_options[op])
+        if work is not None:
+            work.wait()
 
 
 def channel(group: dist.ProcessGroup, device: torch.device) -> Channel:

@@ -60,11 +60,6 @@ def check_mib(context: PluginContext, option: str, value: object) -> None:
         raise ConfigError(f"collectives {context.name!r}: {option} is {value!r}; give an integer, 0 or more")
 
 
-def _carried(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or its bytes in a dtype that NCCL may not know."""
-    return tensor if tensor.dtype in GROUP_DTYPES else tensor.view(torch.uint8)
-
-
 class StreamWork:
     """Orders the waiting stream after the stream that issued the operation, where these differ.
 
@@ -201,8 +196,9 @@ class NcclCollectives(ProcessGroupCollectives):
         # Unlike those of single gathers, sizes and dtypes are not checked by the transport.
         for out, shard in pairs:
             check_gather(out, shard, self._rank, self._world_size)
-            outs.append(_carried(out))
-            shards.append(_carried(shard))
+            known = out.dtype in GROUP_DTYPES
+            outs.append(out if known else out.view(torch.uint8))
+            shards.append(shard if known else shard.view(torch.uint8))
         try:
             channel.all_gather_many(outs, shards)
         except _FAILURES as error:
@@ -272,7 +268,12 @@ class NcclCollectives(ProcessGroupCollectives):
         self, channel: _torch_private.Channel, received: list[torch.Tensor], fulls: list[torch.Tensor]
     ) -> None:
         """``_exchange`` of each pair."""
-        channel.all_to_all_many(list(map(_carried, received)), list(map(_carried, fulls)))
+        outs, sources = [], []
+        for out, full in zip(received, fulls, strict=True):
+            known = full.dtype in GROUP_DTYPES
+            outs.append(out if known else out.view(torch.uint8))
+            sources.append(full if known else full.view(torch.uint8))
+        channel.all_to_all_many(outs, sources)
 
     def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
         return 0 if wire_dtype is out_dtype else numel * wire_dtype.itemsize
@@ -288,7 +289,8 @@ class NcclCollectives(ProcessGroupCollectives):
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         source = self._root_of(src)
         try:
-            dist.broadcast(_carried(tensor), src=source, group=self.gather_group())
+            carried = tensor if tensor.dtype in GROUP_DTYPES else tensor.view(torch.uint8)
+            dist.broadcast(carried, src=source, group=self.gather_group())
         except _FAILURES as error:
             raise self._translated(error, "broadcast") from error
         return StreamWork(self._device_index)
