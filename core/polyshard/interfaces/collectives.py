@@ -110,9 +110,9 @@ class Collectives(ABC):
     **Construction is cheap and does not communicate.** Make communicators, threads and registrations at first use: a
     model of forty units constructs one instance for each ``fully_shard`` call and then uses the root's alone.
 
-    **Order.** Every rank issues the same operations in the same order. Gathers and reductions come from two streams and
-    must be able to overlap, so make as many communicators as that takes. Exchanges may come from a third stream; they
-    must be able to overlap with gathers, not with reductions.
+    **Order and streams.** Every rank issues the same operations in the same order, each with its stream current. Units
+    are gathered on one stream and reduced on another; the two must be able to overlap, so make as many communicators as
+    that takes. Exchanges may come from a third stream; they must be able to overlap with gathers, not with reductions.
 
     **Lifetime.** The caller keeps the tensors of an operation allocated until it has called ``Work.wait`` and, on a
     stream-ordered backend, until the work enqueued before that wait has run.
@@ -217,11 +217,11 @@ class Collectives(ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
-        """Reduce ``tensor`` (any shape, contiguous) over ranks, in place."""
+        """Reduce ``tensor`` (any shape, contiguous) over ranks, in place: gradients over replicas, norms, flags."""
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
-        """Overwrite ``tensor`` with that of group rank ``src``."""
+        """Overwrite ``tensor`` (contiguous, any dtype) with that of group rank ``src``. Called at wrap and by state."""
 
     def all_to_all(
         self, out: torch.Tensor, out_splits: Sequence[int], input: torch.Tensor, in_splits: Sequence[int]

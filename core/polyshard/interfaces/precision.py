@@ -92,11 +92,17 @@ class PrecisionCaster(ABC):
         return None
 
     def encode(self, unit: UnitSpec, wire: torch.Tensor, shard: torch.Tensor) -> None:
-        """Write ``shard`` (``[shard_numel]``, master dtype) as bytes into ``wire`` (``[nbytes_per_rank]``, uint8)."""
+        """Write ``shard`` (``[shard_numel]``, master dtype) as bytes into ``wire`` (``[nbytes_per_rank]``, uint8).
+
+        Called before the gather, on its stream.
+        """
         raise NotImplementedError(f"{type(self).__name__} answered wire() with a WireSpec and must implement encode()")
 
     def decode(self, unit: UnitSpec, wire: torch.Tensor, out: torch.Tensor) -> None:
-        """Read every rank's bytes (``[world_size, nbytes_per_rank]``) into ``out`` (``[world_size, shard_numel]``)."""
+        """Read every rank's bytes (``[world_size, nbytes_per_rank]``) into ``out`` (``[world_size, shard_numel]``).
+
+        Called behind the gather, on the stream that waits for it.
+        """
         raise NotImplementedError(f"{type(self).__name__} answered wire() with a WireSpec and must implement decode()")
 
     def encode_many(
