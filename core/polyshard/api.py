@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from .catalog import UsedPlugin
 from .config import ShardConfig
 from .errors import ConfigError, StateError
 from .functions.lookup import Placement, dtensor_of, live_roots, placement_of
@@ -19,6 +18,7 @@ from .functions.norms import clip_grad_norm
 from .functions.torch_functions import follow
 from .functions.whole import state_dicts_of_pieces, unsharded_parameters
 from .planning.plan import MODULE_STATE_ATTRIBUTE
+from .registry import UsedPlugin
 from .runtime.hooks import ForwardHooks
 from .runtime.module_state import ModuleState
 from .runtime.root import Root, root_of
