@@ -67,14 +67,9 @@ class Contents:
     def line(self, identity: str | None) -> Iterator[Entry]:
         """The entry ``identity`` and those that it goes back to, newest first."""
         by_identity = {entry.marker.identity: entry for entry in self.entries}
-        # Format 1 tells no parents: there the steps before it are taken for them.
-        first = [entry for entry in self.entries if entry.marker.format == 1]
         while identity is not None and identity in by_identity:
             entry = by_identity.pop(identity)
             yield entry
-            if entry.marker.format == 1:
-                yield from reversed([each for each in first if each.marker.step < entry.marker.step])
-                return
             identity = entry.marker.parent
 
 

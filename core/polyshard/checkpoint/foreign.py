@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ..errors import ConfigError
 from ..state.held import require_name
 from ..state.places import MODEL, OPTIMIZER
 from ..state.source import Source, listed, opening
-from .pickled import read_state
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 #: Of a list of names that is put together, not read. No key of a checkpoint begins so.
@@ -161,3 +162,22 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     return bool(one == other)
+
+
+def read_metadata(directory: Path) -> Metadata:
+    """What the directory holds."""
+    return FileSystemReader(directory).read_metadata()
+
+
+def read_state(directory: Path, targets: dict[str, Any], metadata: Metadata) -> None:
+    """Fill the tensors of ``targets`` in place and replace its other values, by key of the checkpoint.
+
+    Each rank reads by itself: what it needs depends on no other rank.
+    """
+    reader = FileSystemReader(directory)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(targets, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    plan = reader.prepare_global_plan(plans)[0]
+    reader.read_data(planner.finish_plan(plan), planner).wait()

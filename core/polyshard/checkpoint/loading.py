@@ -6,7 +6,6 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,14 @@ from ..errors import ConfigError, PolyshardError, RankMismatchError, StateError
 from ..interfaces import Collectives
 from ..state.agreement import Answers, require_seen, tell_listeners, together
 from ..state.exchange import coordinates
-from ..state.kind import Kind
 from ..state.optimizers import Joint, Optimizers
 from ..state.places import holdings
 from ..state.resting import resting_root
 from ..state.restore import ModelRestore, OptimizerRestore
-from ..state.source import Source
-from . import pickled as old
 from .arguments import joint_of, path_of, told
 from .casters import restore_casters
 from .folder import Line
-from .foreign import DcpKeys, ForeignSource
+from .foreign import DcpKeys, ForeignSource, read_metadata
 from .history import History
 from .marker import MARKER, Marker
 from .stored import StoredSource
@@ -43,7 +39,6 @@ def load(
     optimizer: Optimizers | None = None,
     *,
     frozen: bool = True,
-    pickles: bool = False,
 ) -> Mapping[str, Any]:
     """Read a checkpoint that ``save`` wrote into ``model`` and ``optimizer``; returns ``extra``.
 
@@ -58,16 +53,12 @@ def load(
         optimizer: Those that were saved; None leaves saved ones alone.
         frozen: Whether parameters that need no gradient must be in the checkpoint. Without, those that are not there
             keep their values, which are not compared with those at the save: they have to be the same.
-        pickles: Whether to read formats 1 and 2, too. They are made of pickles, which can execute anything: only where
-            you trust whoever could write there. Optimizer state that format 1 let stand still is repaired, with a
-            warning, where it can be known.
 
     Raises:
         StateError: the directory is not committed; inside a step; ``model`` is not the outermost sharded module.
         CheckpointDamagedError: a file is gone, or holds something else than was written; where that is found while
             elements are read, the model may hold parts of the checkpoint.
-        ConfigError: the checkpoint is of another model or optimizer, or of format 1 or 2 without ``pickles``; nothing
-            was changed.
+        ConfigError: the checkpoint is of another model or optimizer, and nothing was changed.
         RankMismatchError: another rank failed, or was given another checkpoint.
         OSError: reading failed; the model may hold parts of the checkpoint.
         BackgroundSaveError: the save in the background failed, on any rank, which nobody was told of yet; on all ranks
@@ -76,13 +67,13 @@ def load(
     """
     owner = resting_root(model, "checkpoint.load()")
     with owner.meeting("load of a checkpoint", (owner.collectives,)):
-        extra = _load(owner, directory, model, optimizer, pickles=pickles, frozen=frozen)
+        extra = _load(owner, directory, model, optimizer, frozen=frozen)
         _tell(owner, model, directory)
     return extra
 
 
 def _load(
-    owner: Root, directory: Path, model: nn.Module, optimizer: Optimizers | None, *, pickles: bool, frozen: bool
+    owner: Root, directory: Path, model: nn.Module, optimizer: Optimizers | None, *, frozen: bool
 ) -> Mapping[str, Any]:
     collectives, history = owner.collectives, History.of(owner)
     history.settle(owner)
@@ -91,72 +82,34 @@ def _load(
     with together(collectives, f"Opening the checkpoint {directory}", called):
         directory = path_of(directory, "directory")
         joint = joint_of(optimizer)
-        called.update(optimizer=told(joint), frozen=frozen, pickles=pickles)
+        called.update(optimizer=told(joint), frozen=frozen)
         marker = Marker.read(directory)
-        if not pickles:
-            require_no_pickles(directory, marker)
         if coordinates(collectives):
             marker.require_files(directory)
         with _readable(directory, collectives):
-            content = _Content.of_pickles(directory, marker) if marker.pickled else _Content.of(directory, marker)
+            manifest = marker.read_manifest(directory)
+            source = StoredSource(manifest)
+            # Decoded here, where a failure changes nothing.
+            precision, extra = source.precision, source.extra
     _require_same(directory, marker.identity, collectives)
     with together(collectives, f"Matching the checkpoint {directory}"), _readable(directory, collectives):
-        targets = ModelRestore(content.source, model, collectives.rank, frozen=frozen).targets
+        targets = ModelRestore(source, model, collectives.rank, frozen=frozen).targets
         restore = None
         if joint is not None:
-            restore = OptimizerRestore(content.source, owner, joint, content.kind)
+            restore = OptimizerRestore(source, owner, joint, manifest.optimizer and manifest.optimizer.kind)
     with together(collectives, f"Reading the checkpoint {directory}"), _readable(directory, collectives):
         if restore is None:
-            content.source.read(targets)
+            source.read(targets)
         else:
             # At once: a file's blocks have something of both.
             both = {**targets, **restore.targets}
-            content.source.read(both)
+            source.read(both)
             restore.targets.update({key: both[key] for key in restore.targets})
             restore.commit()
-        restore_casters(owner, content.precision)
+        restore_casters(owner, precision)
         if coordinates(collectives):
             history.line = Line.from_loaded(directory, marker)
-    return content.extra
-
-
-def require_no_pickles(directory: Path, marker: Marker) -> None:
-    """Refuse formats 1 and 2.
-
-    Raises:
-        ConfigError: saying what they are.
-    """
-    if marker.pickled:
-        raise ConfigError(
-            f"{directory} has format {marker.format}, which is made of pickles: to load it is to execute whatever is "
-            "in there. Where you trust everybody who could write to it, call polyshard.checkpoint.load(..., "
-            "pickles=True), and save it again."
-        )
-
-
-@dataclass(frozen=True)
-class _Content:
-    """What a checkpoint holds."""
-
-    source: Source
-    kind: Kind | None
-    precision: Mapping[str, Mapping[str, Any]]
-    extra: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, directory: Path, marker: Marker) -> _Content:
-        manifest = marker.read_manifest(directory)
-        source = StoredSource(manifest)
-        kind = None if manifest.optimizer is None else manifest.optimizer.kind
-        return cls(source, kind, source.precision, source.extra)
-
-    @classmethod
-    def of_pickles(cls, directory: Path, marker: Marker) -> _Content:
-        # One rank holds an element of everything.
-        may_stand_still = marker.format == 1 and marker.complete and marker.world_size > 1
-        source = old.PickledSource(directory, old.read_metadata(directory), marker.complete, may_stand_still)
-        beside = old.Beside.read(directory)
-        return cls(source, beside.optimizer, beside.precision, beside.extra)
+    return extra
 
 
 def load_dcp(
@@ -225,7 +178,7 @@ def _metadata(directory: Path) -> Any:
             f"{directory} was not written by torch.distributed.checkpoint: it has no file '{_METADATA}', or its save "
             "did not end. Name the directory that was checkpoint_id of the save."
         )
-    return old.read_metadata(directory)
+    return read_metadata(directory)
 
 
 def _names(owner: Root, joint: Joint) -> list[list[str]]:

@@ -7,7 +7,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from .manifest import NAME, Manifest
 
 #: Written last: a directory without it is a save that did not end.
 MARKER = "COMMITTED"
-#: Format 1 knew no identities and no sizes, and its optimizer state may be damaged; 1 and 2 are made of pickles.
-FORMAT, _READ = 3, (1, 2, 3)
+#: Of markers and manifests; a checkpoint of another number is refused.
+FORMAT = 3
 _DIGEST = "sha256"
 #: Bytes: a hundred for each rank's file, and there are not more ranks than half a million.
 _MOST = 64 << 20
@@ -38,23 +38,18 @@ class Marker:
     complete: bool
     """Whether every rank's part is there; not so where one rank of a pretended world saved."""
     identity: str
-    """No other save has it; format 1: the directory's name."""
+    """No other save has it."""
     parent: str | None
     """Identity of the checkpoint of this folder that the model had saved or loaded last."""
     turn: int
-    """Higher than that of every checkpoint that was in the folder at the commit; format 1: 0."""
-    files: Mapping[str, int] = field(default_factory=dict)
+    """Higher than that of every checkpoint that was in the folder at the commit."""
+    files: Mapping[str, int]
     """Size in bytes of each file of the directory."""
-    finite: bool = True
-    """Whether all parameters were finite; formats 1 and 2: not looked at, True."""
-    manifest: str | None = None
-    """The sha256 of ``manifest.json``; formats 1 and 2: None."""
+    finite: bool
+    """Whether all parameters were finite."""
+    manifest: str
+    """The sha256 of ``manifest.json``."""
     format: int = FORMAT
-
-    @property
-    def pickled(self) -> bool:
-        """Whether to load it is to run what is in it."""
-        return self.format < 3
 
     def write(self, directory: Path) -> None:
         """Commit ``directory``. What it holds is on disk by then."""
@@ -87,21 +82,14 @@ class Marker:
         with checked(directory, MARKER):
             content = an_object(parse(raw), "the marker")
             number = a_count(content["format"], "format")
-            if number >= 3 and raw != _render({name: each for name, each in content.items() if name != _DIGEST}):
-                raise MalformedError("its own sha256 differs")
-            if number < 3 and _DIGEST in content:
-                raise MalformedError(f"it says format {number}, which had no digests")
-            if number == 1:
-                content = {**content, "identity": directory.name, "parent": None, "turn": 0, "files": {}}
-            found = (
-                None if number not in _READ else cls(**{name: _FIELDS[name](content[name]) for name in _fields(number)})
-            )
-        if found is None:
-            raise StateError(
-                f"{directory} has format {number}, but this polyshard reads formats {_READ[0]} to {_READ[-1]}. "
-                "Load it with the version that wrote it."
-            )
-        return found
+            if number == FORMAT:
+                if raw != _render({name: each for name, each in content.items() if name != _DIGEST}):
+                    raise MalformedError("its own sha256 differs")
+                return cls(**{name: check(content[name]) for name, check in _FIELDS.items()})
+        raise StateError(
+            f"{directory} has format {number}, but this polyshard reads format {FORMAT}. Load it with the version that "
+            "wrote it."
+        )
 
     def require_files(self, directory: Path) -> None:
         """Raise CheckpointDamagedError where a file is gone, or has another size than at the commit."""
@@ -115,17 +103,11 @@ class Marker:
         Raises:
             As ``Manifest.read``.
         """
-        assert self.manifest is not None
         return Manifest.read(directory, self.files[NAME], self.manifest, self.files, complete=self.complete)
 
 
 def _render(content: Mapping[str, Any]) -> bytes:
     return render({**content, _DIGEST: hashlib.sha256(render(content)).hexdigest()})
-
-
-def _fields(number: int) -> list[str]:
-    names = [each.name for each in dataclasses.fields(Marker)]
-    return names if number >= 3 else [name for name in names if name not in ("finite", "manifest")]
 
 
 def _a_truth(name: str, value: Any) -> bool:

@@ -9,7 +9,6 @@ import torch
 
 from ..errors import ConfigError
 from ..state.places import MODEL, OPTIMIZER
-from .loading import require_no_pickles
 from .marker import Marker
 from .stored import StoredSource
 
@@ -26,12 +25,11 @@ def read(directory: Path) -> dict[str, Any]:
     Raises:
         StateError: it is no checkpoint, or is not committed.
         CheckpointDamagedError: it holds something else than was written.
-        ConfigError: it is of format 1 or 2, or of one rank of a pretended world.
+        ConfigError: it is of one rank of a pretended world.
         OSError: reading failed.
     """
     directory = Path(directory)
     marker = Marker.read(directory)
-    require_no_pickles(directory, marker)
     if not marker.complete:
         raise ConfigError(f"{directory} holds the part of one rank of a pretended world, which is no whole state.")
     source = StoredSource(marker.read_manifest(directory))

@@ -118,7 +118,7 @@ class OptimizerRestore:
         #: Whose state is the source's afterwards. Of a parameter without elements here an optimizer may keep what
         #: it began with.
         self._taken: list[nn.Parameter] = []
-        saved = self._saved(root, held)
+        saved = self._saved()
         self._numbers = self._names_of_numbers(held.values(), saved)
         wrong: list[str] = []
         for group in optimizer.groups:
@@ -154,13 +154,8 @@ class OptimizerRestore:
     def commit(self) -> None:
         """Give the optimizer what was read into ``targets``."""
         state = {parameter: flat.finish() for parameter, flat in self._flat.items()}
-        given: set[str] = set()
         for parameter, name, key in self._entries:
             value = self._tensors[key] if key in self._tensors else self.targets[key]
-            # State that was repaired is read once for several, each of which counts on by itself.
-            if key in given and isinstance(value, torch.Tensor):
-                value = value.clone()
-            given.add(key)
             state.setdefault(parameter, {})[name] = value
         for parameter in self._taken:
             self._optimizer.replace_state(parameter, state.get(parameter))
@@ -175,13 +170,12 @@ class OptimizerRestore:
                 else:
                     group[name] = value
 
-    def _saved(self, root: Root, held: Mapping[nn.Parameter, Holding]) -> SavedState:
+    def _saved(self) -> SavedState:
         """By parameter name and name of the state, the source's key."""
         found: dict[str, dict[str, str]] = {}
         for key, path in self._source.paths(OPTIMIZER, "state").items():
             found.setdefault(path[2], {})[path[3]] = key
-        groups = [[held[parameter] for parameter in group["params"]] for group in self._optimizer.groups]
-        return self._source.mended(found, groups, root.units, self._rank)
+        return found
 
     def _names_of_numbers(self, held: Iterable[Holding], saved: SavedState) -> frozenset[str]:
         """Names of states that are one number for a parameter, not one for each element: the same for a scalar one.

@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from .boxes import Box
 from .sharded import CheckpointTensor
-
-if TYPE_CHECKING:
-    from ..engine.step.unit import Unit
-    from .places import Holding
 
 _MOST_NAMES = 8
 
@@ -48,22 +44,6 @@ class Source(ABC):
     @abstractmethod
     def paths(self, *prefix: str) -> Mapping[str, tuple[Any, ...]]:
         """Each key under ``prefix`` and the path of its value."""
-
-    def mended(
-        self, saved: SavedState, groups: Sequence[Sequence[Holding]], units: Sequence[Unit], rank: int
-    ) -> SavedState:
-        """``saved`` with keys of what is known to be wrong replaced by those of what is right.
-
-        Args:
-            saved: What there is of each parameter of the optimizer.
-            groups: What each of the optimizer's groups holds.
-            units: Of the model.
-            rank: For errors.
-
-        Raises:
-            ConfigError: it cannot be known what is right.
-        """
-        return saved
 
 
 def problem_with(source: Source, key: str, what: str, target: Any, where: str) -> str | None:
