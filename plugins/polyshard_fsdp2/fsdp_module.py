@@ -11,7 +11,7 @@ from polyshard.errors import ConfigError, ConfigTypeError, StateError, Unsupport
 from polyshard.runtime.root import root_of
 from polyshard.runtime.step import Phase
 from polyshard.runtime.unit import Unit, unshard_due
-from polyshard.setup.build import is_meta
+from polyshard.setup.materialize import is_meta
 from torch import nn
 from torch.distributed.tensor import DTensor
 
