@@ -19,9 +19,8 @@ from .interfaces import Collectives, ReduceOp
 from .runtime.root import Root
 from .runtime.streams import Stalls
 from .runtime.unit import Unit
-from .state.exchange import speaks
+from .state.exchange import Round, gathering, speaks
 from .state.resting import resting_root
-from .state.rounds import Round, gathering
 
 #: Elements that are summed at once: what bounds the memory that a checksum takes.
 _AT_ONCE = 1 << 20

@@ -18,9 +18,8 @@ from torch import nn
 
 from .errors import ConfigError, StateError
 from .runtime.root import Root
-from .state.exchange import speaks
+from .state.exchange import Round, speaks, summing
 from .state.resting import resting_root
-from .state.rounds import Round, summing
 
 #: Seconds within which signals are one request.
 _SAME_S = 1.0

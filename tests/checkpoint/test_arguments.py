@@ -19,7 +19,7 @@ from polyshard import checkpoint, huggingface
 from polyshard.errors import BackgroundSaveError, ConfigError, ConfigTypeError, RankMismatchError, StateError
 from polyshard.hookspecs import hookimpl
 from polyshard.interfaces import Collectives, CollectivesDecorator, PluginContext, Work
-from polyshard.state.agreement import together
+from polyshard.state.exchange import together
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from torch import nn
 

@@ -6,19 +6,26 @@ import queue
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from ..errors import CheckpointDamagedError
-from ..state.boxes import Box, box_within
-from ..state.held import chunks_of
-from . import disk
-from .digests import digest_of
-from .encoding import Json
-from .manifest import BLOCK, Manifest, StoredChunk, StoredTensor
-from .memory import flat_bytes, view_of
-from .threads import MOST, carried_out
+from ..errors import CheckpointDamagedError, ConfigError
+from ..io.boxes import Box, box_within
+from ..io.files import MOST, carried_out, digest_of, opened, path_of, read_at
+from ..io.memory import flat_bytes, view_of
+from ..state.sharded import MODEL, OPTIMIZER
+from ..state.source import Source, chunks_of
+from .encoding import Json, checked, decode, tensor_told
+from .manifest import BLOCK, NAME, Manifest, Marker, StoredChunk, StoredTensor
 
 #: Of one block, up to which each is read to its place by itself.
 _MOST_PARTS = 64
@@ -113,7 +120,7 @@ def examine(manifest: Manifest, problems: Callable[[Exception], None]) -> None:
         buffers.put(bytearray(BLOCK))
     for file, stored in sorted(manifest.files.items()):
         try:
-            with disk.opened(manifest.directory, file, stored.size) as (descriptor, _):
+            with opened(manifest.directory, file, stored.size) as (descriptor, _):
                 calls = (
                     partial(_differs, manifest, descriptor, file, index, buffers) for index in range(len(stored.blocks))
                 )
@@ -151,7 +158,7 @@ def _extent(chunk: StoredChunk, common: Box) -> tuple[int, int, tuple[int, ...]]
 
 
 def _opened(manifest: Manifest, file: str, stack: ExitStack) -> int:
-    descriptor, _ = stack.enter_context(disk.opened(manifest.directory, file, manifest.files[file].size))
+    descriptor, _ = stack.enter_context(opened(manifest.directory, file, manifest.files[file].size))
     return descriptor
 
 
@@ -221,7 +228,7 @@ def _differs(manifest: Manifest, descriptor: int, file: str, index: int, buffers
 
 def _read(manifest: Manifest, descriptor: int, file: str, index: int, pieces: list[memoryview]) -> bool:
     """Read a block into ``pieces``; returns whether it is another one than was written."""
-    disk.read_at(descriptor, pieces, index * BLOCK, manifest.directory, file)
+    read_at(descriptor, pieces, index * BLOCK, manifest.directory, file)
     return digest_of(pieces) != manifest.files[file].blocks[index]
 
 
@@ -235,3 +242,165 @@ def nested(manifest: Manifest, fillings: list[Filling]) -> Callable[[Json], torc
         return tensor
 
     return give
+
+
+# A checkpoint's directory as a source of values.
+
+
+_Path = tuple[Any, ...]
+
+
+class StoredSource(Source):
+    """What ``save`` wrote, by path: ``("model", name)``, ``("optimizer", "state", name, key)``,
+    ``("optimizer", "param_groups", index, setting)``.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        """``manifest``: of the directory."""
+        self._manifest = manifest
+        self.complete = manifest.complete
+        self._paths: dict[str, _Path] = {}
+        self._stored: dict[str, StoredTensor | Json] = {}
+        for name, stored in manifest.model.items():
+            self._add((MODEL, name), stored)
+        for name, first in manifest.aliases.items():
+            self._add((MODEL, name), manifest.model[first])
+        if manifest.optimizer is None:
+            return
+        for name, states in manifest.optimizer.state.items():
+            for key, value in states.items():
+                self._add((OPTIMIZER, "state", name, key), value)
+        for index, group in enumerate(manifest.optimizer.groups):
+            for setting, told in group.items():
+                tensor = tensor_told(told)
+                self._add((OPTIMIZER, "param_groups", index, setting), told if tensor is None else self._within(tensor))
+
+    @property
+    def described(self) -> str:
+        return f"the checkpoint {self._manifest.directory}"
+
+    def read(self, targets: dict[str, Any]) -> None:
+        fillings: list[Filling] = []
+        with checked(self._manifest.directory, NAME):
+            for key, target in targets.items():
+                stored = self._stored[key]
+                if isinstance(stored, StoredTensor):
+                    fillings.append((target, stored))
+                else:
+                    targets[key] = decode(stored, nested(self._manifest, fillings))
+        fill(self._manifest, fillings)
+
+    def entry(self, key: str) -> Any | None:
+        stored = self._stored.get(key)
+        if not isinstance(stored, StoredTensor):
+            return None if key not in self._stored else BytesStorageMetadata()
+        chunks = [
+            ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes)) for chunk in stored.chunks
+        ]
+        return TensorStorageMetadata(TensorProperties(dtype=stored.dtype), torch.Size(stored.shape), chunks)
+
+    def paths(self, *prefix: str) -> dict[str, _Path]:
+        return {key: path for key, path in self._paths.items() if path[: len(prefix)] == prefix}
+
+    @cached_property
+    def extra(self) -> Mapping[str, Any]:
+        """The user's, and of rank 0."""
+        found: Mapping[str, Any] = self._read(self._manifest.extra)
+        return found
+
+    @cached_property
+    def precision(self) -> Mapping[str, Mapping[str, Any]]:
+        """State of precision casters by name of a unit."""
+        found: Mapping[str, Mapping[str, Any]] = self._read(self._manifest.precision)
+        return found
+
+    def _read(self, told: Json) -> Any:
+        fillings: list[Filling] = []
+        with checked(self._manifest.directory, NAME):
+            found = decode(told, nested(self._manifest, fillings))
+        fill(self._manifest, fillings)
+        return found
+
+    def _within(self, told: Json) -> StoredTensor:
+        return self._manifest.within(told)
+
+    def _add(self, path: _Path, stored: StoredTensor | Json) -> None:
+        # No name has the sign between.
+        key = "\0".join(map(str, path))
+        self._paths[key] = path
+        self._stored[key] = stored
+
+
+# A checkpoint as whole tensors, for a model that is not sharded.
+
+
+def read(directory: Path) -> dict[str, Any]:
+    """All of a checkpoint in host memory, without ranks and without a model; nothing in it is executed.
+
+    Returns:
+        ``"model"``: tensors by name, a shared one under each of its names, for ``model.load_state_dict(state,
+        strict=False)``: what is not persistent or frozen may have been left out. ``"optimizer"``, where one was saved:
+        the form of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, for
+        ``set_optimizer_state_dict``. ``"extra"``: as it was given. Each tensor has memory of its own.
+
+    Raises:
+        StateError: it is no checkpoint, or is not committed.
+        CheckpointDamagedError: it holds something else than was written.
+        ConfigError: it is of one rank of a pretended world.
+        OSError: reading failed.
+    """
+    directory = Path(directory)
+    marker = Marker.read(directory)
+    if not marker.complete:
+        raise ConfigError(f"{directory} holds the part of one rank of a pretended world, which is no whole state.")
+    source = StoredSource(marker.read_manifest(directory))
+    paths = source.paths()
+    values: dict[str, Any] = {}
+    for key in paths:
+        entry = source.entry(key)
+        tensor = getattr(entry, "properties", None)
+        values[key] = None if tensor is None else torch.empty(entry.size, dtype=tensor.dtype)  # type: ignore[union-attr]
+    source.read(values)
+    found: dict[str, Any] = {MODEL: {}}
+    state: dict[str, dict[str, Any]] = {}
+    groups: dict[int, dict[str, Any]] = {}
+    for key, path in paths.items():
+        if path[0] == MODEL:
+            found[MODEL][path[1]] = values[key]
+        elif path[1] == "state":
+            state.setdefault(path[2], {})[path[3]] = values[key]
+        else:
+            groups.setdefault(path[2], {})[path[3]] = values[key]
+    if groups:
+        found[OPTIMIZER] = {"state": state, "param_groups": [groups[index] for index in sorted(groups)]}
+    return {**found, "extra": source.extra}
+
+
+# Whether a checkpoint holds what was written.
+
+
+#: Problems that one error tells of.
+_MOST_TOLD = 8
+
+
+def verify(directory: Path) -> None:
+    """Read all of a checkpoint and compare it with the digests that were taken when it was written.
+
+    Any process may call it, without ranks and without a model; nothing in the checkpoint is executed.
+
+    Args:
+        directory: What ``save`` or ``latest`` returned.
+
+    Raises:
+        CheckpointDamagedError: a file is gone, or holds something else than was written: names files, and what lies in
+            them.
+        ConfigError: ``directory`` is no path.
+        StateError: it is no checkpoint, or is not committed.
+        OSError: reading failed.
+    """
+    directory = path_of(directory, "directory")
+    found: list[str] = []
+    examine(Marker.read(directory).read_manifest(directory), lambda error: found.append(str(error)))
+    if found:
+        more = len(found) - _MOST_TOLD
+        raise CheckpointDamagedError("\n".join([*found[:_MOST_TOLD], *([f"and {more} more"] if more > 0 else [])]))

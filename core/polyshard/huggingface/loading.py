@@ -14,22 +14,18 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ..checkpoint.arguments import path_of
 from ..errors import ConfigError, RankMismatchError
+from ..io.boxes import Box, Chunk, slabs
+from ..io.files import path_of
 from ..planning.values import send_from_first
 from ..runtime.root import Root
 from ..runtime.unit import Unit
-from ..state.agreement import require_seen, tell_listeners, together
-from ..state.boxes import Box
-from ..state.exchange import coordinates, from_first, speaks
+from ..state.exchange import coordinates, from_first, require_seen, speaks, tell_listeners, together
 from ..state.resting import resting_root
-from ..state.sharded import Chunk
 from . import _private
-from .conversion import Conversion, Match, listed, match
-from .files import Saved, open_saved
-from .held import Held, held_in, of_shard, refuse_hollow
-from .parts import Part, slabs
-from .transfers import STAGED_NBYTES, OpenFiles, Reader, read_all, transfers_of
+from .conversion import Conversion, Match, Part, listed, match, transfers_of
+from .files import STAGED_NBYTES, OpenFiles, Reader, Saved, open_saved, read_all
+from .tensors import Held, held_in, of_shard, refuse_hollow
 
 #: For ranks that have not one file system.
 _ALONE = " Pass ranks='first' to read on rank 0 for all."

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .. import checkpoint
-from ..checkpoint.marker import MARKER, Marker
+from ..checkpoint.manifest import MARKER, Marker
 from ..errors import ConfigError, UnsupportedError
 
 Barrier = Callable[[], None]

@@ -23,8 +23,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from ..api import no_sync, register_forward_method
+from ..checkpoint.contents import require_saveable
 from ..checkpoint.encoding import Encoder
-from ..checkpoint.saveable import require_saveable
 from ..config import ShardConfig
 from ..errors import ConfigError, UnsupportedError
 from ..setup.materialize import Initializer

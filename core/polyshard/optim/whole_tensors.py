@@ -14,8 +14,7 @@ from torch import nn
 from .. import _torch_private
 from ..errors import CollectiveError, PluginContractError
 from ..functions.lookup import live_roots
-from .exchange import Held, Round
-from .plan import Plan, Whole, plan_for, units_of
+from .plan import Held, Plan, Round, Whole, plan_for, units_of
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]] | Iterable[tuple[str, nn.Parameter]]
 

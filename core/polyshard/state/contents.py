@@ -1,19 +1,65 @@
-"""The state of a sharded model and its optimizer as objects, under the names that the unsharded model has."""
+"""One optimizer or several, whose states a checkpoint holds as one's."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError, ConfigTypeError, UnsupportedError
 from ..functions.whole import state_dicts_of_pieces
 from ..runtime.root import Root
-from .optimizers import Joint, Optimizers
-from .places import Holding, holdings, places
 from .resting import resting_root
+from .sharded import Holding, holdings, places
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+class Joint:
+    """Optimizers as one: their parameter groups one after the other, each parameter's state with its own optimizer."""
+
+    def __init__(self, given: Optimizers) -> None:
+        """``given``: in the same order at each save and load.
+
+        Raises:
+            ConfigTypeError: there is something else among them, or nothing.
+        """
+        self.members = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given)
+        other = next((each for each in self.members if not isinstance(each, torch.optim.Optimizer)), None)
+        if other is not None or not self.members:
+            raise ConfigTypeError(
+                f"A checkpoint got {type(other).__name__ if self.members else 'an empty sequence'} for an optimizer. "
+                "Give an optimizer of PyTorch, a sequence of them, or None."
+            )
+        self.groups: list[dict[str, Any]] = [group for each in self.members for group in each.param_groups]
+        self._optimizer_of = {
+            parameter: each for each in self.members for group in each.param_groups for parameter in group["params"]
+        }
+
+    def parts(self) -> Iterator[tuple[torch.optim.Optimizer, slice]]:
+        """Each optimizer, and which of ``groups`` are its own."""
+        start = 0
+        for each in self.members:
+            yield each, slice(start, start + len(each.param_groups))
+            start += len(each.param_groups)
+
+    def state_of(self, parameter: nn.Parameter) -> Mapping[str, Any]:
+        """What its optimizer has for ``parameter``."""
+        found: Mapping[str, Any] = self._optimizer_of[parameter].state.get(parameter, {})
+        return found
+
+    def replace_state(self, parameter: nn.Parameter, state: dict[str, Any] | None) -> None:
+        """Let its optimizer have ``state`` for ``parameter``; None or nothing in it for none."""
+        own = self._optimizer_of[parameter].state
+        own.pop(parameter, None)
+        if state:
+            own[parameter] = state
+
+
+# The state of a sharded model and its optimizer as objects, under the names that the unsharded model has.
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
@@ -154,3 +200,74 @@ def require_entry(holding: Holding, key: str, value: Any, rank: int) -> None:
                 "other ranks. Use an optimizer whose state has the parameter's shape, or save the model without it, "
                 "and the optimizer's state_dict() of each rank beside it."
             )
+
+
+# State that an optimizer has not made yet, found out on stand-ins for its parameters.
+#
+# Which state an optimizer keeps it says by no more than making it, in its first step.
+
+
+#: Optimizers that keep something else of large parameters do so from 4,096 elements on.
+_MOST = 1 << 16
+
+
+def expected_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, nn.Parameter, Mapping[str, Any]]]:
+    """What ``optimizer`` would keep: a parameter of its own, what stood for it in a step, and the state after that.
+
+    Of each group the largest parameter of each number of dimensions, cut to 65,536 elements. Nothing of torch's own
+    optimizers, whose state is known to be of parameters' shapes, and nothing of those that cannot step so: what was
+    wrong with these they say in their first step. Neither ``optimizer`` nor random states change.
+    """
+    if _is_known(optimizer):
+        return
+    for group in optimizer.param_groups:
+        largest: dict[int, nn.Parameter] = {}
+        for parameter in group["params"]:
+            known = largest.get(parameter.ndim)
+            if parameter.requires_grad and (known is None or parameter.numel() > known.numel()):
+                largest[parameter.ndim] = parameter
+        for parameter in largest.values():
+            if parameter.numel() and not parameter.is_meta and not optimizer.state.get(parameter):
+                stand_in = _stand_in(parameter)
+                yield parameter, stand_in, _state_after_a_step(optimizer, group, stand_in)
+
+
+def _is_known(optimizer: torch.optim.Optimizer) -> bool:
+    kind = type(optimizer)
+    # Of those that exchange parameters, and of those that let others step, a copy would not step by itself.
+    together = hasattr(kind, "keeps_at_owners")
+    around = any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values())
+    return kind.__module__.startswith("torch.optim.") or together or around
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    shape = list(parameter.shape)
+    while shape and torch.Size(shape).numel() > _MOST:
+        longest = shape.index(max(shape))
+        shape[longest] = max(1, shape[longest] * _MOST // torch.Size(shape).numel())
+    with torch.inference_mode(False):
+        stand_in = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=parameter.device))
+        stand_in.grad = torch.zeros_like(stand_in)
+    return stand_in
+
+
+def _state_after_a_step(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], stand_in: nn.Parameter
+) -> Mapping[str, Any]:
+    # Not copy.copy, which asks the class for less than it needs to step.
+    copied: Any = object.__new__(type(optimizer))
+    copied.__dict__.update(vars(optimizer))
+    copied.state = defaultdict(dict)
+    copied.param_groups = [
+        {key: value for key, value in group.items() if key != "param_names"} | {"params": [stand_in]}
+    ]
+    copied._optimizer_step_pre_hooks, copied._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    devices = [stand_in.device] if stand_in.device.type == "cuda" else []
+    try:
+        # Some compile their steps, which takes longer than one does. The class's own: schedulers put others around.
+        with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+            type(optimizer).step(copied)
+    except Exception:
+        return {}
+    found: Mapping[str, Any] = copied.state.get(stand_in, {})
+    return found

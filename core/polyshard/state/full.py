@@ -17,10 +17,8 @@ from ..functions.whole import gather_whole
 from ..runtime.gather import view_of
 from ..runtime.root import Root
 from ..runtime.unit import Unit
-from .contents import model_state
-from .optimizers import Joint
-from .places import Holding, Place, holdings, places_of
-from .sharded import CheckpointTensor
+from .contents import Joint, model_state
+from .sharded import CheckpointTensor, Holding, Place, holdings, places_of
 
 
 def require_whole(root: Root, call: str) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -14,14 +14,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ..errors import ConfigError
 from ..functions.optimizers import NOT_BY_ELEMENT
 from ..runtime.root import Root
-from .contents import frozen_names, model_state, names_of
-from .flat_state import FlatState
-from .kind import IMPLEMENTATION, Kind, require_same_kinds
-from .optimizers import Joint
-from .places import MODEL, OPTIMIZER, Holding, holdings
-from .sharded import CheckpointTensor
+from .contents import Joint, frozen_names, model_state, names_of
+from .sharded import MODEL, OPTIMIZER, CheckpointTensor, Holding, holdings
 from .source import SavedState, Source, listed, opening, problem_with
-from .state_tensors import fits, kept_beside, require_dtype
 
 #: Lines of one error.
 _MOST_PROBLEMS = 8
@@ -273,3 +268,314 @@ class OptimizerRestore:
 
 def _wants_nothing(value: Any) -> bool:
     return isinstance(value, CheckpointTensor) and not value.chunks
+
+
+# The state of one flat parameter, put together from that of the parameters that it stands for.
+
+
+class FlatState:
+    """State of one flat parameter on its way out of a source.
+
+    Made before anything is read. ``targets`` are to be filled and ``scalars`` to be read and taken; ``finish`` then
+    gives what belongs to the optimizer.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        holding: Holding,
+        saved: Mapping[str, Mapping[str, str]],
+        present: Mapping[str, Any],
+        *,
+        numbers: Collection[str],
+        beside: bool,
+        rank: int,
+    ) -> None:
+        """Match the source with the flat parameter.
+
+        Args:
+            source: What is to be loaded.
+            holding: A flat parameter.
+            saved: By parameter name and name of the state, the source's key.
+            present: What the optimizer has for it now; tensors that fit are filled in place.
+            numbers: Names of states that are one number for a parameter, a scalar one too.
+            beside: Whether scalars lie on the parameter's device.
+            rank: For errors.
+
+        Raises:
+            ConfigError: the source's state is of another shape, or is there for some of the parameters only.
+        """
+        self._source = source
+        self._holding = holding
+        self._present = present
+        self._beside = beside
+        self._where = f"(rank {rank})"
+        self.targets: dict[str, CheckpointTensor] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._scalars: dict[str, dict[str, str]] = {}
+        self._agreed: dict[str, Any] = {}
+        own = {each: saved.get(each, {}) for each in holding.names}
+        for name in dict.fromkeys(name for states in own.values() for name in states):
+            keys = {each: states[name] for each, states in own.items() if name in states}
+            self._require_all(name, keys)
+            if name not in numbers and self._has_shapes(keys):
+                self._add_tensor(name, keys)
+            else:
+                self._add_scalar(name, keys)
+
+    def scalars(self) -> dict[str, Any]:
+        """Where values that the parameters share are to be read into, by key of the source."""
+        found: dict[str, Any] = {}
+        for keys in self._scalars.values():
+            for key in keys.values():
+                entry = self._source.entry(key)
+                found[key] = None
+                if isinstance(entry, TensorStorageMetadata):
+                    found[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        return found
+
+    def take_scalars(self, values: Mapping[str, Any]) -> None:
+        """Take what was read into ``scalars``.
+
+        Raises:
+            ConfigError: two parameters have different values.
+        """
+        for name, keys in self._scalars.items():
+            (first, key), *others = keys.items()
+            for other, other_key in others:
+                if not _same(values[key], values[other_key]):
+                    raise ConfigError(
+                        f"optimizer state '{name}' is {_shown(values[key])} for '{first}' but "
+                        f"{_shown(values[other_key])} for '{other}' in {self._source.described}, and "
+                        f"{self._holding.described} has one for both {self._where}. {_REMEDY}"
+                    )
+            self._agreed[name] = values[key]
+
+    def finish(self) -> dict[str, Any]:
+        """What the optimizer is to have, once ``targets`` are filled."""
+        for tensor in self._tensors.values():
+            self._clear_padding(tensor)
+        state: dict[str, Any] = dict(self._tensors)
+        for name, value in self._agreed.items():
+            present = self._present.get(name)
+            if not isinstance(value, torch.Tensor):
+                state[name] = value
+            elif fits(present, value.shape, value.dtype):
+                # In place: a captured step reads it at this address.
+                state[name] = present.detach().copy_(value)
+            else:
+                on_device = value.ndim > 0 or self._beside
+                state[name] = value.to(self._holding.parameter.device) if on_device else value
+        return state
+
+    def _require_all(self, name: str, keys: Mapping[str, str]) -> None:
+        # Empty parameters may have none: no rank has a part of them. One rank of a pretended world saved its own parts.
+        needed = [
+            place.name
+            for place in self._holding.places
+            if (place.slot.numel if self._source.complete else place.piece is not None)
+        ]
+        missing = [each for each in needed if each not in keys]
+        if missing:
+            raise ConfigError(
+                f"{opening(self._source)} has optimizer state '{name}' of {listed(list(keys))} but "
+                f"not of {listed(missing)}, and {self._holding.described} has it for all {self._where}. {_REMEDY}"
+            )
+
+    def _has_shapes(self, keys: Mapping[str, str]) -> bool:
+        """Whether every parameter's entry has the shape of the parameter."""
+        shapes = {place.name: place.slot.shape for place in self._holding.places}
+        entries = {each: self._source.entry(key) for each, key in keys.items()}
+        return all(
+            isinstance(entry, TensorStorageMetadata) and tuple(entry.size) == shapes[each]
+            for each, entry in entries.items()
+        )
+
+    def _add_tensor(self, name: str, keys: Mapping[str, str]) -> None:
+        parameter = self._holding.parameter
+        dtype, *others = {entry.properties.dtype for entry in map(self._source.entry, keys.values()) if entry}
+        if others:
+            raise ConfigError(
+                f"optimizer state '{name}' of {listed(list(keys))} has several dtypes in "
+                f"{self._source.described}, but {self._holding.described} has one {self._where}. {_REMEDY}"
+            )
+        local = self._present.get(name)
+        what = f"optimizer state '{name}' of {self._holding.described}"
+        require_dtype(local, dtype, what, self._source, self._where)
+        if not fits(local, parameter.shape, dtype):
+            local = torch.zeros_like(parameter, dtype=dtype)
+        self._tensors[name] = local.detach()
+        for each, target in self._holding.parts(local).items():
+            if each in keys:
+                wrong = problem_with(
+                    self._source, keys[each], f"optimizer state '{name}' of '{each}'", target, self._where
+                )
+                if wrong is not None:
+                    raise ConfigError(wrong)
+                self.targets[keys[each]] = target
+
+    def _add_scalar(self, name: str, keys: Mapping[str, str]) -> None:
+        for each, key in keys.items():
+            entry = self._source.entry(key)
+            if isinstance(entry, TensorStorageMetadata) and math.prod(entry.size) != 1:
+                raise ConfigError(
+                    f"optimizer state '{name}' of '{each}' has shape {tuple(entry.size)} in "
+                    f"{self._source.described}, neither a scalar nor the parameter's shape, so it is no state of "
+                    f"{self._holding.described} {self._where}. {_REMEDY}"
+                )
+        self._scalars[name] = dict(keys)
+
+    def _clear_padding(self, tensor: torch.Tensor) -> None:
+        cursor = 0
+        for place in self._holding.places:
+            if place.piece is not None:
+                tensor[cursor : place.piece.shard_offset].zero_()
+                cursor = place.piece.shard_offset + place.piece.numel
+        tensor[cursor:].zero_()
+
+
+_REMEDY = "Give the optimizer model.parameters() instead."
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _shown(value: Any) -> str:
+    return str(value.tolist()) if isinstance(value, torch.Tensor) else repr(value)
+
+
+# What decides which state an optimizer has, and what it does with it: its class, and some of its settings.
+
+
+#: How a step is carried out, not what it computes: left as the optimizer was made.
+IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_NOT_COMPARED = IMPLEMENTATION | {"params", "param_names"}
+
+
+#: The class of an optimizer, or of each of several.
+Kind = Mapping[str, str] | Sequence[Mapping[str, str]]
+
+
+def described(joint: Joint) -> Kind:
+    """The class of each optimizer, for a checkpoint."""
+    kinds = [_described(each) for each in joint.members]
+    return kinds if len(kinds) > 1 else kinds[0]
+
+
+def _described(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    return {"module": type(optimizer).__module__, "class": type(optimizer).__qualname__}
+
+
+def require_same_kinds(
+    saved: Kind | None, groups: Sequence[Mapping[str, Any]], joint: Joint, source: Source, rank: int
+) -> None:
+    """Refuse a source whose state other kinds of optimizers made.
+
+    Args:
+        saved: What ``described`` gave at the save; None where that is not told.
+        groups: The saved settings of each group.
+        joint: To be loaded, with as many groups.
+        source: For errors.
+        rank: For errors.
+
+    Raises:
+        ConfigError: as ``require_same_kind``, or they are not as many.
+    """
+    kinds = [saved] if saved is None or isinstance(saved, Mapping) else list(saved)
+    if saved is not None and len(kinds) != len(joint.members):
+        names = ", ".join(kind["class"] for kind in kinds if kind is not None)
+        raise ConfigError(
+            f"{opening(source)} was saved by {len(kinds)} optimizers ({names}), and is loaded into "
+            f"{len(joint.members)} (rank {rank}). Give those that saved it, in the same order."
+        )
+    for (optimizer, own), kind in zip(joint.parts(), kinds * (len(joint.members) // len(kinds)), strict=True):
+        require_same_kind(kind, groups[own], optimizer, source, rank)
+
+
+def require_same_kind(
+    saved: Mapping[str, str] | None,
+    groups: Sequence[Mapping[str, Any]],
+    optimizer: torch.optim.Optimizer,
+    source: Source,
+    rank: int,
+) -> None:
+    """Refuse a source whose state another kind of optimizer made.
+
+    Numbers such as the learning rate may differ: the checkpoint's are taken. What is on or off, None or something, may
+    not, nor whether there is a momentum: it decides which state there is, or what it means.
+
+    Args:
+        saved: What ``described`` gave at the save; None where that is not told.
+        groups: The saved settings of each group.
+        optimizer: To be loaded, with as many groups.
+        source: For errors.
+        rank: For errors.
+
+    Raises:
+        ConfigError: naming the classes, or the setting.
+    """
+    mine = _described(optimizer)
+    if saved is not None and saved["class"] != mine["class"]:
+        raise ConfigError(
+            f"{opening(source)} was saved by {saved['module']}.{saved['class']}, whose state means nothing to "
+            f"{mine['module']}.{mine['class']} (rank {rank}). Load it with the optimizer that saved it, or without one."
+        )
+    for index, (group, settings) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        different = list(_differences(settings, group))
+        if saved != mine:
+            # Of a class of the same name, or of one that is not told, the names of the settings are the best witness.
+            different += [
+                f"'{name}' is missing in the checkpoint" for name in sorted(optimizer.defaults.keys() - settings.keys())
+            ]
+            different += [
+                f"'{name}' is missing in the optimizer"
+                for name, value in sorted(settings.items())
+                if name not in group and name not in _NOT_COMPARED and (value is None or isinstance(value, bool))
+            ]
+        if different:
+            raise ConfigError(
+                f"Group {index} of the optimizer does not fit the state in {source.described} (rank {rank}): "
+                f"{'; '.join(different)}. Make the optimizer, here {mine['class']}, as it was when it was saved, or "
+                "load without it."
+            )
+
+
+def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[str]:
+    for name in sorted((saved.keys() & current.keys()) - _NOT_COMPARED):
+        if _choice(name, saved[name]) != _choice(name, current[name]):
+            yield f"'{name}' was {saved[name]!r} and is {current[name]!r}"
+
+
+def _choice(name: str, value: Any) -> object:
+    """What of a setting may not change."""
+    if value is None or isinstance(value, bool):
+        return value
+    return bool(value != 0) if name == "momentum" else "a value"
+
+
+# Where an optimizer keeps a tensor of its state, and whether one that it has may be filled in place.
+
+
+def fits(present: Any, shape: Iterable[int], dtype: torch.dtype) -> TypeGuard[torch.Tensor]:
+    """Whether ``present`` is a tensor of this shape and dtype."""
+    return isinstance(present, torch.Tensor) and tuple(present.shape) == tuple(shape) and present.dtype == dtype
+
+
+def kept_beside(group: Mapping[str, Any]) -> bool:
+    """Whether 0-dim state lies on the parameter's device.
+
+    As torch's optimizers place it: on the CPU, unless a kernel reads it.
+    """
+    return bool(group.get("capturable")) or bool(group.get("fused"))
+
+
+def require_dtype(present: Any, dtype: torch.dtype, what: str, source: Source, where: str) -> None:
+    """Raise ConfigError where the optimizer has ``present`` in another dtype than the source."""
+    if isinstance(present, torch.Tensor) and present.dtype != dtype:
+        raise ConfigError(
+            f"{what} is {dtype} in {source.described} but {present.dtype} in the optimizer {where}. Load it "
+            "into an optimizer of the dtypes that it was saved from."
+        )

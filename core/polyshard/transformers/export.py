@@ -14,7 +14,7 @@ from .. import huggingface
 from ..functions.whole import whole_on_this_rank
 from ..huggingface.saving import require_saveable
 from ..state import StateForm, StateOptions, get_model_state_dict
-from ..state.agreement import together
+from ..state.exchange import together
 from ..state.resting import resting_root
 
 

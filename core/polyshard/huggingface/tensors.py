@@ -11,11 +11,11 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..functions.whole import state_dicts_of_pieces
+from ..io.boxes import Box, Chunk
 from ..planning.layout import Piece
 from ..runtime.root import Root
 from ..runtime.unit import Unit
-from ..state.boxes import Box
-from ..state.sharded import Chunk, of_piece
+from ..state.sharded import of_piece
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,26 +12,18 @@ from typing import Any
 
 from torch import nn
 
+from ..io.files import make_folder, path_of
 from ..runtime.peers import words
 from ..runtime.root import Root
-from ..state.agreement import require_seen, tell_listeners, together
-from ..state.contents import frozen_names, model_state, names_of, optimizer_state
-from ..state.exchange import coordinates, from_first, speaks
-from ..state.kind import described
-from ..state.optimizers import Optimizers
-from ..state.places import MODEL, OPTIMIZER
+from ..state.contents import Optimizers, names_of
+from ..state.exchange import coordinates, from_first, require_seen, speaks, tell_listeners, together
 from ..state.resting import resting_root
-from ..state.sharded import CheckpointTensor
+from ..state.restore import described
 from ..state.source import listed
-from .arguments import joint_of, mapping_of, number_of, path_of, settings_told, told
-from .attempt import Attempt, attempt_in
-from .casters import caster_states
-from .disk import make_folder
-from .finite import not_finite, of_all
-from .folder import Line
-from .history import History
-from .marker import Marker
-from .pending import Notes, PendingSave
+from .contents import caster_states, joint_of, mapping_of, not_finite, number_of, of_all, settings_told, state_of, told
+from .folder import Attempt, Line, attempt_in
+from .manifest import Marker
+from .pending import History, Notes, PendingSave
 from .writing import Document, Writing, Written, plan_writing, write_all
 
 
@@ -301,18 +293,3 @@ def _in_background(
             raise
     if commit is None:
         notes.await_end(target, identity)
-
-
-def state_of(owner: Root, model: nn.Module, optimizer: Optimizers | None, *, frozen: bool) -> dict[str, Any]:
-    """What this rank knows of what a save writes; arguments and errors are those of ``save``."""
-    values = model_state(model)
-    if not frozen:
-        left_out = frozen_names(model)
-        values = {name: value for name, value in values.items() if name not in left_out}
-    if owner.rank != 0 and owner.collectives.capabilities.can_communicate:
-        # Buffers may differ between ranks (running statistics); one rank's must go together.
-        values = {name: value for name, value in values.items() if isinstance(value, CheckpointTensor)}
-    state: dict[str, Any] = {MODEL: values}
-    if optimizer is not None:
-        state[OPTIMIZER] = optimizer_state(model, optimizer)
-    return state

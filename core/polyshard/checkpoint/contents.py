@@ -1,0 +1,294 @@
+"""What a save or a load is called with: values of the right kind, which ranks compare."""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError, ConfigTypeError, UnsupportedError
+from ..interfaces import PrecisionCaster
+from ..io.memory import NAMES
+from ..runtime.root import Root
+from ..state.contents import (
+    Joint,
+    Optimizers,
+    expected_state,
+    frozen_names,
+    model_state,
+    optimizer_state,
+    require_entry,
+)
+from ..state.exchange import Answers, together
+from ..state.resting import resting_root
+from ..state.restore import described
+from ..state.sharded import MODEL, OPTIMIZER, CheckpointTensor, Holding, holdings
+from .encoding import Encoder
+from .writing import Document, offered
+
+
+def number_of(given: object, name: str, least: int) -> int:
+    """The argument ``name`` as an int.
+
+    Raises:
+        ConfigTypeError: it is no whole number.
+        ConfigError: it is less than ``least``.
+    """
+    try:
+        if isinstance(given, bool):
+            raise TypeError
+        number = operator.index(given)  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigTypeError(f"{name} is {given!r}, and must be an int.") from None
+    if number < least:
+        raise ConfigError(f"{name} is {number}, and must be {least} or more.")
+    return number
+
+
+def mapping_of(given: object, name: str) -> Mapping[str, Any]:
+    """The argument ``name`` as a mapping; an empty one for None.
+
+    Raises:
+        ConfigTypeError: it is none.
+    """
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        return given
+    raise ConfigTypeError(
+        f"{name} is {type(given).__name__}, and a checkpoint names what it holds. Give a mapping, such as "
+        '{"position": 100}.'
+    )
+
+
+def joint_of(optimizer: Optimizers | None) -> Joint | None:
+    """The argument ``optimizer`` as one.
+
+    Raises:
+        ConfigTypeError: there is something else among them.
+    """
+    return None if optimizer is None else Joint(optimizer)
+
+
+def told(joint: Joint | None) -> str:
+    """What ranks compare of optimizers: their classes, and how many groups each has."""
+    if joint is None:
+        return "None"
+    kinds = described(joint)
+    kinds = [kinds] if isinstance(kinds, Mapping) else kinds
+    groups = [own.stop - own.start for _, own in joint.parts()]
+    return ", ".join(f"{kind['class']} of {number} group(s)" for kind, number in zip(kinds, groups, strict=True))
+
+
+def settings_told(joint: Joint | None) -> dict[str, object]:
+    """What ranks compare of the settings of each group: a learning rate, say, that drifted apart on a rank's own loss.
+
+    Each rank steps its own pieces by its own settings, so that where they differ the model is a mixture. Of others than
+    numbers, words, None and tuples of these nothing is said.
+    """
+    if joint is None:
+        return {}
+    return {
+        f"{name} of the optimizer's group {index}": value
+        for index, group in enumerate(joint.groups)
+        # Two ranks' may stand in different orders.
+        for name, value in sorted(group.items())
+        if _is_plain(value)
+    }
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+# What a model's precision casters have to remember.
+
+
+def caster_states(owner: Root) -> dict[str, dict[str, Any]]:
+    """State of each that has some, under the name of the first unit that it serves."""
+    states = {name: dict(caster.state_dict()) for name, caster in _casters(owner).items()}
+    return {name: state for name, state in states.items() if state}
+
+
+def restore_casters(owner: Root, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give the casters of the model what they had."""
+    for name, caster in _casters(owner).items():
+        if name in states:
+            caster.load_state_dict(states[name])
+
+
+def _casters(owner: Root) -> dict[str, PrecisionCaster]:
+    found: dict[int, tuple[str, PrecisionCaster]] = {}
+    for unit in owner.units:
+        found.setdefault(id(unit.caster), (unit.name, unit.caster))
+    return dict(found.values())
+
+
+# What a save would refuse, found before training: nobody learns of it at the first checkpoint.
+
+
+def require_saveable(
+    model: nn.Module,
+    optimizer: Optimizers | None,
+    remedy: str,
+    *,
+    frozen: bool = True,
+    writes: bool = True,
+    also: Callable[[], object] = lambda: None,
+) -> None:
+    """Raise if ``save`` would refuse what is there now, or state that the optimizers will make. Every rank calls it.
+
+    Args:
+        model: The outermost sharded module.
+        optimizer: What will be saved with it.
+        remedy: What to do, as sentences.
+        frozen: As for ``save``.
+        writes: Whether the files will be this package's; without, state is put together, and written by others.
+        also: What is to be looked at beside, which raises where it finds something.
+
+    Raises:
+        ConfigError, UnsupportedError: as ``save``, on the ranks whose state it is.
+        RankMismatchError: on the others.
+    """
+    owner = resting_root(model, "training")
+    what = "Looking at what checkpoints will hold"
+    with owner.meeting(what, (owner.collectives,)), together(owner.collectives, what):
+        try:
+            also()
+            if writes:
+                state = state_of(owner, model, optimizer, frozen=frozen)
+                offered(state, Document.of(state, {}, None, caster_states(owner), {}).tensors)
+            elif optimizer is not None:
+                optimizer_state(model, optimizer)
+            if optimizer is not None:
+                _require_expected(owner, Joint(optimizer), writes=writes)
+        except (ConfigError, UnsupportedError) as error:
+            raise type(error)(f"Checkpoints of this run would fail. {error} {remedy}".rstrip()) from error
+
+
+def _require_expected(owner: Root, joint: Joint, *, writes: bool) -> None:
+    held = holdings(owner, joint.groups)
+    for each in joint.members:
+        for parameter, stand_in, state in expected_state(each):
+            holding = replace(held[parameter], parameter=stand_in)
+            for key, value in state.items():
+                require_entry(holding, key, value, owner.rank)
+                where = f"{OPTIMIZER}.state[{holding.names[0]!r}][{key!r}]"
+                if not writes:
+                    continue
+                if not isinstance(value, torch.Tensor):
+                    Encoder().encode(value, where)
+                elif value.dtype not in NAMES:
+                    raise ConfigTypeError(f"{where} is of {value.dtype}, which no checkpoint holds.")
+
+
+# Values that are infinite or no number, which a checkpoint would hand on.
+
+
+#: Names that one rank tells, and ranks that are asked.
+_NAMES, _RANKS = 64, 4
+
+
+def not_finite(owner: Root, joint: Joint | None) -> list[str]:
+    """Names of the model's sharded parameters and of the optimizer's state with such elements on this rank.
+
+    Looks at each unit's flat master and at each tensor of the state once, and waits for the device once. Buffers are
+    not looked at: masks are infinite on purpose.
+    """
+    units = [unit for unit in owner.units if _has_numbers(unit.master)]
+    states = [] if joint is None else list(_states(joint))
+    sound = _are_finite([*(unit.master for unit in units), *(values for *_, values in states)])
+    found = [
+        parameter.names[0]
+        for unit, is_sound in zip(units, sound, strict=False)
+        if not is_sound
+        for parameter, piece in zip(unit.parameters, unit.originals.tensors, strict=True)
+        if piece.numel() and not _are_finite([piece])[0]
+    ]
+    broken = [state for state, is_sound in zip(states, sound[len(units) :], strict=True) if not is_sound]
+    if joint is not None and broken:
+        held = holdings(owner, joint.groups)
+        found += [f"{key} of {name}" for parameter, key, values in broken for name in _named(held[parameter], values)]
+    return list(dict.fromkeys(found))
+
+
+def of_all(owner: Root, names: Sequence[str]) -> list[str]:
+    """What ``not_finite`` found on any rank: nothing where it found nothing on all. Every rank calls it."""
+    answers = Answers(owner.collectives, len(names), json.dumps(names[:_NAMES]) if names else "")
+    telling = [rank for rank, number in enumerate(answers.numbers) if number]
+    found = [name for ranks in answers.alike(telling)[:_RANKS] for name in json.loads(answers.words_of(ranks[0]))]
+    order = {parameter.names[0]: at for at, parameter in enumerate(p for unit in owner.units for p in unit.parameters)}
+    return sorted(dict.fromkeys(found), key=lambda name: order.get(name, len(order)))
+
+
+def _states(joint: Joint) -> Iterator[tuple[nn.Parameter, str, torch.Tensor]]:
+    for group in joint.groups:
+        for parameter in group["params"]:
+            for key, value in joint.state_of(parameter).items():
+                for values in _plain(value):
+                    yield parameter, key, values
+
+
+def _plain(value: object) -> Iterator[torch.Tensor]:
+    """The tensors with numbers that ``value`` is made of: of eight bits, say, those of its scales."""
+    if not isinstance(value, torch.Tensor):
+        return
+    flatten = getattr(value, "__tensor_flatten__", None)
+    if flatten is not None:
+        for name in flatten()[0]:
+            yield from _plain(getattr(value, name))
+    elif _has_numbers(value):
+        yield value.detach()
+
+
+def _has_numbers(values: torch.Tensor) -> bool:
+    return values.numel() > 0 and values.is_floating_point()
+
+
+def _named(holding: Holding, values: torch.Tensor) -> list[str]:
+    """Which of the parameters that ``holding`` stands for have such elements in ``values``, of their state."""
+    if values.shape != holding.parameter.shape or not holding.places:
+        return list(holding.names)
+    return [
+        name
+        for name, part in holding.parts(values).items()
+        if not all(_are_finite([chunk.view for chunk in part.chunks if chunk.view.numel()]))
+    ]
+
+
+@torch.no_grad()
+def _are_finite(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    # By the least and the largest of each, for which no memory is taken: a shard fills much of its device.
+    ends: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
+    for index, tensor in enumerate(tensors):
+        # Of eight bits torch computes nothing.
+        least, most = torch.aminmax(tensor.to(torch.float32) if tensor.element_size() == 1 else tensor)
+        ends.setdefault((least.device, least.dtype), []).extend(((index, least), (index, most)))
+    result = [True] * len(tensors)
+    for found in ends.values():
+        flags = torch.isfinite(torch.stack([end for _, end in found])).tolist()
+        for (index, _), value in zip(found, flags, strict=True):
+            result[index] &= value
+    return result
+
+
+def state_of(owner: Root, model: nn.Module, optimizer: Optimizers | None, *, frozen: bool) -> dict[str, Any]:
+    """What this rank knows of what a save writes; arguments and errors are those of ``save``."""
+    values = model_state(model)
+    if not frozen:
+        left_out = frozen_names(model)
+        values = {name: value for name, value in values.items() if name not in left_out}
+    if owner.rank != 0 and owner.collectives.capabilities.can_communicate:
+        # Buffers may differ between ranks (running statistics); one rank's must go together.
+        values = {name: value for name, value in values.items() if isinstance(value, CheckpointTensor)}
+    state: dict[str, Any] = {MODEL: values}
+    if optimizer is not None:
+        state[OPTIMIZER] = optimizer_state(model, optimizer)
+    return state
