@@ -1,4 +1,4 @@
-"""What a save or a load is called with: values of the right kind, which ranks compare."""
+"""What a save takes of a model: its state, its casters' state, and checks of both before anything is written."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, ConfigTypeError, UnsupportedError
+from ..inspect import ShardedModel, idle_model
 from ..interfaces import PrecisionCaster
 from ..io.memory import NAMES
-from ..runtime.root import Root
 from ..state.contents import (
     Joint,
     Optimizers,
@@ -25,11 +25,47 @@ from ..state.contents import (
     require_entry,
 )
 from ..state.exchange import Answers, together
-from ..state.resting import resting_root
-from ..state.restore import described
 from ..state.sharded import MODEL, OPTIMIZER, CheckpointTensor, Holding, holdings
 from .encoding import Encoder
 from .writing import Document, offered
+
+#: Names that one rank tells, and ranks that are asked.
+_NAMES, _RANKS = 64, 4
+
+
+def state_of(sharded: ShardedModel, model: nn.Module, optimizer: Optimizers | None, *, frozen: bool) -> dict[str, Any]:
+    """This rank's part of what a save writes; arguments and errors are those of ``save``."""
+    values = model_state(model)
+    if not frozen:
+        left_out = frozen_names(model)
+        values = {name: value for name, value in values.items() if name not in left_out}
+    if sharded.rank != 0 and sharded.collectives.capabilities.can_communicate:
+        # Buffers may differ between ranks (running statistics); one rank's must go together.
+        values = {name: value for name, value in values.items() if isinstance(value, CheckpointTensor)}
+    state: dict[str, Any] = {MODEL: values}
+    if optimizer is not None:
+        state[OPTIMIZER] = optimizer_state(model, optimizer)
+    return state
+
+
+def caster_states(sharded: ShardedModel) -> dict[str, dict[str, Any]]:
+    """State of each precision caster that has some, under the name of the first unit that it serves."""
+    states = {name: dict(caster.state_dict()) for name, caster in _casters(sharded).items()}
+    return {name: state for name, state in states.items() if state}
+
+
+def restore_casters(sharded: ShardedModel, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give the casters of the model what they had."""
+    for name, caster in _casters(sharded).items():
+        if name in states:
+            caster.load_state_dict(states[name])
+
+
+def _casters(sharded: ShardedModel) -> dict[str, PrecisionCaster]:
+    found: dict[int, tuple[str, PrecisionCaster]] = {}
+    for unit in sharded.units:
+        found.setdefault(id(unit.caster), (unit.name, unit.caster))
+    return dict(found.values())
 
 
 def number_of(given: object, name: str, least: int) -> int:
@@ -66,74 +102,6 @@ def mapping_of(given: object, name: str) -> Mapping[str, Any]:
     )
 
 
-def joint_of(optimizer: Optimizers | None) -> Joint | None:
-    """The argument ``optimizer`` as one.
-
-    Raises:
-        ConfigTypeError: there is something else among them.
-    """
-    return None if optimizer is None else Joint(optimizer)
-
-
-def told(joint: Joint | None) -> str:
-    """What ranks compare of optimizers: their classes, and how many groups each has."""
-    if joint is None:
-        return "None"
-    kinds = described(joint)
-    kinds = [kinds] if isinstance(kinds, Mapping) else kinds
-    groups = [own.stop - own.start for _, own in joint.parts()]
-    return ", ".join(f"{kind['class']} of {number} group(s)" for kind, number in zip(kinds, groups, strict=True))
-
-
-def settings_told(joint: Joint | None) -> dict[str, object]:
-    """What ranks compare of the settings of each group: a learning rate, say, that drifted apart on a rank's own loss.
-
-    Each rank steps its own pieces by its own settings, so that where they differ the model is a mixture. Of others than
-    numbers, words, None and tuples of these nothing is said.
-    """
-    if joint is None:
-        return {}
-    return {
-        f"{name} of the optimizer's group {index}": value
-        for index, group in enumerate(joint.groups)
-        # Two ranks' may stand in different orders.
-        for name, value in sorted(group.items())
-        if _is_plain(value)
-    }
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)
-
-
-# What a model's precision casters have to remember.
-
-
-def caster_states(owner: Root) -> dict[str, dict[str, Any]]:
-    """State of each that has some, under the name of the first unit that it serves."""
-    states = {name: dict(caster.state_dict()) for name, caster in _casters(owner).items()}
-    return {name: state for name, state in states.items() if state}
-
-
-def restore_casters(owner: Root, states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give the casters of the model what they had."""
-    for name, caster in _casters(owner).items():
-        if name in states:
-            caster.load_state_dict(states[name])
-
-
-def _casters(owner: Root) -> dict[str, PrecisionCaster]:
-    found: dict[int, tuple[str, PrecisionCaster]] = {}
-    for unit in owner.units:
-        found.setdefault(id(unit.caster), (unit.name, unit.caster))
-    return dict(found.values())
-
-
-# What a save would refuse, found before training: nobody learns of it at the first checkpoint.
-
-
 def require_saveable(
     model: nn.Module,
     optimizer: Optimizers | None,
@@ -157,29 +125,29 @@ def require_saveable(
         ConfigError, UnsupportedError: as ``save``, on the ranks whose state it is.
         RankMismatchError: on the others.
     """
-    owner = resting_root(model, "training")
+    sharded = idle_model(model, "training")
     what = "Looking at what checkpoints will hold"
-    with owner.meeting(what, (owner.collectives,)), together(owner.collectives, what):
+    with sharded.meeting(what, (sharded.collectives,)), together(sharded.collectives, what):
         try:
             also()
             if writes:
-                state = state_of(owner, model, optimizer, frozen=frozen)
-                offered(state, Document.of(state, {}, None, caster_states(owner), {}).tensors)
+                state = state_of(sharded, model, optimizer, frozen=frozen)
+                offered(state, Document.of(state, {}, None, caster_states(sharded), {}).tensors)
             elif optimizer is not None:
                 optimizer_state(model, optimizer)
             if optimizer is not None:
-                _require_expected(owner, Joint(optimizer), writes=writes)
+                _require_expected(sharded, Joint(optimizer), writes=writes)
         except (ConfigError, UnsupportedError) as error:
             raise type(error)(f"Checkpoints of this run would fail. {error} {remedy}".rstrip()) from error
 
 
-def _require_expected(owner: Root, joint: Joint, *, writes: bool) -> None:
-    held = holdings(owner, joint.groups)
+def _require_expected(sharded: ShardedModel, joint: Joint, *, writes: bool) -> None:
+    held = holdings(sharded, joint.groups)
     for each in joint.members:
         for parameter, stand_in, state in expected_state(each):
             holding = replace(held[parameter], parameter=stand_in)
             for key, value in state.items():
-                require_entry(holding, key, value, owner.rank)
+                require_entry(holding, key, value, sharded.rank)
                 where = f"{OPTIMIZER}.state[{holding.names[0]!r}][{key!r}]"
                 if not writes:
                     continue
@@ -189,42 +157,35 @@ def _require_expected(owner: Root, joint: Joint, *, writes: bool) -> None:
                     raise ConfigTypeError(f"{where} is of {value.dtype}, which no checkpoint holds.")
 
 
-# Values that are infinite or no number, which a checkpoint would hand on.
-
-
-#: Names that one rank tells, and ranks that are asked.
-_NAMES, _RANKS = 64, 4
-
-
-def not_finite(owner: Root, joint: Joint | None) -> list[str]:
+def not_finite(sharded: ShardedModel, joint: Joint | None) -> list[str]:
     """Names of the model's sharded parameters and of the optimizer's state with such elements on this rank.
 
     Looks at each unit's flat master and at each tensor of the state once, and waits for the device once. Buffers are
     not looked at: masks are infinite on purpose.
     """
-    units = [unit for unit in owner.units if _has_numbers(unit.master)]
+    units = [unit for unit in sharded.units if _has_numbers(unit.master)]
     states = [] if joint is None else list(_states(joint))
     sound = _are_finite([*(unit.master for unit in units), *(values for *_, values in states)])
     found = [
-        parameter.names[0]
+        parameter.name
         for unit, is_sound in zip(units, sound, strict=False)
         if not is_sound
-        for parameter, piece in zip(unit.parameters, unit.originals.tensors, strict=True)
-        if piece.numel() and not _are_finite([piece])[0]
+        for parameter in unit.parameters
+        if parameter.tensor.numel() and not _are_finite([parameter.tensor])[0]
     ]
     broken = [state for state, is_sound in zip(states, sound[len(units) :], strict=True) if not is_sound]
     if joint is not None and broken:
-        held = holdings(owner, joint.groups)
+        held = holdings(sharded, joint.groups)
         found += [f"{key} of {name}" for parameter, key, values in broken for name in _named(held[parameter], values)]
     return list(dict.fromkeys(found))
 
 
-def of_all(owner: Root, names: Sequence[str]) -> list[str]:
+def not_finite_anywhere(sharded: ShardedModel, names: Sequence[str]) -> list[str]:
     """What ``not_finite`` found on any rank: nothing where it found nothing on all. Every rank calls it."""
-    answers = Answers(owner.collectives, len(names), json.dumps(names[:_NAMES]) if names else "")
+    answers = Answers(sharded.collectives, len(names), json.dumps(names[:_NAMES]) if names else "")
     telling = [rank for rank, number in enumerate(answers.numbers) if number]
     found = [name for ranks in answers.alike(telling)[:_RANKS] for name in json.loads(answers.words_of(ranks[0]))]
-    order = {parameter.names[0]: at for at, parameter in enumerate(p for unit in owner.units for p in unit.parameters)}
+    order = {each.name: at for at, each in enumerate(each for unit in sharded.units for each in unit.parameters)}
     return sorted(dict.fromkeys(found), key=lambda name: order.get(name, len(order)))
 
 
@@ -254,7 +215,7 @@ def _has_numbers(values: torch.Tensor) -> bool:
 
 def _named(holding: Holding, values: torch.Tensor) -> list[str]:
     """Which of the parameters that ``holding`` stands for have such elements in ``values``, of their state."""
-    if values.shape != holding.parameter.shape or not holding.places:
+    if values.shape != holding.parameter.shape or not holding.sharded:
         return list(holding.names)
     return [
         name
@@ -277,18 +238,3 @@ def _are_finite(tensors: Sequence[torch.Tensor]) -> list[bool]:
         for (index, _), value in zip(found, flags, strict=True):
             result[index] &= value
     return result
-
-
-def state_of(owner: Root, model: nn.Module, optimizer: Optimizers | None, *, frozen: bool) -> dict[str, Any]:
-    """What this rank knows of what a save writes; arguments and errors are those of ``save``."""
-    values = model_state(model)
-    if not frozen:
-        left_out = frozen_names(model)
-        values = {name: value for name, value in values.items() if name not in left_out}
-    if owner.rank != 0 and owner.collectives.capabilities.can_communicate:
-        # Buffers may differ between ranks (running statistics); one rank's must go together.
-        values = {name: value for name, value in values.items() if isinstance(value, CheckpointTensor)}
-    state: dict[str, Any] = {MODEL: values}
-    if optimizer is not None:
-        state[OPTIMIZER] = optimizer_state(model, optimizer)
-    return state

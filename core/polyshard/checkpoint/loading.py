@@ -18,16 +18,15 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ..errors import ConfigError, PolyshardError, RankMismatchError, StateError
+from ..inspect import ShardedModel, idle_model
 from ..interfaces import Collectives
 from ..io.files import path_of
-from ..runtime.root import Root
 from ..state.contents import Joint, Optimizers
 from ..state.exchange import Answers, coordinates, require_seen, tell_listeners, together
-from ..state.resting import resting_root
 from ..state.restore import ModelRestore, OptimizerRestore
 from ..state.sharded import MODEL, OPTIMIZER, holdings
 from ..state.source import Source, listed, opening, require_name
-from .contents import joint_of, restore_casters, told
+from .contents import restore_casters
 from .folder import Line
 from .manifest import MARKER, Marker
 from .pending import History
@@ -69,24 +68,24 @@ def load(
             alike. Nothing was changed.
         Exception: a listener's, on its rank, once everything is loaded.
     """
-    owner = resting_root(model, "checkpoint.load()")
-    with owner.meeting("load of a checkpoint", (owner.collectives,)):
-        extra = _load(owner, directory, model, optimizer, frozen=frozen)
-        _tell(owner, model, directory)
+    sharded = idle_model(model, "checkpoint.load()")
+    with sharded.meeting("load of a checkpoint", (sharded.collectives,)):
+        extra = _load(sharded, directory, model, optimizer, frozen=frozen)
+        _tell(sharded, model, directory)
     return extra
 
 
 def _load(
-    owner: Root, directory: Path, model: nn.Module, optimizer: Optimizers | None, *, frozen: bool
+    sharded: ShardedModel, directory: Path, model: nn.Module, optimizer: Optimizers | None, *, frozen: bool
 ) -> Mapping[str, Any]:
-    collectives, history = owner.collectives, History.of(owner)
-    history.settle(owner)
+    collectives, history = sharded.collectives, sharded.attached(History)
+    history.settle(sharded)
     called: dict[str, object] = {}
     _require_seen(collectives, directory, MARKER)
     with together(collectives, f"Opening the checkpoint {directory}", called):
         directory = path_of(directory, "directory")
-        joint = joint_of(optimizer)
-        called.update(optimizer=told(joint), frozen=frozen)
+        joint = None if optimizer is None else Joint(optimizer)
+        called.update(optimizer=str(joint and joint.described), frozen=frozen)
         marker = Marker.read(directory)
         if coordinates(collectives):
             marker.require_files(directory)
@@ -100,7 +99,7 @@ def _load(
         targets = ModelRestore(source, model, collectives.rank, frozen=frozen).targets
         restore = None
         if joint is not None:
-            restore = OptimizerRestore(source, owner, joint, manifest.optimizer.kind if manifest.optimizer else None)
+            restore = OptimizerRestore(source, sharded, joint, manifest.optimizer.kind if manifest.optimizer else None)
     with together(collectives, f"Reading the checkpoint {directory}"), _readable(directory, collectives):
         if restore is None:
             source.read(targets)
@@ -110,7 +109,7 @@ def _load(
             source.read(both)
             restore.targets.update({key: both[key] for key in restore.targets})
             restore.commit()
-        restore_casters(owner, precision)
+        restore_casters(sharded, precision)
         if coordinates(collectives):
             history.line = Line.from_loaded(directory, marker)
     return extra
@@ -142,24 +141,24 @@ def load_dcp(
         RankMismatchError: another rank failed, or was given another directory.
         OSError: reading failed; the model may hold parts of what was read.
     """
-    owner = resting_root(model, "checkpoint.load_dcp()")
-    with owner.meeting("load of a checkpoint", (owner.collectives,)):
-        _load_dcp(owner, directory, model, optimizer, keys)
-        _tell(owner, model, directory)
+    sharded = idle_model(model, "checkpoint.load_dcp()")
+    with sharded.meeting("load of a checkpoint", (sharded.collectives,)):
+        _load_dcp(sharded, directory, model, optimizer, keys)
+        _tell(sharded, model, directory)
 
 
 def _load_dcp(
-    owner: Root, directory: Path, model: nn.Module, optimizer: Optimizers | None, keys: DcpKeys | None
+    sharded: ShardedModel, directory: Path, model: nn.Module, optimizer: Optimizers | None, keys: DcpKeys | None
 ) -> None:
-    collectives = owner.collectives
+    collectives = sharded.collectives
     called: dict[str, object] = {}
     _require_seen(collectives, directory, _METADATA)
     opening = f"Opening the directory {directory}"
     with together(collectives, opening, called), _readable(directory, collectives):
         directory = path_of(directory, "directory")
-        joint = joint_of(optimizer)
-        called.update(optimizer=told(joint), keys=keys)
-        groups = [] if joint is None else _names(owner, joint)
+        joint = None if optimizer is None else Joint(optimizer)
+        called.update(optimizer=str(joint and joint.described), keys=keys)
+        groups = [] if joint is None else _names(sharded, joint)
         source = ForeignSource(directory, _metadata(directory), keys or DcpKeys(), groups)
         identity = hashlib.sha256((directory / _METADATA).read_bytes()).hexdigest()
     _require_same(directory, identity, collectives)
@@ -168,7 +167,7 @@ def _load_dcp(
         restore = None
         if joint is not None:
             source.find_optimizer()
-            restore = OptimizerRestore(source, owner, joint, None)
+            restore = OptimizerRestore(source, sharded, joint, None)
     with together(collectives, f"Reading the directory {directory}"), _readable(directory, collectives):
         source.read(targets)
         if restore is not None:
@@ -185,8 +184,8 @@ def _metadata(directory: Path) -> Any:
     return read_metadata(directory)
 
 
-def _names(owner: Root, joint: Joint) -> list[list[str]]:
-    held = holdings(owner, joint.groups)
+def _names(sharded: ShardedModel, joint: Joint) -> list[list[str]]:
+    held = holdings(sharded, joint.groups)
     return [[name for parameter in group["params"] for name in held[parameter].names] for group in joint.groups]
 
 
@@ -230,8 +229,10 @@ def _require_same(directory: Path, identity: str, collectives: Collectives) -> N
     )
 
 
-def _tell(owner: Root, model: nn.Module, directory: Path) -> None:
-    tell_listeners(owner.collectives, f"the load of {directory}", partial(owner.events.on_load, model, Path(directory)))
+def _tell(sharded: ShardedModel, model: nn.Module, directory: Path) -> None:
+    tell_listeners(
+        sharded.collectives, f"the load of {directory}", partial(sharded.tell_loaded, model, Path(directory))
+    )
 
 
 # Directories of ``torch.distributed.checkpoint`` that somebody else wrote, as sources of values.

@@ -25,11 +25,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import BackgroundSaveError, CollectiveTimeoutError, PolyshardError, RankMismatchError, StateError
+from ..errors import BackgroundSaveError, CollectiveTimeoutError, PolyshardError, RankMismatchError, StateError, words
+from ..inspect import Phase, ShardedModel
 from ..io.files import naming, read_whole, write_whole
-from ..runtime.peers import words
-from ..runtime.root import Root
-from ..runtime.step import Phase
 from ..state.exchange import Answers, coordinates, named
 from .encoding import a_count, a_list, a_text, an_object, checked, parse, render
 from .folder import NAME, Contents, JobLock, Line
@@ -394,14 +392,6 @@ class History:
     lock: JobLock | None = None
     """The claim to the folder that it saved to last; on the rank that coordinates."""
 
-    @classmethod
-    def of(cls, owner: Root) -> History:
-        """That of a model."""
-        if not isinstance(owner.history, cls):
-            owner.history = cls()
-        assert isinstance(owner.history, cls)
-        return owner.history
-
     def claim(self, folder: Path) -> None:
         """Have ``folder`` for this process alone, as long as the model saves there.
 
@@ -430,7 +420,7 @@ class History:
             return self.line
         return Line.begun(folder)
 
-    def close(self, root: Root) -> None:
+    def close(self, model: ShardedModel) -> None:
         """The model is closed: nothing of it is saved any more.
 
         Raises:
@@ -438,18 +428,18 @@ class History:
         """
         try:
             # Behind a communication that failed no rank can ask another: the log and the end of the program tell.
-            if self.pending is not None and root.phase is not Phase.FAILED:
-                with root.meeting("end of a save in the background", (root.collectives,)):
-                    self.settle(root, "The model is closed all the same.")
+            if self.pending is not None and model.phase is not Phase.FAILED:
+                with model.meeting("end of a save in the background", (model.collectives,)):
+                    self.settle(model, "The model is closed all the same.")
         finally:
             if self.lock is not None:
                 self.lock.release()
 
-    def settle(self, owner: Root, then: str = "This call was not begun: call it again.") -> None:
+    def settle(self, model: ShardedModel, then: str = "This call was not begun: call it again.") -> None:
         """Wait for the save in the background. Every rank calls it; does nothing where there is none.
 
         Args:
-            owner: The model's.
+            model: The history's.
             then: What a failure means for the call that tells of it.
 
         Raises:
@@ -460,7 +450,7 @@ class History:
             return
         what = f"The save of {pending.directory} in the background failed"
         heard = f"Listeners failed that were told of the checkpoint {pending.directory}, which is committed"
-        commits = coordinates(owner.collectives)
+        commits = coordinates(model.collectives)
         # Parts come first: the rank that commits may be waiting for a note that cannot be written. Then that rank,
         # which may be unable to tell the others by one. Where both went well, the others see the checkpoint soon.
         for words_for, ask in (
@@ -471,7 +461,7 @@ class History:
         ):
             failure = ask()
             number = _FAILED * (failure is not None) + _TOLD * pending.told
-            answers = Answers(owner.collectives, number, "" if failure is None else words(failure))
+            answers = Answers(model.collectives, number, "" if failure is None else words(failure))
             failed = [rank for rank, each in enumerate(answers.numbers) if each & _FAILED]
             if failed:
                 text = f"{words_for}:\n{answers.told(failed)}"

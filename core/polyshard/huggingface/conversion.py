@@ -16,7 +16,7 @@ from ..errors import ConfigError, UnsupportedError
 from ..io.boxes import Box, Chunk, box_within
 from ..io.memory import castable
 from .files import Saved, SavedTensor, Transfer
-from .tensors import Held
+from .tensors import ModelTensor
 
 #: Tensors by name of the one side, and of the other, put together of them by slices, ``cat``, ``stack`` and the like.
 Conversion = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
@@ -55,9 +55,9 @@ class Match:
 
     recipes: dict[str, tuple[Part, ...]]
     """For each tensor of the model, by its first name, the parts of files that it is made of."""
-    ties: list[tuple[Held, str, tuple[Part, ...], str, tuple[Part, ...]]]
+    ties: list[tuple[ModelTensor, str, tuple[Part, ...], str, tuple[Part, ...]]]
     """Tied tensors that the files have under two names: these must be equal."""
-    kept: list[Held]
+    kept: list[ModelTensor]
     """Tensors that the files lack, and that were allowed to keep the values they have."""
 
 
@@ -86,7 +86,7 @@ class _Misfits:
 
 def match(
     saved: Saved,
-    held: Sequence[Held],
+    held: Sequence[ModelTensor],
     convert: Conversion,
     *,
     missing: Collection[str],

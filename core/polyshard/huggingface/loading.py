@@ -15,17 +15,14 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, RankMismatchError
+from ..inspect import ShardedModel, ShardedUnit, idle_model, send_from_first
 from ..io.boxes import Box, Chunk, slabs
 from ..io.files import path_of
-from ..planning.values import send_from_first
-from ..runtime.root import Root
-from ..runtime.unit import Unit
 from ..state.exchange import coordinates, from_first, require_seen, speaks, tell_listeners, together
-from ..state.resting import resting_root
 from . import _private
 from .conversion import Conversion, Match, Part, listed, match, transfers_of
 from .files import STAGED_NBYTES, OpenFiles, Reader, Saved, open_saved, read_all
-from .tensors import Held, held_in, of_shard, refuse_hollow
+from .tensors import ModelTensor, of_shard, refuse_hollow, tensors_of
 
 #: For ranks that have not one file system.
 _ALONE = " Pass ranks='first' to read on rank 0 for all."
@@ -88,8 +85,8 @@ def load_through(
     open_files: OpenFiles | None = None,
 ) -> None:
     """``load``, with another way to read files. ``open_files``: what is told beforehand which files will be read."""
-    root = resting_root(model, "huggingface.load()")
-    module, collectives = root.stages[0].module, root.collectives
+    sharded = idle_model(model, "huggingface.load()")
+    module, collectives = sharded.module, sharded.collectives
     reads = ranks == "all" or coordinates(collectives)
     saved: Saved | None = None
     found: Match | None = None
@@ -104,10 +101,10 @@ def load_through(
     with together(collectives, f"Opening {path}"):
         if reads:
             saved = open_saved(path)
-    _require_same(root, path, ranks, saved)
+    _require_same(sharded, path, ranks, saved)
     with together(collectives, f"Matching {path} with the model"):
-        held = held_in(root)
-        refuse_hollow(held, root.rank)
+        held = tensors_of(sharded)
+        refuse_hollow(held, sharded.rank)
         if saved is not None:
             shapes = {name: each.shape for each in held for name in each.names}
             found = match(
@@ -118,7 +115,7 @@ def load_through(
                 unexpected=unexpected,
                 ignored=_private.unwanted(module),
                 model=type(module).__name__,
-                rank=root.rank,
+                rank=sharded.rank,
             )
             if open_files is not None:
                 open_files.open(dict.fromkeys(each.file for each in saved.tensors.values()))
@@ -126,18 +123,18 @@ def load_through(
             kept = {each.names[0] for each in found.kept}
     if ranks == "first":
         kept = from_first(collectives, kept)
-    _refuse_together(root, path, _unset(held, kept), different)
+    _refuse_together(sharded, path, _unset(held, kept), different)
     if ranks == "all":
         with together(collectives, f"Reading {path}"):
             assert saved is not None
             assert found is not None
             _read(held, found, saved, reader)
     else:
-        _read_for_all(root, held, kept, found, saved, reader)
-    tell_listeners(collectives, f"the load of {path}", partial(root.events.on_load, model, path))
+        _read_for_all(sharded, held, kept, found, saved, reader)
+    tell_listeners(collectives, f"the load of {path}", partial(sharded.tell_loaded, model, path))
 
 
-def _read(held: Iterable[Held], found: Match, saved: Saved, reader: Reader) -> None:
+def _read(held: Iterable[ModelTensor], found: Match, saved: Saved, reader: Reader) -> None:
     read_all(
         (
             transfer
@@ -150,32 +147,32 @@ def _read(held: Iterable[Held], found: Match, saved: Saved, reader: Reader) -> N
 
 
 def _read_for_all(
-    root: Root,
-    held: Iterable[Held],
+    sharded: ShardedModel,
+    held: Iterable[ModelTensor],
     kept: Collection[str],
     found: Match | None,
     saved: Saved | None,
     reader: Reader,
 ) -> None:
     """Rank 0 reads, and sends to each rank what it keeps: one shard of one unit at a time. ``kept``: not sent."""
-    collectives = root.collectives
-    for unit in root.units:
+    collectives = sharded.collectives
+    for unit in sharded.units:
         for shard_rank in range(unit.layout.world_size):
-            shard = torch.zeros(unit.layout.shard_numel, dtype=unit.master.dtype, device=unit.spec.device)
+            shard = torch.zeros(unit.layout.shard_numel, dtype=unit.master.dtype, device=unit.device)
             with together(collectives, f"Reading unit '{unit.name}'"):
                 if found is not None and saved is not None:
                     _read(of_shard(unit, shard, shard_rank), found, saved, reader)
             send_from_first([shard], collectives, shard.device)
-            if shard_rank == unit.grid.shard_rank:
+            if shard_rank == unit.shard_rank:
                 _take(unit, shard, kept)
     with together(collectives, "Reading what is not sharded"):
         others = [each for each in held if each.unit is None and each.names[0] not in kept]
         if found is not None and saved is not None:
             _read(others, found, saved, reader)
-    send_from_first([chunk.view for each in others for chunk in each.chunks], collectives, root.units[0].spec.device)
+    send_from_first([chunk.view for each in others for chunk in each.chunks], collectives, sharded.units[0].device)
 
 
-def _take(unit: Unit, shard: torch.Tensor, kept: Collection[str]) -> None:
+def _take(unit: ShardedUnit, shard: torch.Tensor, kept: Collection[str]) -> None:
     with torch.no_grad():
         for target, source in zip(of_shard(unit, unit.master), of_shard(unit, shard), strict=True):
             if target.names[0] not in kept:
@@ -183,11 +180,11 @@ def _take(unit: Unit, shard: torch.Tensor, kept: Collection[str]) -> None:
                     to.view.copy_(given.view)
 
 
-def _require_same(root: Root, path: Path, ranks: Ranks, saved: Saved | None) -> None:
-    if not speaks(root.collectives):
+def _require_same(sharded: ShardedModel, path: Path, ranks: Ranks, saved: Saved | None) -> None:
+    if not speaks(sharded.collectives):
         return
     text = "" if saved is None else json.dumps(saved.identity())
-    everyone = root.collectives.all_gather_object((ranks, str(path), hashlib.sha256(text.encode()).hexdigest()))
+    everyone = sharded.collectives.all_gather_object((ranks, str(path), hashlib.sha256(text.encode()).hexdigest()))
     wanted, where, digest = everyone[0]
     for rank, (other, elsewhere, another) in enumerate(everyone):
         if other != wanted:
@@ -207,7 +204,7 @@ def _refuse_text(**patterns: Collection[str]) -> None:
             raise ConfigError(f"{name} must be several patterns, such as {name}=[{given!r}], not one text.")
 
 
-def _unset(held: Iterable[Held], kept: Collection[str]) -> list[str]:
+def _unset(held: Iterable[ModelTensor], kept: Collection[str]) -> list[str]:
     """Which of ``kept`` have no values on this rank."""
     return [
         each.names[0]
@@ -237,21 +234,21 @@ def _equal(box: Box, dtype: torch.dtype, recipes: Iterable[Sequence[Part]], save
     return torch.equal(values[0], values[1])
 
 
-def _refuse_together(root: Root, path: Path, unset: list[str], different: list[str]) -> None:
+def _refuse_together(sharded: ShardedModel, path: Path, unset: list[str], different: list[str]) -> None:
     """Raise on all ranks alike what any of them found in its elements."""
     everyone = [(unset, different)]
-    if speaks(root.collectives):
-        everyone = root.collectives.all_gather_object((unset, different))
+    if speaks(sharded.collectives):
+        everyone = sharded.collectives.all_gather_object((unset, different))
     names = list(dict.fromkeys(name for each, _ in everyone for name in each))
     if names:
         raise ConfigError(
             f"{path} lacks {listed(names)}, which load() was told may be missing, but there are no values to keep "
-            f"(rank {root.rank}). Name them in to_be_loaded(model, fresh=...) too, so that shard() initialises them."
+            f"(rank {sharded.rank}). Name them in to_be_loaded(model, fresh=...) too, so that shard() initialises them."
         )
     pairs = list(dict.fromkeys(pair for _, each in everyone for pair in each))
     if pairs:
         raise ConfigError(
-            f"The model ties {'; '.join(pairs)}, but {path} has different values for them (rank {root.rank}). Build "
+            f"The model ties {'; '.join(pairs)}, but {path} has different values for them (rank {sharded.rank}). Build "
             "the model without the tie (tie_word_embeddings=False in its configuration), or leave one of them out by "
             "a convert function."
         )

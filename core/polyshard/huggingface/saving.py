@@ -17,17 +17,15 @@ from torch import nn
 
 from ..checkpoint.folder import Attempt, attempt_in
 from ..errors import ConfigError, UnsupportedError
-from ..functions.whole import gather_whole
+from ..inspect import ShardedModel, idle_model
 from ..io.files import path_of, sync_directory
 from ..io.memory import castable, name_of
-from ..runtime.root import Root
 from ..state.exchange import coordinates, from_first, require_seen, speaks, tell_listeners, together
-from ..state.resting import resting_root
 from . import _private
 from .conversion import Conversion, Part, converted, covered, listed, transfers_of
 from .files import INDEX, WEIGHTS, OpenFiles, SavedTensor, Writer, header_of, write_all
 from .loading import Ranks
-from .tensors import Held, held_in, of_whole, refuse_hollow, shared_out
+from .tensors import ModelTensor, of_whole, refuse_hollow, shared_out, tensors_of
 
 
 def save(
@@ -103,26 +101,28 @@ def save_through(
     open_files: OpenFiles | None = None,
 ) -> None:
     """``save``, with another way to write. ``open_files``: what is told beforehand which files, and closes them."""
-    root = resting_root(model, "huggingface.save()")
-    collectives, what = root.collectives, f"the export to {folder}"
+    sharded = idle_model(model, "huggingface.save()")
+    collectives, what = sharded.collectives, f"the export to {folder}"
     attempt: Attempt | None = None
     with ExitStack() as stack:
         with together(collectives, f"Preparing {what}"):
             folder = path_of(folder, "folder")
-            _refuse_settings(root, folder, ranks, dtype)
-            held = held_in(root)
-            refuse_hollow(held, root.rank)
-            plan = _planned(root, held, convert, dtype, nbytes_of(max_shard_size))
+            _refuse_settings(sharded, folder, ranks, dtype)
+            held = tensors_of(sharded)
+            refuse_hollow(held, sharded.rank)
+            plan = _planned(sharded, held, convert, dtype, nbytes_of(max_shard_size))
             if coordinates(collectives):
                 stack.callback(
                     _leave_no_empty, [each for each in (folder, *folder.parents) if not os.path.exists(each)]
                 )
                 attempt = stack.enter_context(attempt_in(folder))
-                _begin(root.stages[0].module, attempt.path, plan, dtype)
+                _begin(sharded.module, attempt.path, plan, dtype)
         given = from_first(collectives, (ranks, None if attempt is None else attempt.path.name))
         with together(collectives, f"Opening {what}"):
             if given[0] != ranks:
-                raise ConfigError(f"save() was given ranks={given[0]!r} on rank 0 and {ranks!r} on rank {root.rank}.")
+                raise ConfigError(
+                    f"save() was given ranks={given[0]!r} on rank 0 and {ranks!r} on rank {sharded.rank}."
+                )
             directory = folder / given[1]
             writes = ranks == "all" or coordinates(collectives)
         require_seen(collectives, directory, directory.is_dir() or not writes, _ALONE)
@@ -136,8 +136,8 @@ def save_through(
             with together(collectives, f"Writing {what}"):
                 _write((shared_out(each) for each in held if each.unit is not None), plan, placed, writer)
         else:
-            for unit in root.units:
-                whole = gather_whole(unit, unit.master)
+            for unit in sharded.units:
+                whole = unit.gather(unit.master)
                 with together(collectives, f"Writing unit '{unit.name}' for {what}"):
                     if writes:
                         _write(of_whole(unit, whole), plan, placed, writer)
@@ -150,7 +150,7 @@ def save_through(
         with together(collectives, f"Committing {what}"):
             if attempt is not None:
                 _commit(attempt.path, folder, plan.shards)
-    tell_listeners(collectives, f"{what}, which is written", partial(root.events.on_save, model, folder))
+    tell_listeners(collectives, f"{what}, which is written", partial(sharded.tell_saved, model, folder))
 
 
 def require_saveable(model: nn.Module) -> None:
@@ -159,10 +159,10 @@ def require_saveable(model: nn.Module) -> None:
     Raises:
         ConfigError, UnsupportedError, StateError: as ``save``.
     """
-    root = resting_root(model, "huggingface.save()")
-    held = held_in(root)
-    refuse_hollow(held, root.rank)
-    _planned(root, held, None, None, nbytes_of("5GB"))
+    sharded = idle_model(model, "huggingface.save()")
+    held = tensors_of(sharded)
+    refuse_hollow(held, sharded.rank)
+    _planned(sharded, held, None, None, nbytes_of("5GB"))
 
 
 def _leave_no_empty(made: Iterable[Path]) -> None:
@@ -172,22 +172,22 @@ def _leave_no_empty(made: Iterable[Path]) -> None:
             folder.rmdir()
 
 
-def _refuse_settings(root: Root, folder: Path, ranks: Ranks, dtype: torch.dtype | None) -> None:
+def _refuse_settings(sharded: ShardedModel, folder: Path, ranks: Ranks, dtype: torch.dtype | None) -> None:
     if ranks not in ("all", "first"):
         raise ConfigError(f"ranks must be 'all' or 'first', not {ranks!r}.")
     if dtype is not None and not (dtype.is_floating_point and name_of(dtype) and castable(torch.float32, dtype)):
         raise ConfigError(f"dtype must be float64, float32, float16 or bfloat16, not {dtype}.")
-    if root.collectives.world_size > 1 and not speaks(root.collectives):
+    if sharded.collectives.world_size > 1 and not speaks(sharded.collectives):
         raise UnsupportedError(
-            f"One rank of a pretended world of {root.collectives.world_size} has only its own elements (rank "
-            f"{root.rank}), which are no checkpoint. Save from ranks that exist."
+            f"One rank of a pretended world of {sharded.collectives.world_size} has only its own elements (rank "
+            f"{sharded.rank}), which are no checkpoint. Save from ranks that exist."
         )
 
 
 def _planned(
-    root: Root, held: Sequence[Held], convert: Conversion | None, dtype: torch.dtype | None, most: int
+    sharded: ShardedModel, held: Sequence[ModelTensor], convert: Conversion | None, dtype: torch.dtype | None, most: int
 ) -> _Plan:
-    module = root.stages[0].module
+    module = sharded.module
     shapes = {name: each.shape for each in held for name in each.names}
     away, left_out = _private.tied_away(module), _private.left_out_of_files(module)
     kept = {_name_to_keep(each, away): each for each in held}
@@ -225,7 +225,7 @@ def _planned(
     return _Plan(divided(written, most), recipes, parameters)
 
 
-def _name_to_keep(held: Held, away: frozenset[str]) -> str:
+def _name_to_keep(held: ModelTensor, away: frozenset[str]) -> str:
     return next((name for name in held.names if name not in away), held.names[0])
 
 
@@ -243,7 +243,7 @@ def _begin(module: nn.Module, directory: Path, plan: _Plan, dtype: torch.dtype |
     _private.write_config(module, directory, dtype or (kinds[0] if kinds else torch.get_default_dtype()))
 
 
-def _write(held: Iterable[Held], plan: _Plan, placed: Mapping[str, SavedTensor], writer: Writer) -> None:
+def _write(held: Iterable[ModelTensor], plan: _Plan, placed: Mapping[str, SavedTensor], writer: Writer) -> None:
     write_all(
         (transfer for each in held for transfer in transfers_of(each.chunks, plan.recipes[each.names[0]], placed)),
         writer,

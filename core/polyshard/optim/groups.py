@@ -1,4 +1,4 @@
-"""Which parameters of a model an optimizer for matrices takes, and which are left to another one."""
+"""Which parameters of a model go to which optimizer or parameter group, by their whole shapes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..api import placement
 from ..errors import ConfigError, ConfigTypeError
-from ..functions.lookup import placement_of
 
 
 class MatrixSplit(NamedTuple):
@@ -41,7 +41,7 @@ def for_matrices(model: nn.Module, *, leave_out: Collection[nn.Module] = ()) -> 
     split = MatrixSplit([], [])
     for parameter in model.parameters():
         if parameter.requires_grad:
-            is_matrix = parameter not in excluded and len(placement_of(parameter).shape) == 2
+            is_matrix = parameter not in excluded and len(placement(parameter).shape) == 2
             (split.matrices if is_matrix else split.others).append(parameter)
     return split
 
@@ -63,9 +63,6 @@ def refuse_strangers(model: nn.Module, leave_out: Collection[nn.Module], call: s
     for each in leave_out:
         if each not in inside:
             raise ConfigError(f"leave_out of {call} has a {type(each).__name__} that is not inside the model.")
-
-
-# Which parameters of a model decay, as parameter groups of an optimizer.
 
 
 def decay_groups(
@@ -91,7 +88,7 @@ def decay_groups(
     others: list[nn.Parameter] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
-            decays = parameter not in excluded and len(placement_of(parameter).shape) >= 2
+            decays = parameter not in excluded and len(placement(parameter).shape) >= 2
             (decaying if decays else others).append(parameter)
     groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]

@@ -1,4 +1,9 @@
-"""The passes of ``momentum.py`` as Triton kernels: each element is read once, computed with in fp32, written once."""
+"""Muon's passes over memory and products as Triton kernels.
+
+The momentum and the step read and write each element once, and compute in fp32. Of ``A A^T`` one half is the other:
+blocks below the diagonal are computed and written twice, which takes 0.55 to 0.85 of the time of cuBLAS's whole product
+on an H200, with the same bits (docs/performance.md, "Muon").
+"""
 
 from __future__ import annotations
 
@@ -42,14 +47,8 @@ def go_along(parameter: torch.Tensor, direction: torch.Tensor, keep: float, step
     _go_along[(triton.cdiv(numel, _BLOCK),)](parameter, direction, numel, keep, step, _BLOCK)
 
 
-# Products that are symmetric, computed by half, as a Triton kernel.
-#
-# Of ``A A^T`` one half is the other. Blocks below the diagonal are computed and written twice: on an H200 that takes 0.55
-# to 0.85 of the time of cuBLAS's whole product, with the same bits for ``A A^T`` (docs/performance.md, "Muon").
-
-
 #: Rows and columns of a block, and the columns of ``A`` that are read at a time.
-_BLOCK_symmetric_product, _DEPTH = 128, 64
+_ROWS, _DEPTH = 128, 64
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -124,7 +123,7 @@ def _launch(
 ) -> torch.Tensor:
     count, rows, columns = matrices.shape
     out = torch.empty(count, rows, rows, dtype=matrices.dtype, device=matrices.device)
-    side = triton.cdiv(rows, _BLOCK_symmetric_product)
+    side = triton.cdiv(rows, _ROWS)
     _half[(side * (side + 1) // 2, count)](
         matrices,
         out if added is None else added,
@@ -136,7 +135,7 @@ def _launch(
         beta,
         diagonal,
         added is not None,
-        _BLOCK_symmetric_product,
+        _ROWS,
         _DEPTH,
         num_warps=4,
         # Tried on an H200: long rows leave more to be fetched ahead.

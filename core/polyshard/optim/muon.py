@@ -11,14 +11,16 @@ import torch
 from torch import nn
 
 from .. import _torch_private
+from ..api import placement
 from ..errors import ConfigError, ConfigTypeError
-from ..functions.lookup import placement_of
 from .whole_tensors import Parameters, WholeTensorOptimizer
 
 #: Of the quintic that Muon's authors tuned for its slope at zero (Jordan et al. 2024, "Muon: An optimizer for hidden
 #: layers in neural networks"); torch.optim.Muon has the same.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
+#: Dtypes of which Triton computes half of a symmetric product.
+_HALVES = (torch.bfloat16, torch.float16)
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 
@@ -157,19 +159,13 @@ def _refuse_bad_settings(group: Mapping[str, Any]) -> None:
 
 def _refuse_no_matrices(parameters: Sequence[nn.Parameter]) -> None:
     for parameter in parameters:
-        shape = placement_of(parameter).shape
+        shape = placement(parameter).shape
         if len(shape) != 2 or parameter.is_complex():
             raise ConfigError(
                 f"Muon only supports 2D parameters whereas we found a parameter with size: {shape} of "
                 f"{parameter.dtype}. Give it matrices alone (polyshard.optim.for_matrices), and the rest to another "
                 "optimizer."
             )
-
-
-# Orthogonal factors of matrices by Newton-Schulz iterations, as Muon wants them.
-
-
-_HALVES = (torch.bfloat16, torch.float16)
 
 
 def newton_schulz(
@@ -193,7 +189,7 @@ def newton_schulz(
     # The longer side first in memory: the products below take 0.93 of the time that they take the other way round.
     tall = matrices.mT if wide else matrices
     y = torch.div(tall, norms, out=torch.empty(tall.shape, dtype=tall.dtype, device=tall.device))
-    halves = _symmetric_product() if y.is_cuda and y.dtype in _HALVES else None
+    halves = _kernels(y, _HALVES)
     for _ in range(steps):
         if halves is not None:
             y = y @ halves.quadratic(halves.gram(y.mT), a, b, c)
@@ -209,20 +205,6 @@ def newton_schulz_flops(rows: int, columns: int, steps: int = 5) -> float:
     return steps * (4.0 * short * short * long + 2.0 * short**3)
 
 
-def _symmetric_product() -> ModuleType | None:
-    """The kernel, where this build of torch comes with Triton."""
-    try:
-        from . import kernels
-    except ImportError:
-        return None
-    return kernels
-
-
-# The passes over memory around an orthogonalisation: a running mean, and a step along the result.
-#
-# On CUDA each is one Triton kernel a tensor. Built of torch's operations they would move twice as much and more.
-
-
 def mix(
     means: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
@@ -232,7 +214,8 @@ def mix(
 ) -> None:
     """Move each mean towards its gradient by ``1 - momentum``; into each place goes the mean, or Nesterov's mixture.
 
-    That is the gradient moved by ``momentum`` towards the new mean.
+    That is the gradient moved by ``momentum`` towards the new mean. On CUDA one Triton kernel a tensor does it: built
+    of torch's operations it would move more than twice as much memory.
     """
     kernels = _kernels(means[0]) if means else None
     if kernels is not None and all(map(_dense, means, gradients, places)):
@@ -271,9 +254,9 @@ def _dense(first: torch.Tensor, *others: torch.Tensor) -> bool:
     return first.is_contiguous() and all(each.is_cuda and each.stride() == first.stride() for each in others)
 
 
-def _kernels(tensor: torch.Tensor) -> ModuleType | None:
-    """The kernels, where ``tensor`` is on CUDA, in fp32, and this build of torch comes with Triton."""
-    if not tensor.is_cuda or tensor.dtype != torch.float32:
+def _kernels(tensor: torch.Tensor, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> ModuleType | None:
+    """The Triton kernels, where ``tensor`` is on CUDA, in one of ``dtypes``, and this build of torch has Triton."""
+    if not tensor.is_cuda or tensor.dtype not in dtypes:
         return None
     try:
         from . import kernels

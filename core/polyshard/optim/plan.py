@@ -1,12 +1,23 @@
-"""What an optimizer that needs whole tensors exchanges with whom: found at its first step, and kept."""
+"""What an optimizer that needs whole tensors exchanges with whom: found at its first step, and kept.
+
+[Note: one round]
+Each rank has a piece of each tensor, or none. Some tensors are brought together at one *owner* each, which computes
+something of the same shape; every rank gets back the part of that which belongs to its piece::
+
+    pieces ── pack ──► outgoing ── all_to_all ──► incoming ──► wholes ── transform ──► results
+    pieces ◄── update ── everyone ◄── all_gather ◄── outgoing ◄── all_to_all ◄── incoming ◄──┘
+
+Blocks of ``outgoing`` are by owner, those of ``incoming`` by the rank that they are from; both serve both ways. Where
+other groups hold the same shards (hybrid strategies), each group owns a part of the tensors, and the results for this
+rank's pieces go to the ranks that hold the same ones in an ``all_gather``. Without shards nothing else is sent.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import heapq
 import json
-import weakref
-from abc import ABC, abstractmethod
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,27 +27,14 @@ from torch import nn
 
 from .. import _torch_private
 from ..errors import ConfigError, RankMismatchError, UnsupportedError
-from ..functions.lookup import Found, live_roots
+from ..inspect import LocatedParameter, ShardedModel, find
 from ..interfaces import COMPLETED, Collectives, Work
-from ..planning.layout import product
-from ..runtime.root import Root
 
 #: Elements of one owner's tensors in a round at most, and at least: fewer leave products that do not fill a device.
 _MOST_NUMEL = 1 << 26
 _LEAST_NUMEL = 1 << 22
 #: Rounds that are wanted: of one, no exchange would run beside what is computed.
 _ROUNDS = 8
-
-
-class _Key(NamedTuple):
-    """The same for tensors that are exchanged together."""
-
-    root: Root | None
-    """Their model; None where it is not sharded."""
-    peers: Peers
-    dtype: torch.dtype
-    """In which they travel."""
-    device: torch.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +50,23 @@ class Whole:
     """Of the whole."""
     stride: tuple[int, ...]
     """Of the whole: in which order its elements lie."""
+    pieces: tuple[tuple[int, int], ...]
+    """For each shard the range of elements, in storage order, that it holds: ``(start, stop)``; ``(0, 0)`` for none."""
 
     @property
     def kind(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
         """Those of one kind are computed with together."""
         return self.group, self.shape, self.stride
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole."""
+        return math.prod(self.shape)
+
+    def size(self, shard: int) -> int:
+        """Elements of one piece."""
+        start, stop = self.pieces[shard]
+        return stop - start
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +75,13 @@ class Plan:
 
     wholes: tuple[Whole, ...]
     rounds: tuple[Round, ...]
-    beside: Beside
+    exchanges: Exchanges
     owners: int
     """Number of ranks that the tensors are spread over."""
     device: torch.device
     """Where they are computed with."""
-    root: weakref.ref[Root] | None
-    """Of the sharded model; a plan must not keep one alive. None for parameters of no sharded model."""
-
-
-def units_of(optimizer: torch.optim.Optimizer) -> list[object]:
-    """For each parameter the unit that it lies in, to be compared: plans hold for as long as these do."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [None if found is None else weakref.ref(found.unit) for found in live_roots.find(parameters)]
+    model: Callable[[], ShardedModel | None]
+    """The sharded model while it lives, which a plan must not extend; None for parameters of no sharded model."""
 
 
 def plan_for(
@@ -96,84 +100,75 @@ def plan_for(
         RankMismatchError: ranks gave it other parameters, or in another order.
     """
     wholes: dict[_Key, list[Whole]] = {}
-    founds: dict[_Key, list[Found | None]] = {}
+    orders: dict[_Key, tuple[int, ...]] = {}
     for number, group in enumerate(optimizer.param_groups):
-        for parameter, found in zip(group["params"], live_roots.find(group["params"]), strict=True):
+        for parameter, found in zip(group["params"], find(group["params"]), strict=True):
             whole, key = _whole(optimizer, parameter, number, found, dtype)
-            if 0 in whole.shape:
-                continue
-            wholes.setdefault(key, []).append(whole)
-            founds.setdefault(key, []).append(found)
+            if whole.numel:
+                wholes.setdefault(key, []).append(whole)
+                order = () if found is None else found.order
+                orders[key] = min(orders.get(key, order), order)
     # Ranks must exchange in one order, in whichever they were given the parameters of several models.
-    keys = sorted(wholes, key=lambda key: min((each.order for each in founds[key] if each is not None), default=()))
+    keys = sorted(wholes, key=orders.__getitem__)
     _compare(optimizer, {key: wholes[key] for key in keys})
-    return [_plan(key, tuple(wholes[key]), founds[key], work) for key in keys]
+    return [_plan(key, tuple(wholes[key]), work) for key in keys]
+
+
+class _Key(NamedTuple):
+    """The same for tensors that are exchanged together."""
+
+    model: ShardedModel | None
+    """None for tensors that are not sharded."""
+    peers: Peers
+    dtype: torch.dtype
+    """In which they travel."""
+    device: torch.device
 
 
 def _whole(
     optimizer: torch.optim.Optimizer,
     parameter: nn.Parameter,
     group: int,
-    found: Found | None,
+    found: LocatedParameter | None,
     dtype: torch.dtype | None,
 ) -> tuple[Whole, _Key]:
     if found is None:
-        whole = Whole(parameter, "", group, tuple(parameter.shape), tuple(parameter.stride()))
+        pieces: tuple[tuple[int, int], ...] = ((0, parameter.numel()),)
+        whole = Whole(parameter, "", group, tuple(parameter.shape), tuple(parameter.stride()), pieces)
         return whole, _Key(None, Peers(None, None), dtype or parameter.dtype, parameter.device)
-    unit = found.unit
-    if found.slot is None:
+    unit, rank = found.unit, found.model.rank
+    if found.position is None:
         raise ConfigError(
             f"{type(optimizer).__name__} needs whole tensors, but was given the flat parameter of unit '{unit.name}' "
-            f"(rank {found.root.rank}). Give it the model's own parameters."
+            f"(rank {rank}). Give it the model's own parameters."
         )
-    shard = unit.grid.shard
+    shard = unit.shard
     if shard is not None and not shard.capabilities.exchanges:
         raise UnsupportedError(
             f"{type(optimizer).__name__} brings whole tensors together by all_to_all, which "
-            f"{type(shard).__module__}:{type(shard).__name__} does not have (rank {found.root.rank}). Choose "
-            "collectives that have it, or strategy='no_shard'."
+            f"{type(shard).__module__}:{type(shard).__name__} does not have (rank {rank}). Choose collectives that "
+            "have it, or strategy='no_shard'."
         )
-    slot = unit.layout.slots[found.slot]
-    whole = Whole(parameter, unit.parameters[found.slot].names[0], group, slot.shape, slot.stride)
-    return whole, _Key(found.root, Peers(shard, unit.grid.replicate), dtype or unit.dtypes.grad, unit.spec.device)
+    slot = unit.layout.slots[found.position]
+    pieces = ((0, slot.numel),)
+    if shard is not None:
+        pieces = tuple(unit.layout.range_of(found.position, each) for each in range(shard.world_size))
+    whole = Whole(parameter, unit.parameters[found.position].name, group, slot.shape, slot.stride, pieces)
+    return whole, _Key(found.model, Peers(shard, unit.replicate), dtype or unit.grad_dtype, unit.device)
 
 
-def _plan(
-    key: _Key,
-    wholes: tuple[Whole, ...],
-    founds: Sequence[Found | None],
-    work: Callable[[int, tuple[int, ...]], float],
-) -> Plan:
-    root, peers, dtype, device = key
-    cuts = _cuts(wholes, founds, peers.shards)
+def _plan(key: _Key, wholes: tuple[Whole, ...], work: Callable[[int, tuple[int, ...]], float]) -> Plan:
+    model, peers, dtype, device = key
     owners = peers.shards * peers.replicas
     works = [work(each.group, each.shape) for each in wholes]
-    numels = [cut.numel for cut in cuts]
+    numels = [each.numel for each in wholes]
     most = min(_MOST_NUMEL, max(_LEAST_NUMEL, sum(numels) // owners // _ROUNDS))
     batches = rounds_of(owners_of(works, owners), owners, works, [each.kind for each in wholes], numels, most)
-    rounds = tuple(Round(cuts, batch, peers, dtype, device) for batch in batches)
+    rounds = tuple(Round(wholes, batch, peers, dtype, device) for batch in batches)
     group = peers.shard or peers.replicate
     ordered = group is not None and group.capabilities.stream_ordered and device.type == "cuda"
-    return Plan(
-        wholes,
-        rounds,
-        OnStream(device) if ordered else OnHost(),
-        owners,
-        device,
-        None if root is None else weakref.ref(root),
-    )
-
-
-def _cuts(wholes: Sequence[Whole], founds: Sequence[Found | None], shards: int) -> list[Cut]:
-    cuts = []
-    for whole, found in zip(wholes, founds, strict=True):
-        numel = product(whole.shape)
-        if found is None or found.slot is None or found.unit.grid.shard is None:
-            cuts.append(Cut(numel, ((0, numel),)))
-            continue
-        layout, slot = found.unit.layout, found.slot
-        cuts.append(Cut(numel, tuple(layout.range_of(slot, rank) for rank in range(shards))))
-    return cuts
+    reference = model.reference() if model is not None else lambda: None
+    return Plan(wholes, rounds, Exchanges(device if ordered else None), owners, device, reference)
 
 
 def _compare(
@@ -183,8 +178,8 @@ def _compare(
     """Raise on every rank where ranks do not bring the same tensors in the same order."""
     told: dict[Collectives, list[object]] = {}
     for key, members in wholes.items():
-        if key.root is not None:
-            exchanged = told.setdefault(key.root.collectives, [])
+        if key.model is not None:
+            exchanged = told.setdefault(key.model.collectives, [])
             exchanged.extend([each.name, each.group, each.shape, str(key.dtype)] for each in members)
     for collectives, mine in told.items():
         if not collectives.capabilities.can_communicate:
@@ -199,20 +194,6 @@ def _compare(
                 f"{type(optimizer).__name__} was given other parameters, or in another order, on some ranks ({where}). "
                 "Give every rank the same parameters in the same groups."
             )
-
-
-# One round's way from pieces to whole tensors and back: what this rank sends to whom, and where it lies.
-#
-# [Note: one round]
-# Each rank has a piece of each tensor, or none. Some tensors are brought together at one *owner* each, which computes
-# something of the same shape; every rank gets back the part of that which belongs to its piece::
-#
-# pieces ── pack ──► outgoing ── all_to_all ──► incoming ──► wholes ── transform ──► results
-# pieces ◄── update ── everyone ◄── all_gather ◄── outgoing ◄── all_to_all ◄── incoming ◄──┘
-#
-# Blocks of ``outgoing`` are by owner, those of ``incoming`` by the rank that they are from; both serve both ways. Where
-# other groups hold the same shards (hybrid strategies), each group owns a part of the tensors, and what became of this
-# rank's pieces goes to the ranks that hold the same ones in an ``all_gather``. Without shards that is all there is to it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,22 +227,7 @@ class Peers:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """How the ranks cut one tensor."""
-
-    numel: int
-    """Elements of the whole tensor."""
-    pieces: tuple[tuple[int, int], ...]
-    """For each shard the range of elements, in storage order, that it holds: ``(start, stop)``; ``(0, 0)`` for none."""
-
-    def size(self, shard: int) -> int:
-        """Elements of one piece."""
-        start, stop = self.pieces[shard]
-        return stop - start
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
+class SentPiece:
     """This rank's piece of one tensor, in the block of what it sends."""
 
     index: int
@@ -276,8 +242,8 @@ class Round:
     """Where everything of one round lies. Made once; a step only runs it.
 
     Args:
-        cuts: of each tensor.
-        batches: for each owner, which of ``cuts`` it owns in this round, all of one size; owner
+        wholes: all tensors of the plan.
+        batches: for each owner, which of ``wholes`` it owns in this round, all of one size; owner
             ``replica * shards + shard``.
         peers: the ranks that hold them.
         dtype: in which they travel, and are computed with.
@@ -286,7 +252,7 @@ class Round:
 
     def __init__(
         self,
-        cuts: Sequence[Cut],
+        wholes: Sequence[Whole],
         batches: Sequence[Sequence[int]],
         peers: Peers,
         dtype: torch.dtype,
@@ -299,24 +265,25 @@ class Round:
         mine = batches[peers.replica * shards : (peers.replica + 1) * shards]
         #: Which tensors this rank owns.
         self.own = tuple(mine[index])
-        self._numel = cuts[self.own[0]].numel if self.own else 0
+        self._numel = wholes[self.own[0]].numel if self.own else 0
         #: For each replica, this rank's pieces of what that owns.
         self.held = [
-            _held(cuts, batches[replica * shards : (replica + 1) * shards], index) for replica in range(peers.replicas)
+            _sent(wholes, batches[replica * shards : (replica + 1) * shards], index)
+            for replica in range(peers.replicas)
         ]
         self._sizes = [sum(each.numel for each in held) for held in self.held]
-        self._outgoing = [sum(cuts[each].size(index) for each in owned) for owned in mine]
-        self._incoming = [sum(cuts[each].size(source) for each in self.own) for source in range(shards)]
+        self._outgoing = [sum(wholes[each].size(index) for each in owned) for owned in mine]
+        self._incoming = [sum(wholes[each].size(source) for each in self.own) for source in range(shards)]
         # Whose piece of which own tensor, in the order in which they lie in what comes in.
         self._arrivals = [
-            (row, *cuts[each].pieces[source])
+            (row, *wholes[each].pieces[source])
             for source in range(shards)
             for row, each in enumerate(self.own)
-            if cuts[each].size(source)
+            if wholes[each].size(source)
         ]
 
     @property
-    def sends(self) -> Sequence[Held]:
+    def sends(self) -> Sequence[SentPiece]:
         """The pieces that this rank sends."""
         return self.held[self._peers.replica]
 
@@ -379,56 +346,44 @@ class Round:
         }
 
 
-def _held(cuts: Sequence[Cut], owners: Sequence[Sequence[int]], shard: int) -> tuple[Held, ...]:
+def _sent(wholes: Sequence[Whole], owners: Sequence[Sequence[int]], shard: int) -> tuple[SentPiece, ...]:
     found, cursor = [], 0
-    for owned in owners:
-        for index in owned:
-            numel = cuts[index].size(shard)
-            if numel:
-                found.append(Held(index, cursor, numel))
-                cursor += numel
+    for index in (each for owned in owners for each in owned):
+        numel = wholes[index].size(shard)
+        if numel:
+            found.append(SentPiece(index, cursor, numel))
+            cursor += numel
     return tuple(found)
 
 
-# Exchanges that run beside what the optimizer computes.
+class Exchanges:
+    """Runs exchanges beside what the optimizer computes, in the order in which they are issued.
 
-
-class Beside(ABC):
-    """Runs exchanges in the order in which they are issued, each behind what was computed until then."""
-
-    @abstractmethod
-    def issue(self, start: Callable[[], Work]) -> Callable[[], None]:
-        """Start an exchange. What it returns orders what is computed afterwards behind the exchange."""
-
-
-class OnHost(Beside):
-    """For operations that run on a backend's own threads until ``Work.wait``."""
-
-    def issue(self, start: Callable[[], Work]) -> Callable[[], None]:
-        return start().wait
-
-
-class OnStream(Beside):
-    """For CUDA and stream-ordered collectives, on a stream of its own.
-
-    Memory that is used there comes from the pool of the stream that computes. It may be let go of once that one has
-    been ordered behind the exchange.
+    Stream-ordered collectives on CUDA run on a stream of its own. Memory that is used there comes from the pool of the
+    stream that computes, and may be let go of once that one has been ordered behind the exchange.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        # High priority: what waits behind compute kernels delays the compute that waits for it.
-        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device | None) -> None:
+        """``device``: of the stream; None for operations that run on a backend's own threads until ``Work.wait``."""
+        self._stream: torch.cuda.Stream | None = None
+        if device is not None:
+            # High priority: what waits behind compute kernels delays the compute that waits for it.
+            self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def issue(self, start: Callable[[], Work]) -> Callable[[], None]:
+        """Start an exchange, behind what was computed so far.
+
+        Returns:
+            A call that orders what is computed after it behind the exchange.
+        """
+        if self._stream is None:
+            return start().wait
         computing = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(computing)
         with torch.cuda.stream(self._stream):
             start().wait()
             arrived = self._stream.record_event()
         return lambda: computing.wait_event(arrived)
-
-
-# Who computes with which whole tensor, and in which order. Pure arithmetic, the same on every rank.
 
 
 def owners_of(works: Sequence[float], count: int) -> list[int]:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from .. import _torch_private
-from ..errors import RankMismatchError
+from ..errors import RankMismatchError, words
 from ..interfaces import Collectives
-from ..runtime.peers import scope_of, words
+from ..runtime.peers import scope_of
 from .differences import Reported, told
 
 #: Seconds of a rank's first wait for the others. Each wait is twice as long as the one before, up to the longest: few

@@ -1,4 +1,4 @@
-"""One optimizer or several, whose states a checkpoint holds as one's."""
+"""The state of a sharded model and its optimizers as objects, under the names that the unsharded model has."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, ConfigTypeError, UnsupportedError
-from ..functions.whole import state_dicts_of_pieces
-from ..runtime.root import Root
-from .resting import resting_root
-from .sharded import Holding, holdings, places
+from ..inspect import idle_model, state_dicts_of_pieces
+from .sharded import Holding, holdings, of_parameter, parameters_of
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+#: The class of an optimizer, or of each of several.
+Kind = Mapping[str, str] | Sequence[Mapping[str, str]]
+#: Optimizers that keep something else of large parameters do so from 4,096 elements on.
+_MOST = 1 << 16
 
 
 class Joint:
@@ -39,6 +41,31 @@ class Joint:
             parameter: each for each in self.members for group in each.param_groups for parameter in group["params"]
         }
 
+    @property
+    def kind(self) -> Kind:
+        """The class of each optimizer, for a checkpoint."""
+        kinds = [kind_of(each) for each in self.members]
+        return kinds if len(kinds) > 1 else kinds[0]
+
+    @property
+    def described(self) -> str:
+        """For ranks to compare: the classes, and how many groups each has."""
+        return ", ".join(f"{type(each).__qualname__} of {len(each.param_groups)} group(s)" for each in self.members)
+
+    def settings(self) -> dict[str, object]:
+        """For ranks to compare: the settings of each group that are numbers, words, None and tuples of these.
+
+        Each rank steps its own pieces by its own settings: a learning rate that drifted apart on a rank's own loss
+        makes the model a mixture.
+        """
+        return {
+            f"{name} of the optimizer's group {index}": value
+            for index, group in enumerate(self.groups)
+            # Two ranks' may stand in different orders.
+            for name, value in sorted(group.items())
+            if _is_plain(value)
+        }
+
     def parts(self) -> Iterator[tuple[torch.optim.Optimizer, slice]]:
         """Each optimizer, and which of ``groups`` are its own."""
         start = 0
@@ -59,7 +86,15 @@ class Joint:
             own[parameter] = state
 
 
-# The state of a sharded model and its optimizer as objects, under the names that the unsharded model has.
+def kind_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """The class of ``optimizer`` by name."""
+    return {"module": type(optimizer).__module__, "class": type(optimizer).__qualname__}
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
@@ -72,10 +107,10 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     Raises:
         StateError: ``model`` is not the outermost sharded module, or is inside a step or ``unsharded()``.
     """
-    root = resting_root(model, "model_state()")
-    state: dict[str, Any] = {place.name: place.value() for place in places(root)}
-    managed = {id(parameter) for parameter in _managed(root)}
-    module = root.stages[0].module
+    sharded = idle_model(model, "model_state()")
+    module = sharded.module
+    state: dict[str, Any] = {each.name: of_parameter(each, each.tensor) for each in parameters_of(sharded)}
+    managed = {id(parameter) for unit in sharded.units for parameter in unit.tensors}
     for name, parameter in module.named_parameters():
         if id(parameter) not in managed:
             state[name] = parameter.detach()
@@ -100,23 +135,23 @@ def optimizer_state(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
         ConfigError: the optimizer holds a parameter that is not the model's, a unit's flat parameter and its own ones
             together, or state that no other number of ranks could take over.
     """
-    root = resting_root(model, "optimizer_state()")
+    sharded = idle_model(model, "optimizer_state()")
     joint = Joint(optimizer)
-    held = holdings(root, joint.groups)
+    held = holdings(sharded, joint.groups)
     for each in joint.members:
         if getattr(each, "keeps_at_owners", False):
             raise UnsupportedError(
                 f"{type(each).__name__} keeps something of whole tensors on the ranks that own them (rank "
-                f"{root.rank}), which a checkpoint cannot hold yet. Save the model alone, and let the optimizer start "
-                "anew."
+                f"{sharded.rank}), which a checkpoint cannot hold yet. Save the model alone, and let the optimizer "
+                "start anew."
             )
         # Of several replicas one keeps the state of a piece, where they share the work.
         getattr(each, "drop_outdated_state", bool)()
     state: dict[str, dict[str, Any]] = {}
     for parameter, holding in held.items():
         for key, value in joint.state_of(parameter).items():
-            for name, told in _entries(holding, key, value, root.rank).items():
-                state.setdefault(name, {})[key] = told
+            for name, shown in _entries(holding, key, value, sharded.rank).items():
+                state.setdefault(name, {})[key] = shown
     groups = []
     for group in joint.groups:
         names = [name for parameter in group["params"] for name in held[parameter].names]
@@ -129,7 +164,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
 
 def in_order(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """What ``model_state`` gave, under all names of a parameter or buffer, as ``model.state_dict()`` orders them."""
-    module = resting_root(model, "in_order()").stages[0].module
+    module = idle_model(model, "in_order()").module
     names = names_of(model)
     named = {name: value for first, value in state.items() for name in names.get(first, (first,))}
     known = [name for name in _state_dict_names(module) if name in named]
@@ -138,7 +173,7 @@ def in_order(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """All names of each parameter and buffer, by the one under which ``model_state`` has it."""
-    module = resting_root(model, "names_of()").stages[0].module
+    module = idle_model(model, "names_of()").module
     found: dict[int, list[str]] = {}
     for name, tensor in (
         *module.named_parameters(remove_duplicate=False),
@@ -150,7 +185,7 @@ def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 def frozen_names(model: nn.Module) -> set[str]:
     """First names of the parameters that need no gradient."""
-    module = resting_root(model, "frozen_names()").stages[0].module
+    module = idle_model(model, "frozen_names()").module
     return {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
 
 
@@ -159,18 +194,12 @@ def _state_dict_names(module: nn.Module) -> Collection[str]:
         return module.state_dict().keys()
 
 
-def _managed(root: Root) -> Iterator[nn.Parameter]:
-    for unit in root.units:
-        for parameter in unit.parameters:
-            yield parameter.original
-
-
 def _entries(holding: Holding, key: str, value: Any, rank: int) -> dict[str, Any]:
     """The state ``key`` of each parameter that ``holding`` stands for, by name."""
     require_entry(holding, key, value, rank)
     if not isinstance(value, torch.Tensor):
         return dict.fromkeys(holding.here, value)
-    if holding.places and value.ndim > 0 and value.shape == holding.parameter.shape:
+    if holding.sharded and value.ndim > 0 and value.shape == holding.parameter.shape:
         return dict(holding.parts(value))
     return dict.fromkeys(holding.here, value.detach())
 
@@ -186,7 +215,7 @@ def require_entry(holding: Holding, key: str, value: Any, rank: int) -> None:
             f"The optimizer's state '{key}' of {holding.described} is a {type(value).__name__} (rank {rank}), of which "
             "it cannot be told how it is sharded. Use an optimizer whose state is tensors and numbers."
         )
-    if isinstance(value, torch.Tensor) and holding.places and value.ndim > 0:
+    if isinstance(value, torch.Tensor) and holding.sharded and value.ndim > 0:
         if type(value) not in (torch.Tensor, nn.Parameter):
             raise ConfigError(
                 f"The optimizer's state '{key}' of {holding.described} is a {type(value).__name__} (rank {rank}), of "
@@ -200,15 +229,6 @@ def require_entry(holding: Holding, key: str, value: Any, rank: int) -> None:
                 "other ranks. Use an optimizer whose state has the parameter's shape, or save the model without it, "
                 "and the optimizer's state_dict() of each rank beside it."
             )
-
-
-# State that an optimizer has not made yet, found out on stand-ins for its parameters.
-#
-# Which state an optimizer keeps it says by no more than making it, in its first step.
-
-
-#: Optimizers that keep something else of large parameters do so from 4,096 elements on.
-_MOST = 1 << 16
 
 
 def expected_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, nn.Parameter, Mapping[str, Any]]]:

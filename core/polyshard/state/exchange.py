@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..errors import CheckpointDamagedError, CollectiveError, PolyshardError, RankMismatchError
+from ..errors import CheckpointDamagedError, CollectiveError, PolyshardError, RankMismatchError, words
 from ..interfaces import Collectives, ReduceOp, Work
-from ..runtime.peers import words
 
 #: Bytes that a rank receives in one round.
 _AT_ONCE = 64 << 20

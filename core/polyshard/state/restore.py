@@ -12,14 +12,18 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..errors import ConfigError
-from ..functions.optimizers import NOT_BY_ELEMENT
-from ..runtime.root import Root
-from .contents import Joint, frozen_names, model_state, names_of
-from .sharded import MODEL, OPTIMIZER, CheckpointTensor, Holding, holdings
+from ..inspect import NOT_BY_ELEMENT, ShardedModel
+from .contents import Joint, Kind, frozen_names, kind_of, model_state, names_of
+from .sharded import MODEL, OPTIMIZER, CheckpointTensor, Holding, holdings, of_parameter
 from .source import SavedState, Source, listed, opening, problem_with
 
 #: Lines of one error.
 _MOST_PROBLEMS = 8
+#: How a step is carried out, not what it computes: left as the optimizer was made.
+_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_NOT_COMPARED = _IMPLEMENTATION | {"params", "param_names"}
+#: For a flat parameter that differs from the parameters that it stands for.
+_REMEDY = "Give the optimizer model.parameters() instead."
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,23 +97,23 @@ class OptimizerRestore:
     as it was until then, but for state tensors that it had already and that are read into in place.
     """
 
-    def __init__(self, source: Source, root: Root, optimizer: Joint, kind: Kind | None) -> None:
+    def __init__(self, source: Source, sharded: ShardedModel, optimizer: Joint, kind: Kind | None) -> None:
         """Match ``optimizer`` with the source's, of which ``kind`` tells the class, or None where it does not.
 
         Raises:
             ConfigError: they do not fit.
         """
         self._optimizer = optimizer
-        self._rank = root.rank
+        self._rank = sharded.rank
         self._source = source
-        held = holdings(root, optimizer.groups)
+        held = holdings(sharded, optimizer.groups)
         self._settings = self._read_settings()
         self._compare_groups(held)
-        require_same_kinds(kind, self._settings, optimizer, source, root.rank)
+        _require_same_kinds(kind, self._settings, optimizer, source, sharded.rank)
         self.targets: dict[str, Any] = {}
         self._entries: list[tuple[nn.Parameter, str, str]] = []
         self._tensors: dict[str, torch.Tensor] = {}
-        self._flat: dict[nn.Parameter, FlatState] = {}
+        self._flat: dict[nn.Parameter, _FlatState] = {}
         #: Whose state is the source's afterwards. Of a parameter without elements here an optimizer may keep what
         #: it began with.
         self._taken: list[nn.Parameter] = []
@@ -120,14 +124,14 @@ class OptimizerRestore:
             for parameter in group["params"]:
                 holding, present = held[parameter], optimizer.state_of(parameter)
                 if holding.unit is not None:
-                    flat = FlatState(
+                    flat = _FlatState(
                         source,
                         holding,
                         saved,
                         present,
                         numbers=self._numbers,
-                        beside=kept_beside(group),
-                        rank=root.rank,
+                        beside=_on_parameters_device(group),
+                        rank=sharded.rank,
                     )
                     self._flat[parameter] = flat
                     self._taken.append(parameter)
@@ -157,7 +161,7 @@ class OptimizerRestore:
         for group, settings in zip(self._optimizer.groups, self._settings, strict=True):
             for name, value in settings.items():
                 current = group.get(name)
-                if name in ("params", "param_names") or name in IMPLEMENTATION:
+                if name in ("params", "param_names") or name in _IMPLEMENTATION:
                     continue
                 if isinstance(current, torch.Tensor):
                     # In place: a captured step reads the learning rate at this address.
@@ -177,7 +181,7 @@ class OptimizerRestore:
 
         Seen at the other parameters; where there are none, ``torch.optim`` is asked.
         """
-        shapes = {place.name: place.slot.shape for holding in held for place in holding.places}
+        shapes = {each.name: each.slot.shape for holding in held for each in holding.sharded}
         numbers: set[str] = set()
         elements: set[str] = set()
         for parameter, states in saved.items():
@@ -243,20 +247,21 @@ class OptimizerRestore:
         parameter, shape, dtype = holding.parameter, tuple(entry.size), entry.properties.dtype
         local = present.get(name)
         what, where = f"optimizer state '{name}' of {holding.described}", f"(rank {self._rank})"
-        require_dtype(local, dtype, what, self._source, where)
-        if holding.places and shape == holding.places[0].slot.shape and (shape or name not in self._numbers):
-            if not fits(local, parameter.shape, dtype):
+        _require_dtype(local, dtype, what, self._source, where)
+        whole_shape = holding.sharded[0].slot.shape if holding.sharded else None
+        if shape == whole_shape and (shape or name not in self._numbers):
+            if not _fits(local, parameter.shape, dtype):
                 local = torch.zeros_like(parameter, dtype=dtype)
-            target: torch.Tensor = holding.places[0].shaped(local)
+            target: torch.Tensor = of_parameter(holding.sharded[0], local)
         elif holding.partial and math.prod(shape) != 1:
             raise ConfigError(
                 f"{what} has shape {shape} in {self._source.described}, neither a scalar nor the "
-                f"parameter's shape {holding.places[0].slot.shape}, so there is no part of it for this rank {where}. "
+                f"parameter's shape {whole_shape}, so there is no part of it for this rank {where}. "
                 "Load it with the strategy that saved it, or without its optimizer."
             )
         else:
-            if not fits(local, shape, dtype):
-                device = parameter.device if shape or kept_beside(group) else torch.device("cpu")
+            if not _fits(local, shape, dtype):
+                device = parameter.device if shape or _on_parameters_device(group) else torch.device("cpu")
                 local = torch.zeros(shape, dtype=dtype, device=device)
             target = local
         wrong = problem_with(self._source, key, what, target, where)
@@ -270,10 +275,7 @@ def _wants_nothing(value: Any) -> bool:
     return isinstance(value, CheckpointTensor) and not value.chunks
 
 
-# The state of one flat parameter, put together from that of the parameters that it stands for.
-
-
-class FlatState:
+class _FlatState:
     """State of one flat parameter on its way out of a source.
 
     Made before anything is read. ``targets`` are to be filled and ``scalars`` to be read and taken; ``finish`` then
@@ -360,7 +362,7 @@ class FlatState:
             present = self._present.get(name)
             if not isinstance(value, torch.Tensor):
                 state[name] = value
-            elif fits(present, value.shape, value.dtype):
+            elif _fits(present, value.shape, value.dtype):
                 # In place: a captured step reads it at this address.
                 state[name] = present.detach().copy_(value)
             else:
@@ -371,9 +373,9 @@ class FlatState:
     def _require_all(self, name: str, keys: Mapping[str, str]) -> None:
         # Empty parameters may have none: no rank has a part of them. One rank of a pretended world saved its own parts.
         needed = [
-            place.name
-            for place in self._holding.places
-            if (place.slot.numel if self._source.complete else place.piece is not None)
+            each.name
+            for each in self._holding.sharded
+            if (each.slot.numel if self._source.complete else each.piece is not None)
         ]
         missing = [each for each in needed if each not in keys]
         if missing:
@@ -384,7 +386,7 @@ class FlatState:
 
     def _has_shapes(self, keys: Mapping[str, str]) -> bool:
         """Whether every parameter's entry has the shape of the parameter."""
-        shapes = {place.name: place.slot.shape for place in self._holding.places}
+        shapes = {each.name: each.slot.shape for each in self._holding.sharded}
         entries = {each: self._source.entry(key) for each, key in keys.items()}
         return all(
             isinstance(entry, TensorStorageMetadata) and tuple(entry.size) == shapes[each]
@@ -401,8 +403,8 @@ class FlatState:
             )
         local = self._present.get(name)
         what = f"optimizer state '{name}' of {self._holding.described}"
-        require_dtype(local, dtype, what, self._source, self._where)
-        if not fits(local, parameter.shape, dtype):
+        _require_dtype(local, dtype, what, self._source, self._where)
+        if not _fits(local, parameter.shape, dtype):
             local = torch.zeros_like(parameter, dtype=dtype)
         self._tensors[name] = local.detach()
         for each, target in self._holding.parts(local).items():
@@ -427,14 +429,11 @@ class FlatState:
 
     def _clear_padding(self, tensor: torch.Tensor) -> None:
         cursor = 0
-        for place in self._holding.places:
-            if place.piece is not None:
-                tensor[cursor : place.piece.shard_offset].zero_()
-                cursor = place.piece.shard_offset + place.piece.numel
+        for piece in (each.piece for each in self._holding.sharded):
+            if piece is not None:
+                tensor[cursor : piece.shard_offset].zero_()
+                cursor = piece.shard_offset + piece.numel
         tensor[cursor:].zero_()
-
-
-_REMEDY = "Give the optimizer model.parameters() instead."
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -447,42 +446,15 @@ def _shown(value: Any) -> str:
     return str(value.tolist()) if isinstance(value, torch.Tensor) else repr(value)
 
 
-# What decides which state an optimizer has, and what it does with it: its class, and some of its settings.
-
-
-#: How a step is carried out, not what it computes: left as the optimizer was made.
-IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
-_NOT_COMPARED = IMPLEMENTATION | {"params", "param_names"}
-
-
-#: The class of an optimizer, or of each of several.
-Kind = Mapping[str, str] | Sequence[Mapping[str, str]]
-
-
-def described(joint: Joint) -> Kind:
-    """The class of each optimizer, for a checkpoint."""
-    kinds = [_described(each) for each in joint.members]
-    return kinds if len(kinds) > 1 else kinds[0]
-
-
-def _described(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    return {"module": type(optimizer).__module__, "class": type(optimizer).__qualname__}
-
-
-def require_same_kinds(
+def _require_same_kinds(
     saved: Kind | None, groups: Sequence[Mapping[str, Any]], joint: Joint, source: Source, rank: int
 ) -> None:
     """Refuse a source whose state other kinds of optimizers made.
 
-    Args:
-        saved: What ``described`` gave at the save; None where that is not told.
-        groups: The saved settings of each group.
-        joint: To be loaded, with as many groups.
-        source: For errors.
-        rank: For errors.
+    ``saved``: ``Joint.kind`` at the save; None where the source does not name the classes. ``groups``: saved settings.
 
     Raises:
-        ConfigError: as ``require_same_kind``, or they are not as many.
+        ConfigError: naming the classes, or the setting.
     """
     kinds = [saved] if saved is None or isinstance(saved, Mapping) else list(saved)
     if saved is not None and len(kinds) != len(joint.members):
@@ -492,32 +464,22 @@ def require_same_kinds(
             f"{len(joint.members)} (rank {rank}). Give those that saved it, in the same order."
         )
     for (optimizer, own), kind in zip(joint.parts(), kinds * (len(joint.members) // len(kinds)), strict=True):
-        require_same_kind(kind, groups[own], optimizer, source, rank)
+        _require_same_kind(kind, groups[own], optimizer, source, rank)
 
 
-def require_same_kind(
+def _require_same_kind(
     saved: Mapping[str, str] | None,
     groups: Sequence[Mapping[str, Any]],
     optimizer: torch.optim.Optimizer,
     source: Source,
     rank: int,
 ) -> None:
-    """Refuse a source whose state another kind of optimizer made.
+    """See ``_require_same_kinds``.
 
-    Numbers such as the learning rate may differ: the checkpoint's are taken. What is on or off, None or something, may
-    not, nor whether there is a momentum: it decides which state there is, or what it means.
-
-    Args:
-        saved: What ``described`` gave at the save; None where that is not told.
-        groups: The saved settings of each group.
-        optimizer: To be loaded, with as many groups.
-        source: For errors.
-        rank: For errors.
-
-    Raises:
-        ConfigError: naming the classes, or the setting.
+    Numbers such as the learning rate may differ: the checkpoint's are taken. Settings that are on or off, None or
+    something, may not, nor whether there is a momentum: they decide which state there is, or its meaning.
     """
-    mine = _described(optimizer)
+    mine = kind_of(optimizer)
     if saved is not None and saved["class"] != mine["class"]:
         raise ConfigError(
             f"{opening(source)} was saved by {saved['module']}.{saved['class']}, whose state means nothing to "
@@ -556,15 +518,12 @@ def _choice(name: str, value: Any) -> object:
     return bool(value != 0) if name == "momentum" else "a value"
 
 
-# Where an optimizer keeps a tensor of its state, and whether one that it has may be filled in place.
-
-
-def fits(present: Any, shape: Iterable[int], dtype: torch.dtype) -> TypeGuard[torch.Tensor]:
+def _fits(present: Any, shape: Iterable[int], dtype: torch.dtype) -> TypeGuard[torch.Tensor]:
     """Whether ``present`` is a tensor of this shape and dtype."""
     return isinstance(present, torch.Tensor) and tuple(present.shape) == tuple(shape) and present.dtype == dtype
 
 
-def kept_beside(group: Mapping[str, Any]) -> bool:
+def _on_parameters_device(group: Mapping[str, Any]) -> bool:
     """Whether 0-dim state lies on the parameter's device.
 
     As torch's optimizers place it: on the CPU, unless a kernel reads it.
@@ -572,7 +531,7 @@ def kept_beside(group: Mapping[str, Any]) -> bool:
     return bool(group.get("capturable")) or bool(group.get("fused"))
 
 
-def require_dtype(present: Any, dtype: torch.dtype, what: str, source: Source, where: str) -> None:
+def _require_dtype(present: Any, dtype: torch.dtype, what: str, source: Source, where: str) -> None:
     """Raise ConfigError where the optimizer has ``present`` in another dtype than the source."""
     if isinstance(present, torch.Tensor) and present.dtype != dtype:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""A whole tensor as ``torch.distributed.checkpoint`` sees it: its shape, and the boxes of it that this rank holds."""
+"""Whole tensors of which this rank holds parts: their boxes, and the parameters that an optimizer's stand for."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ..errors import ConfigError, StateError
+from ..inspect import Piece, ShardedModel, ShardedParameter, Slot
 from ..io.boxes import Box, Chunk, inverse, range_boxes, storage_order
-from ..planning.layout import Piece, Slot
-from ..runtime.root import Root
-from ..runtime.unit import Unit
 
 #: A FileSystemWriter that is given brings a stager of its own, which makes whole tensors to copy into.
 _STAGER = (
     " In torch's async_save, give checkpoint_id alone, or async_stager=DefaultStager(...) with a storage_writer that "
     "copies by itself."
 )
+
+
+#: Under which a model's values, and an optimizer's, lie in what is saved and loaded.
+MODEL, OPTIMIZER = "model", "optimizer"
 
 
 class CheckpointTensor(torch.Tensor):
@@ -149,59 +151,32 @@ def of_piece(slot: Slot, piece: Piece | None, flat: torch.Tensor) -> CheckpointT
     return CheckpointTensor(slot.shape, flat.dtype, flat.device, chunks)
 
 
-def of_rows(slot: Slot, piece: Piece | None, rows: torch.Tensor) -> CheckpointTensor:
-    """As ``of_piece``, of a piece that is whole rows: ``rows``, shape ``(rows, ...)``, with any strides."""
-    if slot.numel == 0:
-        return whole(rows.new_empty(slot.shape))
+def of_parameter(parameter: ShardedParameter, local: torch.Tensor) -> CheckpointTensor:
+    """``local``, of this rank's shape of ``parameter``, as a part of a tensor of the whole one's."""
+    slot, piece, local = parameter.slot, parameter.piece, local.detach()
+    if not parameter.sharded:
+        return whole(local)
+    if not slot.by_rows or local.ndim <= 1 or slot.numel == 0:
+        return of_piece(slot, piece, local)
     chunks = []
     if piece is not None:
+        # Whole rows, with any strides.
         first = piece.start * slot.shape[0] // slot.numel
-        chunks.append(Chunk(Box((first, *(0 for _ in slot.shape[1:])), tuple(rows.shape)), rows))
-    return CheckpointTensor(slot.shape, rows.dtype, rows.device, chunks)
+        chunks.append(Chunk(Box((first, *(0 for _ in slot.shape[1:])), tuple(local.shape)), local))
+    return CheckpointTensor(slot.shape, local.dtype, local.device, chunks)
+
+
+def of_shard(parameter: ShardedParameter, shard: torch.Tensor) -> CheckpointTensor:
+    """The part of ``parameter`` in ``shard``, which has the shape of this rank's shard of the unit; a view."""
+    piece = parameter.piece
+    start, numel = (0, 0) if piece is None else (piece.shard_offset, piece.numel)
+    return of_piece(parameter.slot, piece, shard.detach().narrow(0, start, numel))
 
 
 def whole(tensor: torch.Tensor) -> CheckpointTensor:
     """A tensor that this rank holds whole, with any strides."""
-    box = Box((0,) * tensor.ndim, tuple(tensor.shape))
-    return CheckpointTensor(tensor.shape, tensor.dtype, tensor.device, [Chunk(box, tensor.detach())])
-
-
-# Which part of which parameter this rank holds, and which parameters each one of an optimizer stands for.
-
-
-#: Under which a model's values, and an optimizer's, lie in what is saved and loaded.
-MODEL, OPTIMIZER = "model", "optimizer"
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A sharded parameter, and the part of it that this rank holds."""
-
-    name: str
-    """Its first fully-qualified name."""
-    parameter: nn.Parameter
-    """The user's own object: elements of this rank, or the whole parameter where the unit is not cut."""
-    slot: Slot
-    piece: Piece | None
-    """The elements of this rank; None for none."""
-    cut: bool
-    """Whether the unit is cut at all."""
-
-    def value(self) -> CheckpointTensor:
-        """The parameter itself."""
-        return self.shaped(self.parameter)
-
-    def shaped(self, local: torch.Tensor) -> CheckpointTensor:
-        """``local``, of the local parameter's shape, as this rank's part of a tensor of the whole one's."""
-        if not self.cut:
-            return whole(local)
-        in_rows = self.slot.by_rows and local.ndim > 1
-        return (of_rows if in_rows else of_piece)(self.slot, self.piece, local.detach())
-
-    def within(self, shard: torch.Tensor) -> CheckpointTensor:
-        """The part in ``shard``, of the shape of this rank's shard of the unit, in the same form; a view."""
-        start, numel = (0, 0) if self.piece is None else (self.piece.shard_offset, self.piece.numel)
-        return of_piece(self.slot, self.piece, shard.detach().narrow(0, start, numel))
+    chunk = Chunk(Box.whole(tensor.shape), tensor.detach())
+    return CheckpointTensor(tensor.shape, tensor.dtype, tensor.device, [chunk])
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +186,8 @@ class Holding:
     parameter: nn.Parameter
     names: tuple[str, ...]
     """First fully-qualified names of the parameters: one, but for a flat parameter."""
-    places: tuple[Place, ...] = ()
-    """Where they lie, in the order of ``names``; none for a parameter that is not sharded."""
+    sharded: tuple[ShardedParameter, ...] = ()
+    """Where they lie, in the order of ``names``; none for a parameter outside of units."""
     unit: str | None = None
     """The unit that a flat parameter stands for; None for a parameter of the model."""
 
@@ -224,62 +199,52 @@ class Holding:
     @property
     def partial(self) -> bool:
         """Whether its shape on this rank is not that of a parameter of the unsharded model."""
-        return self.unit is not None or any(place.cut for place in self.places)
+        return self.unit is not None or any(each.sharded for each in self.sharded)
 
     @property
     def here(self) -> tuple[str, ...]:
-        """Names of the parameters whose state this rank tells of, and takes.
+        """Names of the parameters whose state this rank saves and loads.
 
-        Where a rank has no element of a parameter, no gradient comes, and the optimizer lets the state stand still: its
-        number of steps is not the parameter's. Empty parameters are nobody's, and stand still everywhere.
+        A rank without an element of a parameter gets no gradient of it, so that the optimizer lets its state stand
+        still: its number of steps is not the parameter's. Empty parameters stand still on every rank.
         """
-        if not self.places:
+        if not self.sharded:
             return self.names
-        return tuple(place.name for place in self.places if place.piece is not None or place.slot.numel == 0)
+        return tuple(each.name for each in self.sharded if each.piece is not None or each.slot.numel == 0)
 
     def parts(self, local: torch.Tensor) -> dict[str, CheckpointTensor]:
-        """``local``, of the shape of ``parameter``, cut into those of ``here``. Only where there are ``places``."""
+        """``local``, of the shape of ``parameter``, cut into those of ``here``. Only for parameters of units."""
         here = set(self.here)
-        return {
-            place.name: place.shaped(local) if self.unit is None else place.within(local)
-            for place in self.places
-            if place.name in here
-        }
+        cut = of_parameter if self.unit is None else of_shard
+        return {each.name: cut(each, local) for each in self.sharded if each.name in here}
 
 
-def places(root: Root) -> Iterator[Place]:
-    """Every sharded parameter.
+def parameters_of(model: ShardedModel) -> Iterator[ShardedParameter]:
+    """Every parameter of a unit.
 
     Raises:
         ParameterChangedError: modules moved, so that a name is another parameter's now.
     """
-    root.refuse_moved()
-    for unit in root.units:
-        yield from places_of(unit)
+    model.refuse_moved()
+    for unit in model.units:
+        yield from unit.parameters
 
 
-def places_of(unit: Unit) -> Iterator[Place]:
-    """Every parameter of ``unit``, in the order of the flat buffer."""
-    pieces = {piece.slot: piece for piece in unit.pieces}
-    for index, (parameter, slot) in enumerate(zip(unit.parameters, unit.layout.slots, strict=True)):
-        yield Place(parameter.names[0], parameter.original, slot, pieces.get(index), cut=unit.grid.shard is not None)
-
-
-def holdings(root: Root, groups: Sequence[Mapping[str, Any]]) -> dict[nn.Parameter, Holding]:
-    """What each parameter of an optimizer's ``groups`` stands for, in their order.
+def holdings(model: ShardedModel, groups: Sequence[Mapping[str, Any]]) -> dict[nn.Parameter, Holding]:
+    """The parameters that each one of an optimizer's ``groups`` stands for, in their order.
 
     Raises:
         ConfigError: one is not the model's, or two stand for the same parameter.
-        ParameterChangedError: as ``places``.
+        ParameterChangedError: as ``parameters_of``.
     """
-    root.refuse_moved()
-    known = {id(each): Holding(each, (name,)) for name, each in root.stages[0].module.named_parameters()}
-    for unit in root.units:
-        found = tuple(places_of(unit))
-        known.update({id(place.parameter): Holding(place.parameter, (place.name,), (place,)) for place in found})
-        if unit.flat is not None:
-            flat = unit.flat.parameter
-            known[id(flat)] = Holding(flat, tuple(place.name for place in found), found, unit.name)
+    model.refuse_moved()
+    known = {id(each): Holding(each, (name,)) for name, each in model.module.named_parameters()}
+    for unit in model.units:
+        found = unit.parameters
+        known.update({id(each.tensor): Holding(each.tensor, (each.name,), (each,)) for each in found})
+        flat = unit.flat_parameter
+        if flat is not None:
+            known[id(flat)] = Holding(flat, tuple(each.name for each in found), found, unit.name)
     held: dict[nn.Parameter, Holding] = {}
     taken: set[str] = set()
     for index, group in enumerate(groups):
@@ -288,14 +253,14 @@ def holdings(root: Root, groups: Sequence[Mapping[str, Any]]) -> dict[nn.Paramet
             holding = known.get(id(parameter))
             if holding is None:
                 raise ConfigError(
-                    f"{where} is not a parameter of the model (rank {root.rank}). Pass the optimizer that was made "
+                    f"{where} is not a parameter of the model (rank {model.rank}). Pass the optimizer that was made "
                     "from this model's parameters."
                 )
-            if not taken.isdisjoint(holding.names):
+            twice = next((name for name in holding.names if name in taken), None)
+            if twice is not None:
                 raise ConfigError(
-                    f"{where} stands for '{next(name for name in holding.names if name in taken)}', which the "
-                    f"optimizer has already (rank {root.rank}). Give it the flat parameter of a unit or the unit's "
-                    "own parameters, not both."
+                    f"{where} stands for '{twice}', which the optimizer has already (rank {model.rank}). Give it the "
+                    "flat parameter of a unit or the unit's own parameters, not both."
                 )
             taken.update(holding.names)
             held[parameter] = holding

@@ -1,9 +1,9 @@
-"""What a state dict is to be made of, and where one comes from."""
+"""State dicts out of a sharded model and its optimizers, and into them; the settings of both."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,13 +12,12 @@ from torch import nn
 
 from ..api import as_dtensor, placement
 from ..errors import ConfigError, StateError, UnsupportedError
-from ..runtime.root import Root
+from ..inspect import ShardedModel, idle_model
 from .contents import Joint, Optimizers, frozen_names, in_order, model_state, optimizer_state
 from .exchange import together
 from .full import full_model_state, full_optimizer_state, require_whole
-from .resting import resting_root
 from .restore import ModelRestore, OptimizerRestore, Unmatched
-from .sharded import Holding, Place, holdings, places
+from .sharded import Holding, holdings, parameters_of
 from .source import FirstRanksSource, HeldSource
 
 if TYPE_CHECKING:
@@ -82,9 +81,6 @@ def _member(kind: type[E], setting: str, value: E | str) -> E:
         raise ConfigError(f"StateOptions: {setting} is {value!r}; give one of {known}.") from error
 
 
-# State dicts out of a sharded model and its optimizer.
-
-
 _FULL = (StateForm.FULL, StateForm.FULL_ON_RANK_0)
 
 
@@ -101,14 +97,14 @@ def get_model_state_dict(model: nn.Module, options: StateOptions | None = None) 
         CollectiveError: another rank did not come.
     """
     options = options or StateOptions()
-    root = resting_root(model, "get_model_state_dict()")
+    sharded = idle_model(model, "get_model_state_dict()")
     if options.form in _FULL:
-        require_whole(root, "get_model_state_dict()")
-        state = full_model_state(model, root, receives=_receives(root, options))
+        require_whole(sharded, "get_model_state_dict()")
+        state = full_model_state(model, sharded, receives=_receives(sharded, options))
     else:
         state = model_state(model)
         if options.form is StateForm.DTENSOR:
-            state.update(parameters_as_dtensors(places(root)))
+            state.update(_parameters_as_dtensors(sharded))
     if not options.frozen:
         for name in frozen_names(model):
             state.pop(name, None)
@@ -131,22 +127,22 @@ def get_optimizer_state_dict(
             could take over.
     """
     options = options or StateOptions()
-    root = resting_root(model, "get_optimizer_state_dict()")
+    sharded = idle_model(model, "get_optimizer_state_dict()")
     joint = Joint(optimizer)
     if options.form in _FULL:
-        require_whole(root, "get_optimizer_state_dict()")
-        with together(root.collectives, "Looking at the optimizer's state"):
+        require_whole(sharded, "get_optimizer_state_dict()")
+        with together(sharded.collectives, "Looking at the optimizer's state"):
             own = optimizer_state(model, optimizer)
-        return full_optimizer_state(root, joint, own, receives=_receives(root, options))
+        return full_optimizer_state(sharded, joint, own, receives=_receives(sharded, options))
     state = optimizer_state(model, optimizer)
     if options.form is StateForm.DTENSOR:
-        parameters = parameters_as_dtensors(places(root))
-        for parameter, holding in holdings(root, joint.groups).items():
+        parameters = _parameters_as_dtensors(sharded)
+        for parameter, holding in holdings(sharded, joint.groups).items():
             like = parameters.get(holding.names[0])
             if like is None or holding.unit is not None:
                 continue
             for key, value in joint.state_of(parameter).items():
-                shown = state_like(like, holding, value)
+                shown = _state_like(like, holding, value)
                 if shown is not None:
                     state["state"][holding.names[0]][key] = shown
     return state
@@ -159,25 +155,85 @@ def get_state_dict(
     return get_model_state_dict(model, options), get_optimizer_state_dict(model, optimizers, options)
 
 
-def _receives(root: Root, options: StateOptions) -> bool:
-    return options.form is StateForm.FULL or root.collectives.rank == 0
+def set_model_state_dict(model: nn.Module, state: Mapping[str, Any], options: StateOptions | None = None) -> Unmatched:
+    """Let ``model`` have the values of ``state``, in place; returns the names that did not match, if not ``strict``.
+
+    Tensors have the whole tensors' shapes. They may be plain, ``CheckpointTensor`` of the same sharding, or ``DTensor``
+    of any, which are gathered one at a time where a rank needs other elements than it has. Values are converted to the
+    model's dtypes, as ``load_state_dict`` does. A tied parameter is taken from any of its names. Every rank calls it,
+    between steps.
+
+    Raises:
+        ConfigError: names are missing or unexpected, or tensors have other shapes: one error with all of it, and
+            nothing was changed.
+        StateError: ``model`` is not the outermost sharded module, or is inside a step or ``unsharded()``.
+        RankMismatchError: another rank failed.
+        CollectiveError: another rank did not come.
+    """
+    return _set(idle_model(model, "set_model_state_dict()"), model, None, state, None, options or StateOptions())
 
 
-# State as DTensors, where each rank holds the rows that ``Shard(0)`` would give it.
+def set_optimizer_state_dict(
+    model: nn.Module, optimizer: Optimizers, state: Mapping[str, Any], options: StateOptions | None = None
+) -> None:
+    """Let ``optimizer`` have ``state``, of the form that ``get_optimizer_state_dict`` gives, here or of torch.
+
+    An optimizer that never stepped is given its state. Numbers in the groups' settings are taken over; what is on or
+    off must be as it was, and so must the dtypes of states. Tensors as in ``set_model_state_dict``.
+
+    Raises:
+        ConfigError: the state is of another optimizer or model; nothing was changed.
+        StateError, RankMismatchError, CollectiveError: as ``set_model_state_dict``.
+    """
+    sharded = idle_model(model, "set_optimizer_state_dict()")
+    _set(sharded, model, Joint(optimizer), None, state, options or StateOptions())
 
 
-def parameters_as_dtensors(places: Iterable[Place]) -> dict[str, DTensor]:
+def set_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    model_state_dict: Mapping[str, Any],
+    optim_state_dict: Mapping[str, Any],
+    options: StateOptions | None = None,
+) -> Unmatched:
+    """``set_model_state_dict`` and ``set_optimizer_state_dict``, after both state dicts were found to fit."""
+    sharded = idle_model(model, "set_state_dict()")
+    return _set(sharded, model, Joint(optimizers), model_state_dict, optim_state_dict, options or StateOptions())
+
+
+def init_optimizer_state(model: nn.Module, optimizer: Optimizers) -> None:
+    """Let an optimizer that never stepped make its state, for ``torch.distributed.checkpoint.load`` to read into.
+
+    By a step with gradients of zeros and a learning rate of zero, which leaves parameters as they are. The state counts
+    that step: load another one over it before training. ``set_optimizer_state_dict`` and ``polyshard.checkpoint`` need
+    no such call. Does nothing to an optimizer that has state. Every rank calls it, between steps.
+
+    Raises:
+        StateError: a parameter has a gradient, or as ``set_model_state_dict``.
+    """
+    sharded = idle_model(model, "init_optimizer_state()")
+    for each in Joint(optimizer).members:
+        if not each.state:
+            _make_state(each, sharded.rank)
+
+
+def _receives(sharded: ShardedModel, options: StateOptions) -> bool:
+    return options.form is StateForm.FULL or sharded.collectives.rank == 0
+
+
+def _parameters_as_dtensors(sharded: ShardedModel) -> dict[str, DTensor]:
     """The parameters that can be, by name. Every rank calls it, in the same order."""
     found: dict[str, DTensor] = {}
-    for place in places:
+    for each in parameters_of(sharded):
         try:
-            found[place.name] = as_dtensor(place.parameter)
+            found[each.name] = as_dtensor(each.tensor)
         except UnsupportedError:
             continue
     return found
 
 
-def state_like(parameter: DTensor, holding: Holding, value: object) -> DTensor | None:
+def _state_like(parameter: DTensor, holding: Holding, value: object) -> DTensor | None:
     """The optimizer's state ``value`` of a parameter that ``parameter`` shows, in the same form; None where it cannot.
 
     Ranks without an element of a parameter have no state of it, and a DTensor must be there on every rank.
@@ -196,72 +252,6 @@ def state_like(parameter: DTensor, holding: Holding, value: object) -> DTensor |
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
-
-# State dicts into a sharded model and its optimizer.
-
-
-def set_model_state_dict(model: nn.Module, state: Mapping[str, Any], options: StateOptions | None = None) -> Unmatched:
-    """Let ``model`` have the values of ``state``, in place; returns the names that did not match, if not ``strict``.
-
-    Tensors have the whole tensors' shapes. They may be plain, ``CheckpointTensor`` of the same sharding, or ``DTensor``
-    of any, which are gathered one at a time where a rank needs other elements than it has. Values are converted to the
-    model's dtypes, as ``load_state_dict`` does. A tied parameter is taken from any of its names. Every rank calls it,
-    between steps.
-
-    Raises:
-        ConfigError: names are missing or unexpected, or tensors have other shapes: one error with all of it, and
-            nothing was changed.
-        StateError: ``model`` is not the outermost sharded module, or is inside a step or ``unsharded()``.
-        RankMismatchError: another rank failed.
-        CollectiveError: another rank did not come.
-    """
-    return _set(resting_root(model, "set_model_state_dict()"), model, None, state, None, options or StateOptions())
-
-
-def set_optimizer_state_dict(
-    model: nn.Module, optimizer: Optimizers, state: Mapping[str, Any], options: StateOptions | None = None
-) -> None:
-    """Let ``optimizer`` have ``state``, of the form that ``get_optimizer_state_dict`` gives, here or of torch.
-
-    An optimizer that never stepped is given its state. Numbers in the groups' settings are taken over; what is on or
-    off must be as it was, and so must the dtypes of states. Tensors as in ``set_model_state_dict``.
-
-    Raises:
-        ConfigError: the state is of another optimizer or model; nothing was changed.
-        StateError, RankMismatchError, CollectiveError: as ``set_model_state_dict``.
-    """
-    root = resting_root(model, "set_optimizer_state_dict()")
-    _set(root, model, Joint(optimizer), None, state, options or StateOptions())
-
-
-def set_state_dict(
-    model: nn.Module,
-    optimizers: Optimizers,
-    *,
-    model_state_dict: Mapping[str, Any],
-    optim_state_dict: Mapping[str, Any],
-    options: StateOptions | None = None,
-) -> Unmatched:
-    """``set_model_state_dict`` and ``set_optimizer_state_dict``, after both state dicts were found to fit."""
-    root = resting_root(model, "set_state_dict()")
-    return _set(root, model, Joint(optimizers), model_state_dict, optim_state_dict, options or StateOptions())
-
-
-def init_optimizer_state(model: nn.Module, optimizer: Optimizers) -> None:
-    """Let an optimizer that never stepped make its state, for ``torch.distributed.checkpoint.load`` to read into.
-
-    By a step with gradients of zeros and a learning rate of zero, which leaves parameters as they are. The state counts
-    that step: load another one over it before training. ``set_optimizer_state_dict`` and ``polyshard.checkpoint`` need
-    no such call. Does nothing to an optimizer that has state. Every rank calls it, between steps.
-
-    Raises:
-        StateError: a parameter has a gradient, or as ``set_model_state_dict``.
-    """
-    root = resting_root(model, "init_optimizer_state()")
-    for each in Joint(optimizer).members:
-        if not each.state:
-            _make_state(each, root.rank)
 
 
 def _make_state(optimizer: torch.optim.Optimizer, rank: int) -> None:
@@ -288,14 +278,14 @@ def _make_state(optimizer: torch.optim.Optimizer, rank: int) -> None:
 
 
 def _set(
-    root: Root,
+    sharded: ShardedModel,
     model: nn.Module,
     joint: Joint | None,
     model_values: Mapping[str, Any] | None,
     optimizer_values: Mapping[str, Any] | None,
     options: StateOptions,
 ) -> Unmatched:
-    collectives = root.collectives
+    collectives = sharded.collectives
     from_first = options.origin is StateOrigin.RANK_0
     targets: dict[str, Any] = {}
     unmatched = Unmatched()
@@ -307,11 +297,11 @@ def _set(
         if not from_first:
             source = HeldSource.of_every_rank(model_values, optimizer_values, collectives)
         if model_values is not None:
-            restored = ModelRestore(source, model, root.rank, strict=options.strict, frozen=options.frozen)
+            restored = ModelRestore(source, model, sharded.rank, strict=options.strict, frozen=options.frozen)
             targets.update(restored.targets)
             unmatched = restored.unmatched
         if joint is not None:
-            restore = OptimizerRestore(source, root, joint, None)
+            restore = OptimizerRestore(source, sharded, joint, None)
     if restore is not None:
         targets.update(restore.targets)
     source.agree(targets)
