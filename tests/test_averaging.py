@@ -247,7 +247,7 @@ def test_nothing_trains_on_averages_and_an_error_inside_gives_the_weights_back()
         assert f"SGD was to update 'first.weight' inside of AveragedWeights.applied() (rank {rank})" in stepped
         assert f"AveragedWeights.update() was called inside of AveragedWeights.applied() (rank {rank})" in updated
         assert "AveragedWeights.applied() was called inside of AveragedWeights.applied()" in entered
-        assert "AveragedWeights() came inside of" in made
+        assert "AveragedWeights() was called inside of" in made
         assert "would give the parameters gradients of their averages" in backward
 
 

@@ -156,7 +156,7 @@ def test_no_checkpoint_there(tmp_path: Path) -> None:
         on_ranks(2, lambda model, rank: huggingface.load(model, tmp_path, ranks="one"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="missing must be several patterns"):
         on_ranks(2, lambda model, rank: huggingface.load(model, tmp_path, missing="head"))
-    with pytest.raises(StateError, match="needs a sharded model"):
+    with pytest.raises(StateError, match="needs a sharded module"):
         huggingface.load(net(), tmp_path)
 
 
