@@ -22,7 +22,7 @@ from .functions.optimizers import NOT_BY_ELEMENT
 from .functions.torch_functions import replacing_values
 from .functions.whole import gather_whole, state_dicts_of_pieces, whole_on_this_rank
 from .planning.layout import FlatLayout, Piece, Slot
-from .planning.plan import STAGE_ATTRIBUTE
+from .planning.plan import MODULE_STATE_ATTRIBUTE
 from .planning.values import send_from_first
 from .runtime.step import Phase
 from .runtime.unit import Reshard
@@ -227,7 +227,7 @@ class ShardedModel:
     @property
     def module(self) -> nn.Module:
         """The outermost sharded module."""
-        return self._root.stages[0].module
+        return self._root.module_states[0].module
 
     @property
     def collectives(self) -> Collectives:
@@ -332,7 +332,7 @@ class ShardedModel:
 
     def wait_for_communication(self) -> None:
         """Order compute on the current stream after every gather and reduction that was issued."""
-        self._root.lanes.drain()
+        self._root.streams.drain()
 
     def refuse_replaced_values(self, call: str) -> None:
         """Raise inside ``replacing_values``; ``call`` begins the message.
@@ -360,8 +360,8 @@ class ShardedModel:
         """Copy ``values`` into ``places``, masters or parameters, behind everything that still reads these."""
         root = self._root
         # A gather that no forward waited for may still read, and the host writes what is parked beside the device.
-        root.lanes.drain()
-        if root.lanes.here() is not None and any(unit.parks for unit in root.units):
+        root.streams.drain()
+        if root.streams.here() is not None and any(unit.parks for unit in root.units):
             torch.cuda.synchronize(root.collectives.device)
         with torch.no_grad():
             for value, place in zip(values, places, strict=True):
@@ -426,8 +426,8 @@ class WaitingTimes:
     """Measures how long the steps of a model wait for other ranks, from its making until ``stop``."""
 
     def __init__(self, model: ShardedModel) -> None:
-        self._lanes = model._root.lanes
-        self._stalls = self._lanes.stalls = self._lanes.measure()
+        self._streams = model._root.streams
+        self._stalls = self._streams.stalls = self._streams.measure()
 
     @property
     def forwards(self) -> int:
@@ -437,7 +437,7 @@ class WaitingTimes:
     def stop(self) -> None:
         """Measure no more."""
         self._stalls.stop()
-        self._lanes.stalls = None
+        self._streams.stalls = None
 
     def read(self) -> tuple[float, float]:
         """Seconds of all measured steps that this rank did not wait for others, and seconds altogether."""
@@ -459,7 +459,7 @@ class LocatedParameter:
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether ``module`` itself was sharded; not what is inside it."""
-    return STAGE_ATTRIBUTE in module.__dict__
+    return MODULE_STATE_ATTRIBUTE in module.__dict__
 
 
 def outermost_model(model: nn.Module, call: str) -> ShardedModel:

@@ -14,8 +14,9 @@ from ..config import GROUP_OF_SETTING, Origin, PluginChoice, ShardConfig, Source
 from ..events import Events
 from ..interfaces import Group, PluginContext, UnitPlan, WrapPolicy
 from ..planning.answers import refuse_unable
+from ..planning.groups import group_of
 from ..planning.layout import NamedLayout
-from ..setup.plugins import group_of, policy_choice, refuse_unserved
+from ..setup.plugins import policy_choice, refuse_unserved
 from .explanation import ExplainedPlugin, Value
 from .stand_ins import StoodInPlugins, Tried, Workbench
 

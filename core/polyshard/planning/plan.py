@@ -1,4 +1,17 @@
-"""A parameter of the user's model, under its names."""
+"""Which parameters form which units. Reads the model, changes nothing.
+
+[Note: split modules]
+Modules that no policy chose stay with the module around them: in a language model the embedding before the blocks, the
+norm and the head behind them. As one unit all of that would be gathered before the first block computes, when nothing
+hides it, held until the end of the step, and reduced behind the last gradient, when again nothing hides it. So a large
+module on either side is split off: compute waits for the embedding alone, the head is gathered beside the blocks, and
+each is released like any unit.
+
+Nobody asked for a split module, so it may not change what a forward may do. Where its parameters are used outside of
+its own forward (``F.linear(x, self.head.weight)``) its units go back to its parent for good, which
+``runtime/bindings.py`` notices. A module that some ranks run and others do not cannot be undone so: the others never
+gather it. Several large modules on one side, such as heads for several tasks, make that likely, and none is split off.
+"""
 
 from __future__ import annotations
 
@@ -44,37 +57,23 @@ def names_behind(prefix: str, parameter: ManagedParameter) -> tuple[str, ...]:
     return tuple(f"{prefix}.{name}" if prefix else name for name in parameter.names)
 
 
-# Which modules before and behind the inner units have units of their own.
-#
-# What no policy chose stays with the module that contains it: of a language model, an embedding in front of the blocks,
-# norm and head behind them. As one unit all of that would be gathered before the first block computes, when nothing can
-# hide it, held until the end of the step, and reduced after the last gradient, when again nothing can. Apart, the
-# embedding alone is waited for, the head travels beside the blocks, and each is released like any unit.
-#
-# A part is no unit that anybody asked for, so it must not change what a forward may do: where its parameters are used
-# outside of its own forward (``F.linear(x, self.head.weight)``), it goes back for good to its *host*, the stage that it
-# was taken from. See ``lent.py`` for how that is noticed. What cannot be undone so is a module that some ranks run and
-# others do not, for the others never gather it. Where several large modules are on one side, heads for several tasks,
-# say, that is likely, and none of them becomes a part.
-
-
-def find_parts(
-    host: nn.Module,
+def find_split_modules(
+    parent: nn.Module,
     inner: Collection[nn.Module],
     owned: Mapping[nn.Parameter, Sequence[tuple[nn.Module, str]]],
 ) -> list[nn.Module]:
-    """The modules below ``host`` that become parts of its stage: at most one before and one behind all of ``inner``.
+    """The modules to split off ``parent``: at most one before and one behind all of ``inner``. See [Note: split modules].
 
-    Each is the only one on its side that can be called, contains none of ``inner``, holds ``SMALLEST_PART`` elements of
-    what ``host`` owns, and shares none of them with a module outside of it. Sides are those of ``host.modules()``.
+    Each is the only one on its side that can be called, contains none of ``inner``, holds ``SMALLEST_SPLIT`` elements of
+    what ``parent`` owns, and shares none of them with a module outside of it. Sides are those of ``parent.modules()``.
 
     Args:
-        host: A module that owns parameters and contains stages.
-        inner: The modules of the stages below ``host``, and those that are sharded already; at least one.
-        owned: Its parameters, with every (module, attribute) that holds them.
+        parent: A module that owns parameters.
+        inner: The modules inside ``parent`` that own units, at least one.
+        owned: The parameters of ``parent``, with every (module, attribute) that holds them.
     """
-    found = _separable(host, inner, owned)
-    place = {module: index for index, module in enumerate(host.modules())}
+    found = _separable(parent, inner, owned)
+    place = {module: index for index, module in enumerate(parent.modules())}
     begin, end = min(place[module] for module in inner), max(place[module] for module in inner)
     sides = (
         [module for module in found if place[module] < begin],
@@ -84,13 +83,13 @@ def find_parts(
 
 
 def _separable(
-    host: nn.Module,
+    parent: nn.Module,
     inner: Collection[nn.Module],
     owned: Mapping[nn.Parameter, Sequence[tuple[nn.Module, str]]],
 ) -> list[nn.Module]:
     found: list[nn.Module] = []
     seen: set[nn.Module] = set(inner)
-    waiting = list(host.children())[::-1]
+    waiting = list(parent.children())[::-1]
     while waiting:
         module = waiting.pop()
         if module in seen:
@@ -101,7 +100,7 @@ def _separable(
             waiting += list(module.children())[::-1]
             continue
         held = {p for each in inside for p in each._parameters.values() if p is not None and p in owned}
-        large = sum(parameter.numel() for parameter in held) >= thresholds.SMALLEST_PART
+        large = sum(parameter.numel() for parameter in held) >= thresholds.SMALLEST_SPLIT
         if large and all(user in inside for parameter in held for user, _ in owned[parameter]):
             found.append(module)
     return found
@@ -115,30 +114,32 @@ def _can_be_called(module: nn.Module) -> bool:
 # Which parameters form which units. Reads the model, changes nothing.
 
 
-#: Attribute under which a sharded module holds its stage.
-STAGE_ATTRIBUTE = "_polyshard_stage"
+#: Attribute under which a sharded module holds its module state.
+MODULE_STATE_ATTRIBUTE = "_polyshard_module_state"
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedStage:
-    """A module that will own units."""
+class ModuleParameters:
+    """A module that will own units, and the parameters that are its own."""
 
     name: str
     """Fully-qualified name; empty for the root."""
     module: nn.Module
+    modules: tuple[nn.Module, ...]
+    """``module``, and the modules inside it that are inside of no other one of these."""
     groups: tuple[tuple[ManagedParameter, ...], ...]
-    """One group for each unit: parameters of one dtype, all trained or all frozen."""
+    """Parameters of one dtype each, all trained or all frozen."""
     overrides: Mapping[str, Any]
     """Settings that differ from the model's."""
     dtype: torch.dtype
-    """Of its own parameters or, without any, of its parts'; torch's default where there are neither."""
-    host: nn.Module | None = None
-    """The module of the stage that this one is a part of; None where it was chosen."""
+    """Of its own parameters or, without any, of those split off it; torch's default where there are neither."""
+    parent: nn.Module | None
+    """The module that this one was split off; None where it was chosen."""
 
     @property
     def governing(self) -> nn.Module:
-        """The module that decides dtypes and the like: a part's are its host's."""
-        return self.module if self.host is None else self.host
+        """The module whose mode and dtypes count: those of a split module are its parent's."""
+        return self.module if self.parent is None else self.parent
 
 
 @dataclass(slots=True)
@@ -151,7 +152,7 @@ class _Uses:
     names: list[str]
 
 
-def plan_stages(
+def plan_modules(
     root: nn.Module,
     chosen: UnitPlan,
     *,
@@ -159,16 +160,23 @@ def plan_stages(
     ignored_parameters: Collection[nn.Parameter] = (),
     rank: int = 0,
     divides: bool = False,
-) -> list[PlannedStage]:
+) -> list[ModuleParameters]:
     """Assign every parameter of ``root`` to the innermost chosen module that contains all of its uses.
 
-    ``root`` is always a stage, the first of the result, with or without parameters of its own; the others follow in
-    module order, less those that have none left. ``divides``: where there are others, what ``root`` owns may be in
-    several stages (``parts.py``).
+    Args:
+        root: The model.
+        chosen: What the policy chose, and the settings that differ there.
+        ignored_modules: Modules that stay as they are, with all inside them.
+        ignored_parameters: Parameters that stay as they are.
+        rank: Of this process, for messages.
+        divides: Whether large modules before and behind the chosen ones may be split off ``root``.
+
+    Returns:
+        ``root`` first, with or without parameters of its own; the others in module order, less those without any.
 
     Raises:
         EmptyUnitError: ``root`` has no parameter at all, sharded ones included.
-        AlreadyShardedError: a parameter is claimed by a stage that exists already.
+        AlreadyShardedError: a parameter belongs to a unit already.
         DeviceError: parameters are on several devices.
         PluginContractError: ``chosen`` is not a plan for ``root``.
     """
@@ -179,8 +187,8 @@ def plan_stages(
     claimed = {
         managed.original
         for module in names
-        if STAGE_ATTRIBUTE in module.__dict__
-        for unit in module.__dict__[STAGE_ATTRIBUTE].units
+        if MODULE_STATE_ATTRIBUTE in module.__dict__
+        for unit in module.__dict__[MODULE_STATE_ATTRIBUTE].units
         for managed in unit.parameters
     }
     uses: dict[nn.Parameter, _Uses] = {}
@@ -210,38 +218,53 @@ def plan_stages(
             "Pass a module that has some, or leave it as it is."
         )
     _check_device(uses, rank)
-    inner = {module for module in names if module is not root and STAGE_ATTRIBUTE in module.__dict__}
+    inner = {module for module in names if module is not root and MODULE_STATE_ATTRIBUTE in module.__dict__}
     inner |= {found.owners[-1] for found in uses.values() if found.owners[-1] is not root}
     owned = {parameter: found.sites for parameter, found in uses.items() if found.owners[-1] is root}
-    parts = find_parts(root, inner, owned) if divides and inner else []
-    for part in parts:
-        for user in part.modules():
+    split = find_split_modules(root, inner, owned) if divides and inner else []
+    for module in split:
+        for user in module.modules():
             for parameter in user._parameters.values():
                 if parameter in owned:
-                    uses[parameter].owners.append(part)
+                    uses[parameter].owners.append(module)
     groups: dict[nn.Module, dict[tuple[torch.dtype, bool], list[ManagedParameter]]] = {}
     for parameter, found in uses.items():
         managed = ManagedParameter(parameter, tuple(found.names), tuple(found.sites))
         kind = (parameter.dtype, parameter.requires_grad)
         groups.setdefault(found.owners[-1], {}).setdefault(kind, []).append(managed)
-    stages = []
+    owners = {module for module in names if module is root or module in groups}
+    outside = owners | set(ignored_modules)
+    planned = []
     for module, name in names.items():
-        if module is root or module in groups:
-            kinds = groups.get(module, {})
-            ordered = sorted(kinds.items(), key=lambda item: not item[0][1])
-            host = root if module in parts else None
-            dtypes = [dtype for dtype, _ in kinds] or [each.dtype for each in owned]
-            stages.append(
-                PlannedStage(
-                    name,
-                    module,
-                    tuple(tuple(group) for _, group in ordered),
-                    overrides.get(host or module, {}),
-                    dtypes[0] if dtypes else torch.get_default_dtype(),
-                    host,
-                )
+        if module not in owners:
+            continue
+        kinds = groups.get(module, {})
+        ordered = sorted(kinds.items(), key=lambda item: not item[0][1])
+        parent = root if module in split else None
+        dtypes = [dtype for dtype, _ in kinds] or [each.dtype for each in owned]
+        planned.append(
+            ModuleParameters(
+                name,
+                module,
+                _own_modules(module, outside),
+                tuple(tuple(group) for _, group in ordered),
+                overrides.get(parent or module, {}),
+                dtypes[0] if dtypes else torch.get_default_dtype(),
+                parent,
             )
-    return stages
+        )
+    return planned
+
+
+def _own_modules(module: nn.Module, others: Collection[nn.Module]) -> tuple[nn.Module, ...]:
+    own, waiting = [], [module]
+    while waiting:
+        inner = waiting.pop()
+        own.append(inner)
+        waiting += [
+            child for child in inner.children() if child not in others and MODULE_STATE_ATTRIBUTE not in child.__dict__
+        ]
+    return tuple(own)
 
 
 def parameters_to_shard(
@@ -250,7 +273,7 @@ def parameters_to_shard(
     ignored_modules: Collection[nn.Module] = (),
     ignored_parameters: Collection[nn.Parameter] = (),
 ) -> dict[nn.Parameter, str]:
-    """What would be sharded, under its first name: all of ``root`` but what is ignored or inside of a stage."""
+    """What would be sharded, under its first name: all of ``root`` but what is ignored or inside of a module state."""
     skipped = set(ignored_parameters)
     found: dict[nn.Parameter, str] = {}
     for prefix, module, _ in _walk(root, {}, _inside(ignored_modules)):
@@ -337,7 +360,7 @@ def _walk(
     def visit(prefix: str, module: nn.Module, chain: tuple[nn.Module, ...], above: frozenset[nn.Module]) -> None:
         if module in ignored or module in above:
             return
-        if module is not root and STAGE_ATTRIBUTE in module.__dict__:
+        if module is not root and MODULE_STATE_ATTRIBUTE in module.__dict__:
             return
         if module is root or module in chosen:
             chain = (*chain, module)
@@ -397,10 +420,10 @@ def refuse_sharded(root: nn.Module, rank: int) -> None:
     Raises:
         AlreadyShardedError: naming the first such module.
     """
-    if not any(STAGE_ATTRIBUTE in module.__dict__ for module in modules_in(root)):
+    if not any(MODULE_STATE_ATTRIBUTE in module.__dict__ for module in modules_in(root)):
         return
     for name, module in root.named_modules():
-        if STAGE_ATTRIBUTE in module.__dict__:
+        if MODULE_STATE_ATTRIBUTE in module.__dict__:
             raise AlreadyShardedError(
                 f"A model can be sharded once, but '{name or '(root)'}' of this {type(root).__name__} is sharded "
                 f"already (rank {rank}). Shard the whole model in one call, or compose it from the inside out with "
