@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ..errors import CheckpointDamagedError, ConfigError
 from ..io.boxes import Box, box_within
-from ..io.files import MOST, carried_out, digest_of, opened, path_of, read_at
+from ..io.files import MOST, carried_out, damaged, digest_of, opened, path_of, read_at
 from ..io.memory import flat_bytes, view_of
 from ..state.sharded import MODEL, OPTIMIZER
 from ..state.source import Source, chunks_of
@@ -228,7 +228,8 @@ def _differs(manifest: Manifest, descriptor: int, file: str, index: int, buffers
 
 def _read(manifest: Manifest, descriptor: int, file: str, index: int, pieces: list[memoryview]) -> bool:
     """Read a block into ``pieces``; returns whether it is another one than was written."""
-    read_at(descriptor, pieces, index * BLOCK, manifest.directory, file)
+    if not read_at(descriptor, pieces, index * BLOCK, manifest.directory / file):
+        raise damaged(manifest.directory, f"'{file}' ends within byte {index * BLOCK:,} and those behind it")
     return digest_of(pieces) != manifest.files[file].blocks[index]
 
 

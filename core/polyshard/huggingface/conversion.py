@@ -14,8 +14,7 @@ import torch
 
 from ..errors import ConfigError, UnsupportedError
 from ..io.boxes import Box, Chunk, box_within
-from ..io.memory import castable
-from .files import Saved, SavedTensor, Transfer
+from .files import Saved, SavedTensor, Transfer, castable
 from .tensors import ModelTensor
 
 #: Tensors by name of the one side, and of the other, put together of them by slices, ``cat``, ``stack`` and the like.

@@ -21,7 +21,7 @@ from ..io.files import path_of
 from ..state.exchange import coordinates, from_first, require_seen, speaks, tell_listeners, together
 from . import _private
 from .conversion import Conversion, Match, Part, listed, match, transfers_of
-from .files import STAGED_NBYTES, OpenFiles, Reader, Saved, open_saved, read_all
+from .files import STAGED_NBYTES, OpenFiles, Saved, open_saved, read_all
 from .tensors import ModelTensor, of_shard, refuse_hollow, tensors_of
 
 #: For ranks that have not one file system.
@@ -67,14 +67,11 @@ def load(
         OSError: reading failed; the model may hold parts of the checkpoint.
         Exception: a listener's, on its rank, once everything is loaded.
     """
-    with closing(OpenFiles()) as files:
-        load_through(
-            files, model, path, ranks=ranks, convert=convert, missing=missing, unexpected=unexpected, open_files=files
-        )
+    load_through(OpenFiles(), model, path, ranks=ranks, convert=convert, missing=missing, unexpected=unexpected)
 
 
 def load_through(
-    reader: Reader,
+    files: OpenFiles,
     model: nn.Module,
     path: Path | str,
     *,
@@ -82,9 +79,21 @@ def load_through(
     convert: Conversion | None = None,
     missing: Collection[str] = (),
     unexpected: Collection[str] = (),
-    open_files: OpenFiles | None = None,
 ) -> None:
-    """``load``, with another way to read files. ``open_files``: what is told beforehand which files will be read."""
+    """``load`` by ``files``, which it closes."""
+    with closing(files):
+        _load(files, model, path, ranks, convert, missing, unexpected)
+
+
+def _load(
+    files: OpenFiles,
+    model: nn.Module,
+    path: Path | str,
+    ranks: Ranks,
+    convert: Conversion | None,
+    missing: Collection[str],
+    unexpected: Collection[str],
+) -> None:
     sharded = idle_model(model, "huggingface.load()")
     module, collectives = sharded.module, sharded.collectives
     reads = ranks == "all" or coordinates(collectives)
@@ -117,9 +126,8 @@ def load_through(
                 model=type(module).__name__,
                 rank=sharded.rank,
             )
-            if open_files is not None:
-                open_files.open(dict.fromkeys(each.file for each in saved.tensors.values()))
-            different = _different_ties(found, saved, reader, whole=ranks == "first")
+            files.open(dict.fromkeys(each.file for each in saved.tensors.values()))
+            different = _different_ties(found, saved, files, whole=ranks == "first")
             kept = {each.names[0] for each in found.kept}
     if ranks == "first":
         kept = from_first(collectives, kept)
@@ -128,13 +136,13 @@ def load_through(
         with together(collectives, f"Reading {path}"):
             assert saved is not None
             assert found is not None
-            _read(held, found, saved, reader)
+            _read(held, found, saved, files)
     else:
-        _read_for_all(sharded, held, kept, found, saved, reader)
+        _read_for_all(sharded, held, kept, found, saved, files)
     tell_listeners(collectives, f"the load of {path}", partial(sharded.tell_loaded, model, path))
 
 
-def _read(held: Iterable[ModelTensor], found: Match, saved: Saved, reader: Reader) -> None:
+def _read(held: Iterable[ModelTensor], found: Match, saved: Saved, files: OpenFiles) -> None:
     read_all(
         (
             transfer
@@ -142,7 +150,7 @@ def _read(held: Iterable[ModelTensor], found: Match, saved: Saved, reader: Reade
             if each.names[0] in found.recipes
             for transfer in transfers_of(each.chunks, found.recipes[each.names[0]], saved.tensors)
         ),
-        reader,
+        files,
     )
 
 
@@ -152,7 +160,7 @@ def _read_for_all(
     kept: Collection[str],
     found: Match | None,
     saved: Saved | None,
-    reader: Reader,
+    files: OpenFiles,
 ) -> None:
     """Rank 0 reads, and sends to each rank what it keeps: one shard of one unit at a time. ``kept``: not sent."""
     collectives = sharded.collectives
@@ -161,14 +169,14 @@ def _read_for_all(
             shard = torch.zeros(unit.layout.shard_numel, dtype=unit.master.dtype, device=unit.device)
             with together(collectives, f"Reading unit '{unit.name}'"):
                 if found is not None and saved is not None:
-                    _read(of_shard(unit, shard, shard_rank), found, saved, reader)
+                    _read(of_shard(unit, shard, shard_rank), found, saved, files)
             send_from_first([shard], collectives, shard.device)
             if shard_rank == unit.shard_rank:
                 _take(unit, shard, kept)
     with together(collectives, "Reading what is not sharded"):
         others = [each for each in held if each.unit is None and each.names[0] not in kept]
         if found is not None and saved is not None:
-            _read(others, found, saved, reader)
+            _read(others, found, saved, files)
     send_from_first([chunk.view for each in others for chunk in each.chunks], collectives, sharded.units[0].device)
 
 
@@ -214,23 +222,23 @@ def _unset(held: Iterable[ModelTensor], kept: Collection[str]) -> list[str]:
     ]
 
 
-def _different_ties(found: Match, saved: Saved, reader: Reader, *, whole: bool) -> list[str]:
+def _different_ties(found: Match, saved: Saved, files: OpenFiles, *, whole: bool) -> list[str]:
     """Tied tensors that have several values in the files: looked for in this rank's elements, or in all."""
     different = []
     for held, name, parts, other, others in found.ties:
         boxes = [Box((0,) * len(held.shape), held.shape)] if whole else [chunk.box for chunk in held.chunks]
         most = STAGED_NBYTES // held.dtype.itemsize
         pieces = (box for outer in boxes for box in slabs(held.shape, outer, most, gaps=True))
-        if any(not _equal(box, held.dtype, (parts, others), saved, reader) for box in pieces):
+        if any(not _equal(box, held.dtype, (parts, others), saved, files) for box in pieces):
             different.append(f"'{name}' and '{other}'")
     return different
 
 
-def _equal(box: Box, dtype: torch.dtype, recipes: Iterable[Sequence[Part]], saved: Saved, reader: Reader) -> bool:
+def _equal(box: Box, dtype: torch.dtype, recipes: Iterable[Sequence[Part]], saved: Saved, files: OpenFiles) -> bool:
     values = []
     for recipe in recipes:
         values.append(torch.empty(box.sizes, dtype=dtype))
-        read_all(transfers_of([Chunk(box, values[-1])], recipe, saved.tensors), reader)
+        read_all(transfers_of([Chunk(box, values[-1])], recipe, saved.tensors), files)
     return torch.equal(values[0], values[1])
 
 

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,11 +19,11 @@ from ..checkpoint.folder import Attempt, attempt_in
 from ..errors import ConfigError, UnsupportedError
 from ..inspect import ShardedModel, idle_model
 from ..io.files import path_of, sync_directory
-from ..io.memory import castable, name_of
+from ..io.memory import SAFETENSORS_NAMES
 from ..state.exchange import coordinates, from_first, require_seen, speaks, tell_listeners, together
 from . import _private
 from .conversion import Conversion, Part, converted, covered, listed, transfers_of
-from .files import INDEX, WEIGHTS, OpenFiles, SavedTensor, Writer, header_of, write_all
+from .files import INDEX, WEIGHTS, OpenFiles, SavedTensor, castable, header_of, write_all
 from .loading import Ranks
 from .tensors import ModelTensor, of_whole, refuse_hollow, shared_out, tensors_of
 
@@ -64,17 +64,15 @@ def save(
         PolyshardError, OSError: writing failed; nothing is left of it.
         Exception: a listener's, on its rank, once everything is written.
     """
-    with closing(OpenFiles(writes=True)) as files:
-        save_through(
-            files,
-            model,
-            folder,
-            ranks=ranks,
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            convert=convert,
-            open_files=files,
-        )
+    save_through(
+        OpenFiles(writes=True),
+        model,
+        folder,
+        ranks=ranks,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        convert=convert,
+    )
 
 
 #: For ranks that have not one file system.
@@ -90,7 +88,7 @@ class _Plan:
 
 
 def save_through(
-    writer: Writer,
+    files: OpenFiles,
     model: nn.Module,
     folder: Path | str,
     *,
@@ -98,13 +96,13 @@ def save_through(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     convert: Conversion | None = None,
-    open_files: OpenFiles | None = None,
 ) -> None:
-    """``save``, with another way to write. ``open_files``: what is told beforehand which files, and closes them."""
+    """``save`` by ``files``, which it closes."""
     sharded = idle_model(model, "huggingface.save()")
     collectives, what = sharded.collectives, f"the export to {folder}"
     attempt: Attempt | None = None
     with ExitStack() as stack:
+        stack.callback(files.close)
         with together(collectives, f"Preparing {what}"):
             folder = path_of(folder, "folder")
             _refuse_settings(sharded, folder, ranks, dtype)
@@ -130,23 +128,23 @@ def save_through(
             placed: dict[str, SavedTensor] = {}
             for name, tensors in plan.shards.files.items():
                 placed.update({each.name: each for each in header_of(tensors, directory / name)[1]})
-            if writes and open_files is not None:
-                open_files.open(directory / name for name in plan.shards.files)
+            if writes:
+                files.open(directory / name for name in plan.shards.files)
         if ranks == "all":
             with together(collectives, f"Writing {what}"):
-                _write((shared_out(each) for each in held if each.unit is not None), plan, placed, writer)
+                _write((shared_out(each) for each in held if each.unit is not None), plan, placed, files)
         else:
             for unit in sharded.units:
                 whole = unit.gather(unit.master)
                 with together(collectives, f"Writing unit '{unit.name}' for {what}"):
                     if writes:
-                        _write(of_whole(unit, whole), plan, placed, writer)
+                        _write(of_whole(unit, whole), plan, placed, files)
                 del whole
         with together(collectives, f"Writing {what}"):
             if coordinates(collectives):
-                _write((each for each in held if each.unit is None), plan, placed, writer)
-            if writes and open_files is not None:
-                open_files.sync()
+                _write((each for each in held if each.unit is None), plan, placed, files)
+            if writes:
+                files.sync()
         with together(collectives, f"Committing {what}"):
             if attempt is not None:
                 _commit(attempt.path, folder, plan.shards)
@@ -175,7 +173,9 @@ def _leave_no_empty(made: Iterable[Path]) -> None:
 def _refuse_settings(sharded: ShardedModel, folder: Path, ranks: Ranks, dtype: torch.dtype | None) -> None:
     if ranks not in ("all", "first"):
         raise ConfigError(f"ranks must be 'all' or 'first', not {ranks!r}.")
-    if dtype is not None and not (dtype.is_floating_point and name_of(dtype) and castable(torch.float32, dtype)):
+    if dtype is not None and not (
+        dtype.is_floating_point and SAFETENSORS_NAMES.get(dtype) and castable(torch.float32, dtype)
+    ):
         raise ConfigError(f"dtype must be float64, float32, float16 or bfloat16, not {dtype}.")
     if sharded.collectives.world_size > 1 and not speaks(sharded.collectives):
         raise UnsupportedError(
@@ -217,7 +217,7 @@ def _planned(
         name: (dtype if dtype is not None and each.dtype.is_floating_point else each.dtype, tuple(each.shape))
         for name, each in made.items()
     }
-    nameless = [f"'{name}' ({each})" for name, (each, _) in written.items() if name_of(each) is None]
+    nameless = [f"'{name}' ({each})" for name, (each, _) in written.items() if SAFETENSORS_NAMES.get(each) is None]
     if nameless:
         raise UnsupportedError(f"Safetensors files cannot hold the dtypes of {', '.join(nameless)}.")
     named = {name for name, _ in module.named_parameters(remove_duplicate=False)}
@@ -243,10 +243,10 @@ def _begin(module: nn.Module, directory: Path, plan: _Plan, dtype: torch.dtype |
     _private.write_config(module, directory, dtype or (kinds[0] if kinds else torch.get_default_dtype()))
 
 
-def _write(held: Iterable[ModelTensor], plan: _Plan, placed: Mapping[str, SavedTensor], writer: Writer) -> None:
+def _write(held: Iterable[ModelTensor], plan: _Plan, placed: Mapping[str, SavedTensor], files: OpenFiles) -> None:
     write_all(
         (transfer for each in held for transfer in transfers_of(each.chunks, plan.recipes[each.names[0]], placed)),
-        writer,
+        files,
     )
 
 

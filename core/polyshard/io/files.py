@@ -1,4 +1,4 @@
-"""Files of a checkpoint, with errors that name them."""
+"""Files: opened, read and written with errors that name them; digests; and calls in a few threads."""
 
 from __future__ import annotations
 
@@ -38,6 +38,12 @@ _NO_FOLDER = frozenset(
 )
 #: One call takes no more pieces, by the limit of Linux.
 _MOST_PIECES = 1024
+#: Under which a manifest keeps them.
+DIGEST = "xxh3_128"
+_TEXT = re.compile(r"[0-9a-f]{32}", re.ASCII)
+T = TypeVar("T")
+#: More would not go faster than the disks and memory that they use.
+MOST = 4
 
 
 def damaged(directory: Path, what: str) -> CheckpointDamagedError:
@@ -119,25 +125,26 @@ def read_whole(directory: Path, name: str, size: int | None = None, most: int = 
         if nbytes > most:
             raise damaged(directory, f"'{name}' has {nbytes:,} bytes, more than any that was written")
         content = bytearray(nbytes)
-        read_at(descriptor, [memoryview(content)], 0, directory, name)
+        if not read_at(descriptor, [memoryview(content)], 0, directory / name):
+            raise damaged(directory, f"'{name}' became shorter while it was read")
         return bytes(content)
 
 
-def read_at(descriptor: int, pieces: Sequence[memoryview], at: int, directory: Path, name: str) -> None:
-    """Fill ``pieces`` one behind another from byte ``at`` of the file on.
+def read_at(descriptor: int, pieces: Sequence[memoryview], at: int, path: Path) -> bool:
+    """Fill ``pieces`` one behind another from byte ``at`` of the file on; returns False where it ends before.
 
     Raises:
-        CheckpointDamagedError: it ends before.
-        OSError: reading failed.
+        OSError: reading failed; names ``path``.
     """
     left = [piece for piece in pieces if len(piece)]
-    with naming(directory / name):
+    with naming(path):
         while left:
             count = os.preadv(descriptor, left[:_MOST_PIECES], at)
             if count == 0:
-                raise damaged(directory, f"'{name}' ends at byte {at:,}")
+                return False
             at += count
             _take_off(left, count)
+    return True
 
 
 def write_at(descriptor: int, pieces: Sequence[memoryview], at: int, path: Path) -> None:
@@ -207,14 +214,6 @@ def _take_off(pieces: list[memoryview], count: int) -> None:
         pieces[0] = pieces[0][count:]
 
 
-# What tells whether a block of a checkpoint is the one that was written.
-
-
-#: Under which a manifest keeps them.
-DIGEST = "xxh3_128"
-_TEXT = re.compile(r"[0-9a-f]{32}", re.ASCII)
-
-
 def digest_of(pieces: Iterable[memoryview]) -> str:
     """The xxh3 of 128 bits of the pieces, one behind another, in hexadecimal.
 
@@ -233,15 +232,7 @@ def is_digest(text: str) -> bool:
     return _TEXT.fullmatch(text) is not None
 
 
-# Calls in a few threads, for what leaves the interpreter alone: digests, reads, writes.
-
-
-T = TypeVar("T")
-#: More would not go faster than the disks and memory that they use.
-MOST = 4
-
-
-def carried_out(calls: Iterable[Callable[[], T]], count: int) -> Iterator[T]:
+def carried_out(calls: Iterable[Callable[[], T]], count: int, *, threads: int | None = None) -> Iterator[T]:
     """What the calls return, in their order. Twice as many as there are threads are taken ahead.
 
     No executor of ``concurrent.futures``: that takes no work once a program's main thread has ended, when a save in the
@@ -250,8 +241,9 @@ def carried_out(calls: Iterable[Callable[[], T]], count: int) -> Iterator[T]:
     Args:
         calls: Taken one by one, in the calling thread.
         count: How many there are, about.
+        threads: At most; None for as many as there are cores, up to ``MOST``.
     """
-    threads = min(MOST, os.cpu_count() or 1, count)
+    threads = min(threads or min(MOST, os.cpu_count() or 1), count)
     if threads < 2:
         for call in calls:
             yield call()

@@ -1,4 +1,4 @@
-"""Tensors as bytes."""
+"""Tensors as bytes, a copy of many in host memory, and the dtypes that files can hold by name."""
 
 from __future__ import annotations
 
@@ -70,75 +70,33 @@ class HostCopy:
             start += place.numel()
 
 
-# The dtypes that a checkpoint can hold, by the names that stand in its manifest.
-
-
-_NAMES = (
-    "bool",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-)
-
+#: By the name in a manifest; with it the name in safetensors files, where their format has one.
+_NAMES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": None,
+    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": None,
+    "float8_e8m0fnu": None,
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+    "complex128": None,
+}
 #: A name in a file is looked up here, never in a module.
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES}
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
-#: Of these numpy has the same, in the same bytes.
+#: Dtypes that numpy has, in the same bytes.
 NUMPY = frozenset(name for name in _NAMES if name != "bfloat16" and not name.startswith("float8"))
-
-
-# Dtypes as safetensors names them.
-
-
-_NAMES_dtypes = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.uint16: "U16",
-    torch.int32: "I32",
-    torch.uint32: "U32",
-    torch.int64: "I64",
-    torch.uint64: "U64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-_DTYPES = {name: dtype for dtype, name in _NAMES_dtypes.items()}
-#: Among these a value keeps its meaning when it is cast.
-_CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-
-
-def dtype_called(name: str) -> torch.dtype | None:
-    """The dtype that a file calls ``name``; None where torch has none."""
-    return _DTYPES.get(name)
-
-
-def name_of(dtype: torch.dtype) -> str | None:
-    """What a file calls ``dtype``; None where the format has no name for it."""
-    return _NAMES_dtypes.get(dtype)
-
-
-def castable(saved: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether values of ``saved`` may be read as ``wanted``."""
-    return saved == wanted or (saved in _CASTABLE and wanted in _CASTABLE)
+SAFETENSORS_DTYPES: dict[str, torch.dtype] = {other: DTYPES[name] for name, other in _NAMES.items() if other}
+SAFETENSORS_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
