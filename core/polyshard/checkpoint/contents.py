@@ -87,11 +87,7 @@ def number_of(given: object, name: str, least: int) -> int:
 
 
 def mapping_of(given: object, name: str) -> Mapping[str, Any]:
-    """The argument ``name`` as a mapping; an empty one for None.
-
-    Raises:
-        ConfigTypeError: it is none.
-    """
+    """The argument ``name`` as a mapping; an empty one for None. Raises ConfigTypeError: it is none."""
     if given is None:
         return {}
     if isinstance(given, Mapping):

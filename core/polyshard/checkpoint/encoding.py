@@ -34,6 +34,9 @@ _REMEDY = (
     "Give None, bool, int, float, str, bytes, lists, tuples, sets, dicts, paths, dates, tensors and arrays: a "
     "checkpoint holds no pickles. Of an object save what it is made of, as its state_dict()."
 )
+_SEQUENCES: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+#: Sizes and offsets in bytes, and numbers of elements, stay below.
+_MOST = 1 << 62
 
 
 class Encoder:
@@ -237,7 +240,6 @@ def _device(text: Json) -> torch.device:
         raise MalformedError(f"it has the device {text!r}") from error
 
 
-_SEQUENCES: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _OTHERS: dict[str, Callable[[Json], Any]] = {
     "float": _number,
     "bytes": lambda text: base64.b64decode(a_text(text, "bytes"), validate=True),
@@ -251,13 +253,6 @@ _OTHERS: dict[str, Callable[[Json], Any]] = {
 }
 
 
-# JSON that somebody else may have written: parsed, and its parts taken with the types that they must have.
-
-
-#: Sizes and offsets in bytes, and numbers of elements, stay below.
-_MOST = 1 << 62
-
-
 class MalformedError(ValueError):
     """What a document must not have; ``checked`` names the file."""
 
@@ -269,11 +264,7 @@ def render(content: Any) -> bytes:
 
 
 def parse(content: bytes) -> Any:
-    """What ``render`` wrote.
-
-    Raises:
-        MalformedError: it is no JSON, has a name twice, or numbers that JSON has not.
-    """
+    """What ``render`` wrote. Raises MalformedError: it is no JSON, has a name twice, or numbers that JSON has not."""
     try:
         return json.loads(content, object_pairs_hook=_once, parse_constant=_no_constant)
     except RecursionError:
@@ -286,8 +277,7 @@ def parse(content: bytes) -> Any:
 def checked(directory: Path, name: str) -> Iterator[None]:
     """What goes wrong inside with the content of the file ``name`` is an error that names it.
 
-    Raises:
-        CheckpointDamagedError: instead of what the body raised.
+    Raises CheckpointDamagedError: instead of what the body raised.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The checkpoints in one folder, and which of them one run goes on from."""
+"""The checkpoints in one folder: which is the latest, how one appears in one step, and which job saves there."""
 
 from __future__ import annotations
 
@@ -25,6 +25,13 @@ from .encoding import MalformedError, a_count, a_list, a_text, an_object, parse,
 from .manifest import MARKER, Marker
 
 _DIRECTORY = re.compile(r"step-(\d{8,})(?:\.\d+)?")
+#: Names of directories that are no checkpoint yet, or no longer.
+_UNFINISHED = ".unfinished-"
+NAME = ".job-lock"
+#: More is nothing that was written there.
+_MOST = 4096
+#: Of file systems that have no locks.
+_WITHOUT = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +168,7 @@ class Line:
         return self.folder / name
 
     def next_turn(self) -> int:
-        """Higher than that of all checkpoints that are there.
-
-        Raises:
-            ConfigError: another job saves into the folder.
-        """
+        """Higher than that of all checkpoints that are there. Raises ConfigError: another job saves into the folder."""
         return 1 + max((entry.marker.turn for entry in self._require_alone().entries), default=0)
 
     def after(self, marker: Marker) -> Line:
@@ -204,13 +207,6 @@ class Line:
         return contents
 
 
-# One save on its way: a directory of its own, which becomes the checkpoint in one step or goes away.
-
-
-#: Names of directories that are no checkpoint yet, or no longer.
-_UNFINISHED = ".unfinished-"
-
-
 class Attempt:
     """A directory that no other save writes to, locked for as long as this process works on it."""
 
@@ -243,11 +239,7 @@ class Attempt:
         return found
 
     def commit(self, target: Path, marker: Marker) -> None:
-        """Let ``target`` be the checkpoint.
-
-        Raises:
-            ConfigError: it is one already.
-        """
+        """Let ``target`` be the checkpoint. Raises ConfigError: it is one already."""
         marker.write(self.path)
         _clear(target)
         try:
@@ -343,16 +335,6 @@ def _taken(target: Path) -> ConfigError:
         f"The checkpoint {target} is committed already: another job saves into the folder. Give each run a folder of "
         "its own."
     )
-
-
-# Which job saves into a folder, for as long as it may.
-
-
-NAME = ".job-lock"
-#: More is nothing that was written there.
-_MOST = 4096
-#: Of file systems that have no locks.
-_WITHOUT = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
 class JobLock:

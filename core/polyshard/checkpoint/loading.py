@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from ..errors import ConfigError, PolyshardError, RankMismatchError, StateError
+from ..errors import ConfigError, PolyshardError, StateError
 from ..inspect import ShardedModel, idle_model
 from ..interfaces import Collectives
 from ..io.files import path_of
 from ..state.contents import Joint, Optimizers
-from ..state.exchange import Answers, coordinates, require_seen, tell_listeners, together
+from ..state.exchange import coordinates, require_same, require_seen, tell_listeners, together
 from ..state.restore import ModelRestore, OptimizerRestore
 from ..state.sharded import MODEL, OPTIMIZER, holdings
 from ..state.source import Source, listed, opening, require_name
@@ -34,14 +34,11 @@ from .reading import StoredSource
 
 #: What ``torch.distributed.checkpoint`` describes a directory in.
 _METADATA = ".metadata"
+_TELL = "Let one rank ask latest() and tell the others."
 
 
 def load(
-    directory: Path,
-    model: nn.Module,
-    optimizer: Optimizers | None = None,
-    *,
-    frozen: bool = True,
+    directory: Path, model: nn.Module, optimizer: Optimizers | None = None, *, frozen: bool = True
 ) -> Mapping[str, Any]:
     """Read a checkpoint that ``save`` wrote into ``model`` and ``optimizer``; returns ``extra``.
 
@@ -94,7 +91,7 @@ def _load(
             source = StoredSource(manifest)
             # Decoded here, where a failure changes nothing.
             precision, extra = source.precision, source.extra
-    _require_same(directory, marker.identity, collectives)
+    require_same(collectives, directory, marker.identity, _TELL)
     with together(collectives, f"Matching the checkpoint {directory}"), _readable(directory, collectives):
         targets = ModelRestore(source, model, collectives.rank, frozen=frozen).targets
         restore = None
@@ -161,7 +158,7 @@ def _load_dcp(
         groups = [] if joint is None else _names(sharded, joint)
         source = ForeignSource(directory, _metadata(directory), keys or DcpKeys(), groups)
         identity = hashlib.sha256((directory / _METADATA).read_bytes()).hexdigest()
-    _require_same(directory, identity, collectives)
+    require_same(collectives, directory, identity, _TELL)
     with together(collectives, f"Matching the directory {directory}"), _readable(directory, collectives):
         targets = ModelRestore(source, model, collectives.rank).targets
         restore = None
@@ -215,27 +212,10 @@ def _require_seen(collectives: Collectives, directory: object, name: str) -> Non
     require_seen(collectives, directory, seen)
 
 
-def _require_same(directory: Path, identity: str, collectives: Collectives) -> None:
-    """Raise RankMismatchError unless all ranks were given the same checkpoint."""
-    answers = Answers(collectives, 0, str(directory), key=identity)
-    if not answers.differ:
-        return
-    groups = answers.alike(range(collectives.world_size))
-    one, other = [(ranks[0], answers.words_of(ranks[0])) for ranks in groups[:2]]
-    rank, elsewhere = other if collectives.rank in groups[0] else one
-    raise RankMismatchError(
-        f"Ranks were given different checkpoints: {directory} on rank {collectives.rank}, {elsewhere} on rank {rank}. "
-        "Let one rank ask latest() and tell the others."
-    )
-
-
 def _tell(sharded: ShardedModel, model: nn.Module, directory: Path) -> None:
     tell_listeners(
         sharded.collectives, f"the load of {directory}", partial(sharded.tell_loaded, model, Path(directory))
     )
-
-
-# Directories of ``torch.distributed.checkpoint`` that somebody else wrote, as sources of values.
 
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
@@ -275,18 +255,13 @@ class ForeignSource(Source):
     _made: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Find the model.
-
-        Raises:
-            ConfigError: there is nothing where it is said to be.
-        """
+        """Find the model. Raises ConfigError: there is nothing where it is said to be."""
         self._paths.update(self._model_paths())
 
     def find_optimizer(self) -> None:
         """Know the optimizer, too.
 
-        Raises:
-            ConfigError: there is nothing where it is said to be, or its state is by numbers.
+        Raises ConfigError: there is nothing where it is said to be, or its state is by numbers.
         """
         found = self._optimizer_paths()
         if not found:

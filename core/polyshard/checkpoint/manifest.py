@@ -1,4 +1,4 @@
-"""What is in the files of a checkpoint: ``manifest.json``."""
+"""``manifest.json`` and ``COMMITTED``: what the files of a checkpoint hold, and whether that can be."""
 
 from __future__ import annotations
 
@@ -44,6 +44,13 @@ BLOCK = 4 << 20
 ALIGNMENT = 64
 _FILE = re.compile(r"rank-\d{5,9}\.bin", re.ASCII)
 _MOST_DIMENSIONS = 64
+#: Written last: a directory without it is a save that did not end.
+MARKER = "COMMITTED"
+#: Of markers and manifests; a checkpoint of another number is refused.
+FORMAT = 3
+_DIGEST = "sha256"
+#: Bytes: a hundred for each rank's file, and there are not more ranks than half a million.
+_MOST = 64 << 20
 
 
 def file_of(rank: int) -> str:
@@ -209,11 +216,7 @@ class _Tensors:
         return torch.empty(0, dtype=stored.dtype)
 
     def tensor(self, told: Json, name: str, *, complete: bool | None = None) -> StoredTensor:
-        """One of the manifest's.
-
-        Raises:
-            MalformedError: its chunks are not what its shape says, or not in the files.
-        """
+        """One of the manifest's. Raises MalformedError: its chunks are not what its shape says, or not in the files."""
         what = f"'{name}'"
         entry = an_object(told, what)
         dtype, shape = DTYPES[a_text(entry["dtype"], what)], counts(entry["shape"], what)
@@ -331,18 +334,6 @@ def chunk_described(offsets: Iterable[int], sizes: Iterable[int], file: str, at:
     return [list(offsets), list(sizes), file, at, nbytes]
 
 
-# The file that makes a directory a checkpoint, and what it tells about it.
-
-
-#: Written last: a directory without it is a save that did not end.
-MARKER = "COMMITTED"
-#: Of markers and manifests; a checkpoint of another number is refused.
-FORMAT = 3
-_DIGEST = "sha256"
-#: Bytes: a hundred for each rank's file, and there are not more ranks than half a million.
-_MOST = 64 << 20
-
-
 @dataclass(frozen=True, slots=True)
 class Marker:
     """What was known when a checkpoint was committed."""
@@ -413,11 +404,7 @@ class Marker:
                 pass
 
     def read_manifest(self, directory: Path) -> Manifest:
-        """What the files hold.
-
-        Raises:
-            As ``Manifest.read``.
-        """
+        """What the files hold. Errors as ``Manifest.read``."""
         return Manifest.read(directory, self.files[NAME], self.manifest, self.files, complete=self.complete)
 
 
@@ -425,7 +412,7 @@ def _render(content: Mapping[str, Any]) -> bytes:
     return render({**content, _DIGEST: hashlib.sha256(render(content)).hexdigest()})
 
 
-def _a_truth(name: str, value: Any) -> bool:
+def _a_bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise MalformedError(f"{name} is neither true nor false")
     return value
@@ -442,8 +429,8 @@ def _sizes(value: Any) -> dict[str, int]:
 _FIELDS: dict[str, Callable[[Any], Any]] = {
     "step": lambda value: a_count(value, "step"),
     "world_size": lambda value: a_count(value, "world_size"),
-    "complete": partial(_a_truth, "complete"),
-    "finite": partial(_a_truth, "finite"),
+    "complete": partial(_a_bool, "complete"),
+    "finite": partial(_a_bool, "finite"),
     "identity": lambda value: a_text(value, "identity"),
     "parent": lambda value: None if value is None else a_text(value, "parent"),
     "turn": lambda value: a_count(value, "turn"),

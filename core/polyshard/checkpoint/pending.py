@@ -46,6 +46,7 @@ _OTHERS = 1.25
 #: Seconds in which nothing changed until a program ends without having heard of its last save.
 _AT_EXIT_S = 30.0
 _GIVEN_UP = "given-up.txt"
+_FAILED, _TOLD = 1, 2
 
 
 class Notes:
@@ -374,12 +375,6 @@ def _nothing(_: Callable[[], None]) -> None:
     raise StateError("a save runs once")
 
 
-# What one model saved and loaded so far, and the save that goes on.
-
-
-_FAILED, _TOLD = 1, 2
-
-
 @dataclass
 class History:
     """Kept with the model."""
@@ -421,11 +416,7 @@ class History:
         return Line.begun(folder)
 
     def close(self, model: ShardedModel) -> None:
-        """The model is closed: nothing of it is saved any more.
-
-        Raises:
-            As ``settle``.
-        """
+        """The model is closed: nothing of it is saved any more. Errors as ``settle``."""
         try:
             # Behind a communication that failed no rank can ask another: the log and the end of the program tell.
             if self.pending is not None and model.phase is not Phase.FAILED:

@@ -1,4 +1,4 @@
-"""Elements out of a checkpoint's files: only what was compared with its digest."""
+"""Elements out of a checkpoint's files, each block compared with its digest: for ``load``, ``read`` and ``verify``."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ from .manifest import BLOCK, NAME, Manifest, Marker, StoredChunk, StoredTensor
 
 #: Of one block, up to which each is read to its place by itself.
 _MOST_PARTS = 64
+#: A tensor or a stand-in for one, and what it is to be filled from.
+Filling = tuple[torch.Tensor, StoredTensor]
+_Path = tuple[Any, ...]
+#: Problems that one error tells of.
+_MOST_TOLD = 8
 
 
 @dataclass(slots=True)
@@ -67,10 +72,6 @@ class _Wanted:
             )
             self.part.copy_(held)
         self.staged = self.memory = None
-
-
-#: A tensor or a stand-in for one, and what it is to be filled from.
-Filling = tuple[torch.Tensor, StoredTensor]
 
 
 def fill(manifest: Manifest, fillings: Iterable[Filling]) -> None:
@@ -112,8 +113,7 @@ def fill(manifest: Manifest, fillings: Iterable[Filling]) -> None:
 def examine(manifest: Manifest, problems: Callable[[Exception], None]) -> None:
     """Read every file and compare it with its digests; tells of each block that differs, and each file that cannot be.
 
-    Raises:
-        OSError: reading failed.
+    Raises OSError: reading failed.
     """
     buffers: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
     for _ in range(MOST):
@@ -245,12 +245,6 @@ def nested(manifest: Manifest, fillings: list[Filling]) -> Callable[[Json], torc
     return give
 
 
-# A checkpoint's directory as a source of values.
-
-
-_Path = tuple[Any, ...]
-
-
 class StoredSource(Source):
     """What ``save`` wrote, by path: ``("model", name)``, ``("optimizer", "state", name, key)``,
     ``("optimizer", "param_groups", index, setting)``.
@@ -332,9 +326,6 @@ class StoredSource(Source):
         self._stored[key] = stored
 
 
-# A checkpoint as whole tensors, for a model that is not sharded.
-
-
 def read(directory: Path) -> dict[str, Any]:
     """All of a checkpoint in host memory, without ranks and without a model; nothing in it is executed.
 
@@ -375,13 +366,6 @@ def read(directory: Path) -> dict[str, Any]:
     if groups:
         found[OPTIMIZER] = {"state": state, "param_groups": [groups[index] for index in sorted(groups)]}
     return {**found, "extra": source.extra}
-
-
-# Whether a checkpoint holds what was written.
-
-
-#: Problems that one error tells of.
-_MOST_TOLD = 8
 
 
 def verify(directory: Path) -> None:

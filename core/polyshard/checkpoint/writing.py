@@ -1,4 +1,4 @@
-"""The files of a checkpoint on their way to disk."""
+"""The files of a checkpoint on their way to disk: which rank writes what, and how."""
 
 from __future__ import annotations
 
@@ -30,6 +30,12 @@ _WITHIN = "within"
 _FLUSHED = 8
 #: What a rank tells of the file that it wrote: plain JSON, which goes through files too.
 Written = dict[str, Any]
+#: ``("model", name)``, ``("optimizer", name, state)``, or ``("within", number)`` of a tensor in an encoded value.
+Key = tuple[str, ...]
+#: First indices and extents. Plain tuples: there are some for each tensor, and they travel.
+Extent = tuple[tuple[int, ...], tuple[int, ...]]
+#: Up to here a chunk is put to the front of its file, where one block has many that are read by themselves.
+_IN_FRONT = 4096
 
 
 @dataclass(frozen=True)
@@ -58,8 +64,7 @@ class Document:
     ) -> Document:
         """Encode what is not tensors by name.
 
-        Raises:
-            ConfigTypeError: there is something that cannot be written; names the way there.
+        Raises ConfigTypeError: there is something that cannot be written; names the way there.
         """
         encoder = Encoder()
         groups = [
@@ -96,8 +101,7 @@ class Writing:
     def write(self) -> Written:
         """Write it, to be on disk when this returns; returns what ``finish`` is to be told. Exchanges nothing.
 
-        Raises:
-            OSError: writing failed; names the file.
+        Raises OSError: writing failed; names the file.
         """
         if not self.size:
             return {"file": self.file, "size": 0, "digests": []}
@@ -188,8 +192,7 @@ def offered(
 ) -> tuple[Offer, dict[Key, list[torch.Tensor]]]:
     """What this rank can write of ``state`` and of tensors ``within`` a document, and the memory of each chunk of it.
 
-    Raises:
-        ConfigTypeError: there is a tensor, or a value, that no checkpoint holds; names it.
+    Raises ConfigTypeError: there is a tensor, or a value, that no checkpoint holds; names it.
     """
     offer = Offer()
     views: dict[Key, list[torch.Tensor]] = {}
@@ -289,17 +292,6 @@ def _write_block(descriptor: int, block: Sequence[memoryview], at: int, path: Pa
     return digest
 
 
-# What each rank can write of a checkpoint, and which of them writes what several hold.
-
-
-#: ``("model", name)``, ``("optimizer", name, state)``, or ``("within", number)`` of a tensor in an encoded value.
-Key = tuple[str, ...]
-#: First indices and extents. Plain tuples: there are some for each tensor, and they travel.
-Extent = tuple[tuple[int, ...], tuple[int, ...]]
-#: Up to here a chunk is put to the front of its file, where one block has many that are read by themselves.
-_SMALL_sharing = 4096
-
-
 @dataclass(frozen=True, slots=True)
 class Offer:
     """What one rank holds."""
@@ -361,7 +353,7 @@ def share_out(offers: Sequence[Offer], files: Sequence[str]) -> tuple[list[Share
     chunks: dict[Key, list[Json]] = {key: [] for key in told}
     found = []
     for file, share in zip(files, shares, strict=True):
-        share.sort(key=lambda each: each[0] > _SMALL_sharing)
+        share.sort(key=lambda each: each[0] > _IN_FRONT)
         starts, _ = places(each[0] for each in share)
         for at, (nbytes, key, _, (offsets, sizes)) in zip(starts, share, strict=True):
             chunks[key].append(chunk_described(offsets, sizes, file, at, nbytes))

@@ -19,6 +19,7 @@ from .tensors import ModelTensor
 
 #: Tensors by name of the one side, and of the other, put together of them by slices, ``cat``, ``stack`` and the like.
 Conversion = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+aten = torch.ops.aten
 
 
 def unchanged(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -182,12 +183,6 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             spans.append([number, number])
     return "{" + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans) + "}"
-
-
-# Tensors without values that remember of which others they were put together.
-
-
-aten = torch.ops.aten
 
 
 class StandIn(torch.Tensor):
@@ -369,9 +364,6 @@ _FOLLOWED: dict[Any, Callable[..., Any]] = {
     aten.unbind.int: _unbind,
     aten.view.default: _view,
 }
-
-
-# Boxes of one tensor that are boxes of another one, and what of a file they touch. Pure arithmetic.
 
 
 @dataclass(frozen=True, slots=True)

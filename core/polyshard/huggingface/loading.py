@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Collection, Iterable, Sequence
@@ -14,11 +13,11 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ..errors import ConfigError, RankMismatchError
+from ..errors import ConfigError
 from ..inspect import ShardedModel, ShardedUnit, idle_model, send_from_first
 from ..io.boxes import Box, Chunk, slabs
 from ..io.files import path_of
-from ..state.exchange import coordinates, from_first, require_seen, speaks, tell_listeners, together
+from ..state.exchange import coordinates, from_first, require_same, require_seen, speaks, tell_listeners, together
 from . import _private
 from .conversion import Conversion, Match, Part, listed, match, transfers_of
 from .files import STAGED_NBYTES, OpenFiles, Saved, open_saved, read_all
@@ -26,6 +25,7 @@ from .tensors import ModelTensor, of_shard, refuse_hollow, tensors_of
 
 #: For ranks that have not one file system.
 _ALONE = " Pass ranks='first' to read on rank 0 for all."
+_ALIKE = "Give all the same, or pass ranks='first' to read on rank 0 for all."
 #: Which ranks have the files.
 Ranks = Literal["all", "first"]
 
@@ -67,7 +67,8 @@ def load(
         OSError: reading failed; the model may hold parts of the checkpoint.
         Exception: a listener's, on its rank, once everything is loaded.
     """
-    load_through(OpenFiles(), model, path, ranks=ranks, convert=convert, missing=missing, unexpected=unexpected)
+    with closing(OpenFiles()) as files:
+        load_through(files, model, path, ranks=ranks, convert=convert, missing=missing, unexpected=unexpected)
 
 
 def load_through(
@@ -80,20 +81,7 @@ def load_through(
     missing: Collection[str] = (),
     unexpected: Collection[str] = (),
 ) -> None:
-    """``load`` by ``files``, which it closes."""
-    with closing(files):
-        _load(files, model, path, ranks, convert, missing, unexpected)
-
-
-def _load(
-    files: OpenFiles,
-    model: nn.Module,
-    path: Path | str,
-    ranks: Ranks,
-    convert: Conversion | None,
-    missing: Collection[str],
-    unexpected: Collection[str],
-) -> None:
+    """``load`` by ``files``."""
     sharded = idle_model(model, "huggingface.load()")
     module, collectives = sharded.module, sharded.collectives
     reads = ranks == "all" or coordinates(collectives)
@@ -101,7 +89,7 @@ def _load(
     found: Match | None = None
     kept: set[str] = set()
     different: list[str] = []
-    with together(collectives, f"Opening {path}"):
+    with together(collectives, f"Opening {path}", {"ranks": ranks}):
         path = path_of(path, "path")
         if ranks not in ("all", "first"):
             raise ConfigError(f"ranks must be 'all' or 'first', not {ranks!r}.")
@@ -110,7 +98,8 @@ def _load(
     with together(collectives, f"Opening {path}"):
         if reads:
             saved = open_saved(path)
-    _require_same(sharded, path, ranks, saved)
+    if saved is not None and ranks == "all":
+        require_same(collectives, path, json.dumps(saved.identity()), _ALIKE)
     with together(collectives, f"Matching {path} with the model"):
         held = tensors_of(sharded)
         refuse_hollow(held, sharded.rank)
@@ -186,24 +175,6 @@ def _take(unit: ShardedUnit, shard: torch.Tensor, kept: Collection[str]) -> None
             if target.names[0] not in kept:
                 for to, given in zip(target.chunks, source.chunks, strict=True):
                     to.view.copy_(given.view)
-
-
-def _require_same(sharded: ShardedModel, path: Path, ranks: Ranks, saved: Saved | None) -> None:
-    if not speaks(sharded.collectives):
-        return
-    text = "" if saved is None else json.dumps(saved.identity())
-    everyone = sharded.collectives.all_gather_object((ranks, str(path), hashlib.sha256(text.encode()).hexdigest()))
-    wanted, where, digest = everyone[0]
-    for rank, (other, elsewhere, another) in enumerate(everyone):
-        if other != wanted:
-            raise RankMismatchError(
-                f"load() was given ranks={wanted!r} on rank 0 and ranks={other!r} on rank {rank}. Give all the same."
-            )
-        if wanted == "all" and another != digest:
-            raise RankMismatchError(
-                f"Ranks see different checkpoints: {where} on rank 0, {elsewhere} on rank {rank}, whose tensors or "
-                "files differ. Give all the same, or pass ranks='first' to read on rank 0 for all."
-            )
 
 
 def _refuse_text(**patterns: Collection[str]) -> None:

@@ -27,6 +27,12 @@ from .files import INDEX, WEIGHTS, OpenFiles, SavedTensor, castable, header_of, 
 from .loading import Ranks
 from .tensors import ModelTensor, of_whole, refuse_hollow, shared_out, tensors_of
 
+#: For ranks that have not one file system.
+_ALONE = " Pass ranks='first' to write from rank 0 alone."
+#: Files of this form are of a checkpoint in several files.
+STALE = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
+
 
 def save(
     model: nn.Module,
@@ -65,18 +71,8 @@ def save(
         Exception: a listener's, on its rank, once everything is written.
     """
     save_through(
-        OpenFiles(writes=True),
-        model,
-        folder,
-        ranks=ranks,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        convert=convert,
+        OpenFiles(writes=True), model, folder, ranks=ranks, dtype=dtype, max_shard_size=max_shard_size, convert=convert
     )
-
-
-#: For ranks that have not one file system.
-_ALONE = " Pass ranks='first' to write from rank 0 alone."
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +150,7 @@ def save_through(
 def require_saveable(model: nn.Module) -> None:
     """Raise where ``save`` with its defaults would refuse what ``model`` is, whatever the folder. Exchanges nothing.
 
-    Raises:
-        ConfigError, UnsupportedError, StateError: as ``save``.
+    Raises ConfigError, UnsupportedError, StateError: as ``save``.
     """
     sharded = idle_model(model, "huggingface.save()")
     held = tensors_of(sharded)
@@ -272,14 +267,6 @@ def _commit(directory: Path, folder: Path, shards: Shards) -> None:
     sync_directory(folder)
 
 
-# How tensors are divided over the files of a checkpoint, and what the index says of them. No I/O.
-
-
-#: Files of this form are of a checkpoint in several files.
-STALE = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
-
-
 @dataclass(frozen=True, slots=True)
 class Shards:
     """The files of a checkpoint to be written."""
@@ -323,8 +310,7 @@ def divided(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], most: in
 def nbytes_of(size: int | str) -> int:
     """``size`` in bytes: a number, or text such as ``"5GB"`` or ``"512 MiB"``.
 
-    Raises:
-        ConfigError: it is neither, or not positive.
+    Raises ConfigError: it is neither, or not positive.
     """
     found = size if isinstance(size, int) and not isinstance(size, bool) else 0
     if isinstance(size, str) and (match := _SIZE.fullmatch(size.strip())):

@@ -39,8 +39,7 @@ class ModelTensor:
 def tensors_of(sharded: ShardedModel) -> list[ModelTensor]:
     """Every parameter and persistent buffer, those of units first, in their order.
 
-    Raises:
-        ParameterChangedError: modules moved, so that a name is another parameter's now.
+    Raises ParameterChangedError: modules moved, so that a name is another parameter's now.
     """
     sharded.refuse_moved()
     return [*(each for unit in sharded.units for each in of_shard(unit, unit.master)), *_outside(sharded)]

@@ -25,16 +25,7 @@ REMEDY = "Load the one that polyshard.checkpoint.latest(root, verify=True) names
 _MOST_WHOLE = 1 << 32
 #: What says of a path that it can be no folder, or none of this program's.
 _NO_FOLDER = frozenset(
-    {
-        errno.EACCES,
-        errno.EEXIST,
-        errno.EINVAL,
-        errno.ELOOP,
-        errno.ENAMETOOLONG,
-        errno.ENOTDIR,
-        errno.EPERM,
-        errno.EROFS,
-    }
+    {errno.EACCES, errno.EEXIST, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS}
 )
 #: One call takes no more pieces, by the limit of Linux.
 _MOST_PIECES = 1024
@@ -116,11 +107,7 @@ def opened(directory: Path, name: str, size: int | None = None) -> Iterator[tupl
 
 
 def read_whole(directory: Path, name: str, size: int | None = None, most: int = _MOST_WHOLE) -> bytes:
-    """All of a small file, of at most ``most`` bytes.
-
-    Raises:
-        As ``opened``.
-    """
+    """All of a small file, of at most ``most`` bytes. Errors as ``opened``."""
     with opened(directory, name, size) as (descriptor, nbytes):
         if nbytes > most:
             raise damaged(directory, f"'{name}' has {nbytes:,} bytes, more than any that was written")
@@ -133,8 +120,7 @@ def read_whole(directory: Path, name: str, size: int | None = None, most: int = 
 def read_at(descriptor: int, pieces: Sequence[memoryview], at: int, path: Path) -> bool:
     """Fill ``pieces`` one behind another from byte ``at`` of the file on; returns False where it ends before.
 
-    Raises:
-        OSError: reading failed; names ``path``.
+    Raises OSError: reading failed; names ``path``.
     """
     left = [piece for piece in pieces if len(piece)]
     with naming(path):
@@ -150,8 +136,7 @@ def read_at(descriptor: int, pieces: Sequence[memoryview], at: int, path: Path) 
 def write_at(descriptor: int, pieces: Sequence[memoryview], at: int, path: Path) -> None:
     """Write ``pieces`` one behind another from byte ``at`` of the file on.
 
-    Raises:
-        OSError: not all could be written; names ``path``.
+    Raises OSError: not all could be written; names ``path``.
     """
     left = [piece for piece in pieces if len(piece)]
     with naming(path):
@@ -187,11 +172,7 @@ def created(path: Path) -> Iterator[int]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write the new file ``path``, to be on disk when this returns.
-
-    Raises:
-        As ``created``.
-    """
+    """Write the new file ``path``, to be on disk when this returns. Errors as ``created``."""
     with created(path) as descriptor:
         write_at(descriptor, [memoryview(content)] if content else [], 0, path)
 

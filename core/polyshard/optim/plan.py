@@ -171,10 +171,7 @@ def _plan(key: _Key, wholes: tuple[Whole, ...], work: Callable[[int, tuple[int, 
     return Plan(wholes, rounds, Exchanges(device if ordered else None), owners, device, reference)
 
 
-def _compare(
-    optimizer: torch.optim.Optimizer,
-    wholes: Mapping[_Key, list[Whole]],
-) -> None:
+def _compare(optimizer: torch.optim.Optimizer, wholes: Mapping[_Key, list[Whole]]) -> None:
     """Raise on every rank where ranks do not bring the same tensors in the same order."""
     told: dict[Collectives, list[object]] = {}
     for key, members in wholes.items():

@@ -26,8 +26,7 @@ class Joint:
     def __init__(self, given: Optimizers) -> None:
         """``given``: in the same order at each save and load.
 
-        Raises:
-            ConfigTypeError: there is something else among them, or nothing.
+        Raises ConfigTypeError: there is something else among them, or nothing.
         """
         self.members = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given)
         other = next((each for each in self.members if not isinstance(each, torch.optim.Optimizer)), None)
@@ -207,8 +206,7 @@ def _entries(holding: Holding, key: str, value: Any, rank: int) -> dict[str, Any
 def require_entry(holding: Holding, key: str, value: Any, rank: int) -> None:
     """Refuse state of a parameter that no other number of ranks could take over.
 
-    Raises:
-        ConfigError: naming the state ``key``, and the parameter that ``holding`` is about.
+    Raises ConfigError: naming the state ``key``, and the parameter that ``holding`` is about.
     """
     if isinstance(value, (dict, list, tuple)):
         raise ConfigError(

@@ -1,6 +1,7 @@
-"""Objects between the first rank and the others, through the collectives that the model trains with.
+"""What ranks exchange beside tensors: objects, answers that are compared, and steps that all finish or all give up.
 
-``torch.distributed`` has functions for the same, but they wait as long as the process group says that the user made.
+By the collectives that the model trains with: functions of ``torch.distributed`` for the same wait as long as the
+process group says that the user made.
 """
 
 from __future__ import annotations
@@ -21,6 +22,12 @@ from ..interfaces import Collectives, ReduceOp, Work
 
 #: Bytes that a rank receives in one round.
 _AT_ONCE = 64 << 20
+#: How many ranks a message lists.
+_SHOWN = 4
+#: Where in a row of numbers the digest is.
+_DIGEST = slice(2, None)
+#: What became of a rank's part.
+_DONE, _FAILED, _DAMAGED = 0, 1, 2
 
 
 def speaks(collectives: Collectives) -> bool:
@@ -107,17 +114,6 @@ def broadcast(collectives: Collectives, payload: bytes, size: int, source: int) 
         carried = torch.empty(size, dtype=torch.uint8, device=collectives.device)
     collectives.broadcast(carried, source).wait()
     return carried.cpu().numpy().tobytes()
-
-
-# Parts of a save or load that every rank finishes, or every rank gives up.
-
-
-#: How many ranks a message lists.
-_SHOWN = 4
-#: Where in a row of numbers the digest is.
-_DIGEST = slice(2, None)
-#: What became of a rank's part.
-_DONE, _FAILED, _DAMAGED = 0, 1, 2
 
 
 class Answers:
@@ -243,6 +239,23 @@ def _refuse_other_arguments(
     )
 
 
+def require_same(collectives: Collectives, path: object, identity: str, remedy: str) -> None:
+    """Raise RankMismatchError where ranks see different checkpoints under their ``path``. Every rank calls it.
+
+    ``identity``: equal for the same checkpoint, wherever it lies.
+    """
+    answers = Answers(collectives, 0, str(path), key=identity)
+    if not answers.differ:
+        return
+    groups = answers.alike(range(collectives.world_size))
+    one, other = [(ranks[0], answers.words_of(ranks[0])) for ranks in groups[:2]]
+    rank, elsewhere = other if collectives.rank in groups[0] else one
+    raise RankMismatchError(
+        f"Ranks were given different checkpoints: {path} on rank {collectives.rank}, {elsewhere} on rank {rank}. "
+        f"{remedy}"
+    )
+
+
 def tell_listeners(collectives: Collectives, done: str, tell: Callable[[], None]) -> None:
     """Let ``tell`` call listeners on every rank; raise on every rank if one raised. ``done``: what they are told of."""
     with together(collectives, f"What listeners do behind {done}"):
@@ -278,9 +291,6 @@ def require_seen(collectives: Collectives, path: object, seen: bool, remedy: str
         f"(rank {collectives.rank}): they have not one file system. Give a folder that all ranks see, on every machine "
         f"under the same name.{remedy}"
     )
-
-
-# A few numbers that ranks exchange without waiting: sent at one call, read at a later one.
 
 
 class Round:

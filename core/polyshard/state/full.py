@@ -19,11 +19,7 @@ from .sharded import CheckpointTensor, Holding, holdings
 
 
 def require_whole(sharded: ShardedModel, call: str) -> None:
-    """Refuse where other ranks' elements cannot be had.
-
-    Raises:
-        UnsupportedError: saying so.
-    """
+    """Refuse where other ranks' elements cannot be had. Raises UnsupportedError: saying so."""
     if sharded.collectives.world_size > 1 and not sharded.collectives.capabilities.can_communicate:
         raise UnsupportedError(
             f"{call} cannot give whole tensors on a rank of a pretended world of {sharded.collectives.world_size}: "
@@ -116,12 +112,7 @@ def _told(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _whole_states(
-    unit: ShardedUnit,
-    held: list[Holding],
-    joint: Joint,
-    known: Mapping[str, Mapping[str, Any]],
-    *,
-    receives: bool,
+    unit: ShardedUnit, held: list[Holding], joint: Joint, known: Mapping[str, Mapping[str, Any]], *, receives: bool
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
     wanted: dict[tuple[str, torch.dtype], list[ShardedParameter]] = {}
     for holding in held:

@@ -100,8 +100,7 @@ class OptimizerRestore:
     def __init__(self, source: Source, sharded: ShardedModel, optimizer: Joint, kind: Kind | None) -> None:
         """Match ``optimizer`` with the source's, of which ``kind`` tells the class, or None where it does not.
 
-        Raises:
-            ConfigError: they do not fit.
+        Raises ConfigError: they do not fit.
         """
         self._optimizer = optimizer
         self._rank = sharded.rank
@@ -337,11 +336,7 @@ class _FlatState:
         return found
 
     def take_scalars(self, values: Mapping[str, Any]) -> None:
-        """Take what was read into ``scalars``.
-
-        Raises:
-            ConfigError: two parameters have different values.
-        """
+        """Take what was read into ``scalars``. Raises ConfigError: two parameters have different values."""
         for name, keys in self._scalars.items():
             (first, key), *others = keys.items()
             for other, other_key in others:

@@ -222,8 +222,7 @@ class Holding:
 def parameters_of(model: ShardedModel) -> Iterator[ShardedParameter]:
     """Every parameter of a unit.
 
-    Raises:
-        ParameterChangedError: modules moved, so that a name is another parameter's now.
+    Raises ParameterChangedError: modules moved, so that a name is another parameter's now.
     """
     model.refuse_moved()
     for unit in model.units:

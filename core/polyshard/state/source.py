@@ -1,4 +1,4 @@
-"""Where values come from that a model or an optimizer is given, and whether a target can be filled from there."""
+"""Where a model or an optimizer is given values from: the contract of a source, and state dicts in memory."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ _MOST_NAMES = 8
 
 #: By parameter and name of the state, the source's key.
 SavedState = Mapping[str, Mapping[str, str]]
+_Path = tuple[Any, ...]
 
 
 class Source(ABC):
@@ -109,12 +110,6 @@ def listed(names: Sequence[str]) -> str:
     """The first of ``names``, quoted."""
     shown = ", ".join(f"'{name}'" for name in names[:_MOST_NAMES])
     return f"{shown} and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else shown
-
-
-# State dicts in memory as sources of values: this rank's own, or rank 0's.
-
-
-_Path = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,11 +231,7 @@ class FirstRanksSource(HeldSource):
     def of_rank_0(
         cls, model: Mapping[str, Any] | None, optimizer: Mapping[str, Any] | None, collectives: Collectives
     ) -> FirstRanksSource:
-        """What rank 0 was given. Every rank calls it.
-
-        Raises:
-            ConfigError: it is not of whole tensors; on every rank.
-        """
+        """What rank 0 was given. Every rank calls it. Raises ConfigError: it is not of whole tensors; on every rank."""
         values: dict[_Path, Any] = {}
         problem: ConfigError | None = None
         if collectives.rank == 0 or not speaks(collectives):
@@ -321,11 +312,7 @@ def _flattened(model: Mapping[str, Any] | None, optimizer: Mapping[str, Any] | N
 
 
 def require_name(name: object) -> None:
-    """Refuse what ``optimizer.state_dict()`` has instead of names.
-
-    Raises:
-        ConfigError: ``name`` is a number.
-    """
+    """Refuse what ``optimizer.state_dict()`` has instead of names. Raises ConfigError: ``name`` is a number."""
     if not isinstance(name, str) or name.isdecimal():
         raise ConfigError(
             f"The optimizer's state is by numbers ({name!r}), as optimizer.state_dict() has it, which says nothing of "
@@ -367,8 +354,7 @@ def chunks_of(value: torch.Tensor) -> Iterable[Chunk]:
     parts: Any = value
     return [
         Chunk(
-            Box(tuple(chunk.offsets), tuple(chunk.sizes)),
-            parts.__get_tensor_shard__(MetadataIndex("", chunk.offsets)),
+            Box(tuple(chunk.offsets), tuple(chunk.sizes)), parts.__get_tensor_shard__(MetadataIndex("", chunk.offsets))
         )
         for chunk in parts.__create_chunk_list__()
     ]
