@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 import os
 import re
 import socket
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from ..errors import StateError
-from ..io.boxes import Box
+from ..io.boxes import Box, span
 from ..io.files import DIGEST, REMEDY, damaged, is_digest, naming, opened, read_whole, sync_directory, write_whole
 from ..io.memory import DTYPES
 from ..state.source import listed
@@ -222,7 +221,7 @@ class _Tensors:
         dtype, shape = DTYPES[a_text(entry["dtype"], what)], counts(entry["shape"], what)
         if len(shape) > _MOST_DIMENSIONS:
             raise MalformedError(f"{what} has {len(shape)} dimensions")
-        whole = Box((0,) * len(shape), shape)
+        whole = Box.whole(shape)
         chunks = tuple(self._chunk(each, what, dtype, whole) for each in a_list(entry["chunks"], what))
         held = sum(chunk.box.numel for chunk in chunks)
         if held != whole.numel if (self._complete if complete is None else complete) else held > whole.numel:
@@ -298,10 +297,9 @@ def _no_tensor(told: Json) -> torch.Tensor:
 
 
 def _overlapping(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
-    ranges = [_range(box, shape) for box in boxes]
-    if None not in ranges:
-        order = sorted(each for each in ranges if each is not None)
-        return any(stop > start for (_, stop), (start, _) in pairwise(order))
+    ranges = [span(shape, box) for box in boxes]
+    if all(stop - start == box.numel for (start, stop), box in zip(ranges, boxes, strict=True)):
+        return any(stop > start for (_, stop), (start, _) in pairwise(sorted(ranges)))
     # Along the first dimension only those that share rows can share elements.
     alive: list[Box] = []
     for box in sorted(boxes, key=lambda each: each.offsets[0]):
@@ -310,18 +308,6 @@ def _overlapping(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
             return True
         alive.append(box)
     return False
-
-
-def _range(box: Box, shape: Sequence[int]) -> tuple[int, int] | None:
-    """The box as a range of elements in row-major order; None where it is none."""
-    start, step, open_ended = 0, 1, False
-    for offset, size, extent in zip(reversed(box.offsets), reversed(box.sizes), reversed(shape), strict=True):
-        if open_ended and size != 1:
-            return None
-        open_ended = open_ended or size != extent
-        start += offset * step
-        step *= extent
-    return start, start + math.prod(box.sizes)
 
 
 def described(dtype: str, shape: Iterable[int], chunks: Iterable[Json]) -> Json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import queue
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -19,13 +20,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..errors import CheckpointDamagedError, ConfigError
-from ..io.boxes import Box, box_within
+from ..io.boxes import Box, box_within, row_major, span
 from ..io.files import MOST, carried_out, damaged, digest_of, opened, path_of, read_at
 from ..io.memory import flat_bytes, view_of
 from ..state.sharded import MODEL, OPTIMIZER
 from ..state.source import Source, chunks_of
 from .encoding import Json, checked, decode, tensor_told
-from .manifest import BLOCK, NAME, Manifest, Marker, StoredChunk, StoredTensor
+from .manifest import BLOCK, NAME, Manifest, Marker, StoredTensor
 
 #: Of one block, up to which each is read to its place by itself.
 _MOST_PARTS = 64
@@ -101,7 +102,10 @@ def fill(manifest: Manifest, fillings: Iterable[Filling]) -> None:
     for _ in range(min(MOST, len(order))):
         buffers.put(bytearray(BLOCK))
     with ExitStack() as stack, torch.no_grad():
-        descriptors = {file: _opened(manifest, file, stack) for file in {file for file, _ in order}}
+        descriptors = {
+            file: stack.enter_context(opened(manifest.directory, file, manifest.files[file].size))[0]
+            for file in {file for file, _ in order}
+        }
         results = carried_out(_calls(manifest, descriptors, order, buffers), len(order))
         for _, parts in zip(results, order.values(), strict=True):
             for each in parts:
@@ -137,29 +141,11 @@ def _wanted(target: torch.Tensor, stored: StoredTensor) -> Iterator[_Wanted]:
         for chunk in stored.chunks:
             common = chunk.box.overlap(have.box)
             if common is not None and common.numel:
-                first, last, strides = _extent(chunk, common)
+                start = tuple(map(operator.sub, common.offsets, chunk.box.offsets))
+                first, stop = span(chunk.box.sizes, Box(start, common.sizes))
                 part = box_within(have.view, have.box, common)
-                dense = last + 1 - first == common.numel
-                low = chunk.at + first * itemsize
-                yield _Wanted(chunk.file, low, chunk.at + (last + 1) * itemsize, part, None if dense else strides)
-
-
-def _extent(chunk: StoredChunk, common: Box) -> tuple[int, int, tuple[int, ...]]:
-    """The first and the last element of ``common`` in the chunk, and the strides there."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(chunk.box.sizes):
-        strides.insert(0, step)
-        step *= size
-    starts = [offset - origin for offset, origin in zip(common.offsets, chunk.box.offsets, strict=True)]
-    first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
-    last = first + sum((size - 1) * stride for size, stride in zip(common.sizes, strides, strict=True))
-    return first, last, tuple(strides)
-
-
-def _opened(manifest: Manifest, file: str, stack: ExitStack) -> int:
-    descriptor, _ = stack.enter_context(opened(manifest.directory, file, manifest.files[file].size))
-    return descriptor
+                strides = None if stop - first == common.numel else row_major(chunk.box.sizes)
+                yield _Wanted(chunk.file, chunk.at + first * itemsize, chunk.at + stop * itemsize, part, strides)
 
 
 def _calls(

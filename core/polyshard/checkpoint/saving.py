@@ -142,26 +142,14 @@ class _Commit:
     attempt: Attempt
     target: Path
     line: Line
-    step: int
-    world_size: int
-    complete: bool
-    finite: bool
+    marker: Marker
+    """But for the files."""
     keep: int | None
 
     def run(self, files: Mapping[str, int], manifest: str) -> None:
         """``files``: how many bytes each has; ``manifest``: its sha256."""
         self.attempt.sizes(files)
-        marker = Marker(
-            step=self.step,
-            world_size=self.world_size,
-            complete=self.complete,
-            identity=self.attempt.identity,
-            parent=self.line.newest,
-            turn=self.line.next_turn(),
-            files=files,
-            finite=self.finite,
-            manifest=manifest,
-        )
+        marker = replace(self.marker, turn=self.line.next_turn(), files=files, manifest=manifest)
         try:
             self.attempt.commit(self.target, marker)
         finally:
@@ -235,12 +223,13 @@ def _prepared(
             target = here / line.target(step).name
             attempt = stack.enter_context(attempt_in(here))
             complete = collectives.world_size == 1 or speaks(collectives)
-            commit = _Commit(history, attempt, target, line, step, collectives.world_size, complete, True, keep)
+            marker = Marker(step, collectives.world_size, complete, attempt.identity, line.newest, 0, {}, True, "")
+            commit = _Commit(history, attempt, target, line, marker, keep)
     broken = not_finite_anywhere(sharded, broken)
     # A program may let warnings raise.
     with together(collectives, f"Preparing {what}"):
         if commit is not None and broken:
-            commit = replace(commit, finite=False)
+            commit = replace(commit, marker=replace(commit.marker, finite=False))
             warnings.warn(
                 f"{what[0].upper()}{what[1:]} holds values that are infinite or no number: {listed(broken)}. Whoever "
                 "loads it goes on with them.",

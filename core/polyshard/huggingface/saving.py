@@ -283,10 +283,6 @@ class Shards:
         metadata = {"total_parameters": parameters, "total_size": self.total_nbytes}
         return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
 
-    def names(self) -> set[str]:
-        """What the folder holds of weights afterwards, the index included."""
-        return {*self.files, *([] if list(self.files) == [WEIGHTS] else [INDEX])}
-
 
 def divided(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], most: int) -> Shards:
     """``tensors`` in their order, in files of at most ``most`` bytes of tensors, or of one tensor that is larger."""

@@ -79,26 +79,15 @@ def problem_with(source: Source, key: str, what: str, target: Any, where: str) -
         )
     if sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(entry.size):
         return None
-    wanted = (
-        [chunk.box for chunk in target.chunks]
-        if isinstance(target, CheckpointTensor)
-        else [Box((0,) * target.ndim, tuple(target.shape))]
-    )
-    for box in wanted:
-        held = sum(_overlap(box, chunk.offsets, chunk.sizes) for chunk in entry.chunks)
+    for box in (chunk.box for chunk in chunks_of(target)):
+        overlaps = [box.overlap(Box(tuple(each.offsets), tuple(each.sizes))) for each in entry.chunks]
+        held = sum(each.numel for each in overlaps if each is not None)
         if held != box.numel:
             return (
                 f"{opening(source)} holds {held} of the {box.numel} elements of "
                 f"{what} from {list(box.offsets)} on {where}: {source.remedy}"
             )
     return None
-
-
-def _overlap(box: Box, offsets: Iterable[int], sizes: Iterable[int]) -> int:
-    return math.prod(
-        max(0, min(low + size, start + extent) - max(low, start))
-        for low, size, start, extent in zip(box.offsets, box.sizes, offsets, sizes, strict=True)
-    )
 
 
 def opening(source: Source) -> str:
