@@ -109,13 +109,8 @@ def require_saveable(
 ) -> None:
     """Raise if ``save`` would refuse what is there now, or state that the optimizers will make. Every rank calls it.
 
-    Args:
-        model: The outermost sharded module.
-        optimizer: What will be saved with it.
-        remedy: What to do, as sentences.
-        frozen: As for ``save``.
-        writes: Whether the files will be this package's; without, state is put together, and written by others.
-        also: What is to be looked at beside, which raises where it finds something.
+    ``remedy``: what to do, as sentences. ``writes``: whether the files will be this package's; without, others write
+    the state that is put together. ``also``: looks at other things, and raises where it finds something.
 
     Raises:
         ConfigError, UnsupportedError: as ``save``, on the ranks whose state it is.

@@ -76,14 +76,10 @@ class _Wanted:
 
 
 def fill(manifest: Manifest, fillings: Iterable[Filling]) -> None:
-    """Fill tensors in place. Each block of a file is read once, and only those are that have something of theirs.
+    """Fill tensors in place, of the shapes and dtypes of their sources. Each block that is needed is read once.
 
-    What lies in a target on the host as it lies in the file is read right there, and compared then: after an error
+    A target on the host whose elements lie as in the file is read into directly, and compared then: after an error
     targets may hold anything.
-
-    Args:
-        manifest: Of the directory.
-        fillings: Targets have the shapes and dtypes of what they are filled from.
 
     Raises:
         CheckpointDamagedError: a file is gone, of another size, or holds something else than was written.

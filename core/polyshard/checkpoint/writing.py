@@ -120,13 +120,9 @@ class Writing:
         return {"file": self.file, "size": self.size, "digests": found}
 
     def finish(self, everything: Sequence[Written]) -> tuple[dict[str, int], str]:
-        """Write the manifest, on the rank that coordinates.
+        """Write the manifest, on the rank that coordinates, of what each rank's ``write`` returned.
 
-        Args:
-            everything: What each rank's ``write`` returned.
-
-        Returns:
-            Each file's size in bytes, and the sha256 of the manifest.
+        Returns each file's size in bytes, and the sha256 of the manifest.
         """
         assert self.manifest is not None
         files = {each["file"]: {"size": each["size"], DIGEST: each["digests"]} for each in everything if each["size"]}
@@ -149,13 +145,7 @@ def plan_writing(
 ) -> Writing:
     """Share out ``state`` to be written into ``directory``: what ranks hold alike is written by one of them.
 
-    Where the collectives cannot communicate, this rank's part alone is.
-
-    Args:
-        directory: Of this save alone.
-        state: Of this rank.
-        document: On the rank that coordinates.
-        collectives: Of the model.
+    Where the collectives cannot communicate, this rank's part alone is. ``document``: on the rank that coordinates.
     """
     what = f"Sharing out {directory}"
     with together(collectives, what):
@@ -312,15 +302,9 @@ class Share:
 def share_out(offers: Sequence[Offer], files: Sequence[str]) -> tuple[list[Share], dict[Key, Json]]:
     """Let each chunk be written by one rank, of those that hold it the one that has least to write so far.
 
-    Args:
-        offers: Of each rank.
-        files: The name of each rank's file.
+    Returns each rank's share, and every tensor as the manifest has it; ``files``: the name of each rank's file.
 
-    Returns:
-        Each rank's share, and every tensor as the manifest has it.
-
-    Raises:
-        PolyshardError: ranks differ in what a tensor is, or hold parts of it that overlap.
+    Raises PolyshardError: ranks differ in what a tensor is, or hold parts of it that overlap.
     """
     told: dict[Key, tuple[str, tuple[int, ...]]] = {}
     holders: dict[tuple[Key, Extent], list[tuple[int, int]]] = {}

@@ -95,20 +95,12 @@ def match(
     model: str,
     rank: int,
 ) -> Match:
-    """Find for each tensor in ``held`` what it is made of.
+    """Find for each tensor in ``held`` the parts of the files' tensors that make it.
 
-    Args:
-        saved: The files.
-        held: The tensors of the model.
-        convert: From the files' tensors to the model's.
-        missing: Patterns of names that the files may lack.
-        unexpected: Patterns of names that the files may have and the model lacks.
-        ignored: The same for what the model's own class leaves out, by name in the files or in the model.
-        model: The model's class, for errors.
-        rank: This rank, for errors.
+    ``missing``, ``unexpected``: patterns of names that the files, or the model, may lack. ``ignored``: the same for the
+    names that the model's own class leaves out. ``model``, ``rank``: for errors.
 
-    Raises:
-        ConfigError: the two do not fit; all tensors that do not are named.
+    Raises ConfigError: the two do not fit; all tensors that do not are named.
     """
     made = converted(convert, {each.name: (each.shape, each.dtype) for each in saved.tensors.values()}, str(saved.path))
     misfits = _Misfits()

@@ -87,12 +87,10 @@ class Plan:
 def plan_for(
     optimizer: torch.optim.Optimizer, work: Callable[[int, tuple[int, ...]], float], dtype: torch.dtype | None
 ) -> list[Plan]:
-    """Plans for all parameters of ``optimizer``.
+    """Plans for all parameters of ``optimizer``, which may be of several models, sharded or not.
 
-    Args:
-        optimizer: its parameters may be of several models, sharded or not.
-        work: how long a tensor of the group and shape takes, in any unit.
-        dtype: in which tensors travel and are computed with; None for that of their gradients.
+    ``work``: how long a tensor of the group and shape takes, in any unit. ``dtype``: in which tensors travel and are
+    computed with; None for that of their gradients.
 
     Raises:
         ConfigError: it has a flat parameter, which stands for several tensors.

@@ -267,16 +267,9 @@ def tell_listeners(collectives: Collectives, done: str, tell: Callable[[], None]
 
 
 def require_seen(collectives: Collectives, path: object, seen: bool, remedy: str = "") -> None:
-    """Raise on all ranks, naming them, where some see ``path`` and some do not. Every rank calls it.
+    """Raise RankMismatchError on all ranks where some see ``path`` and some do not: they have not one file system.
 
-    Args:
-        collectives: Of the model.
-        path: What they were given.
-        seen: Whether this rank sees it.
-        remedy: A sentence that says what else can be done than to give all ranks one file system.
-
-    Raises:
-        RankMismatchError: saying that it is not one file system.
+    ``remedy``: a sentence that says what else can be done than to give all ranks one file system.
     """
     answers = Answers(collectives, int(seen), str(path))
     without = [rank for rank, number in enumerate(answers.numbers) if not number]

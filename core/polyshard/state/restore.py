@@ -40,20 +40,13 @@ class ModelRestore:
     def __init__(
         self, source: Source, model: nn.Module, rank: int, *, strict: bool = True, frozen: bool = True
     ) -> None:
-        """Match ``model`` with the source's.
+        """Match ``model`` with the source's; a tied parameter is taken from any of its names.
 
-        A tied parameter is taken from any of its names.
+        ``strict``: whether all names must be in both. ``frozen``: whether parameters that need no gradient must be in
+        the source.
 
-        Args:
-            source: What is to be loaded.
-            model: The outermost sharded module.
-            rank: For errors.
-            strict: Whether all names must be in both.
-            frozen: Whether parameters that need no gradient must be in the source.
-
-        Raises:
-            ConfigError: the source lacks parameters or buffers, has more, or has some of another shape or dtype: all
-                that is wrong.
+        Raises ConfigError: the source lacks parameters or buffers, has more, or has some of another shape or dtype: all
+        that is wrong.
         """
         wanted = model_state(model)
         saved = {".".join(map(str, path[1:])): key for key, path in source.paths(MODEL).items()}
@@ -292,19 +285,12 @@ class _FlatState:
         beside: bool,
         rank: int,
     ) -> None:
-        """Match the source with the flat parameter.
+        """Match ``source``, whose keys for each parameter and state are ``saved``, with a flat parameter.
 
-        Args:
-            source: What is to be loaded.
-            holding: A flat parameter.
-            saved: By parameter name and name of the state, the source's key.
-            present: What the optimizer has for it now; tensors that fit are filled in place.
-            numbers: Names of states that are one number for a parameter, a scalar one too.
-            beside: Whether scalars lie on the parameter's device.
-            rank: For errors.
+        ``present``: the optimizer's state now; tensors that fit are filled in place. ``numbers``: names of states that
+        are one number for a parameter, a scalar one too. ``beside``: whether scalars lie on the parameter's device.
 
-        Raises:
-            ConfigError: the source's state is of another shape, or is there for some of the parameters only.
+        Raises ConfigError: the source's state is of another shape, or is there for some of the parameters only.
         """
         self._source = source
         self._holding = holding
