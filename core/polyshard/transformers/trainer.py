@@ -16,7 +16,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy
 
 from ..api import close, placement, shard
-from ..checkpoint.saveable import require_saveable
+from ..checkpoint.contents import require_saveable
 from ..config import ShardConfig
 from ..trainers.device import on_device
 from ..trainers.engines import refuse_engines
