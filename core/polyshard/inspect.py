@@ -24,6 +24,7 @@ from .functions.whole import gather_whole, state_dicts_of_pieces, whole_on_this_
 from .planning.layout import FlatLayout, Piece, Slot
 from .planning.plan import MODULE_STATE_ATTRIBUTE
 from .planning.values import send_from_first
+from .runtime import graph
 from .runtime.step import Phase
 from .runtime.unit import Reshard
 from .setup.build import refuse_broken
@@ -393,6 +394,47 @@ class ShardedModel:
         """Inside, every parameter is whole on this rank, with ``values`` by first name; nothing is communicated."""
         return whole_on_this_rank(self._root, values)
 
+    @property
+    def groups(self) -> Iterable[Collectives]:
+        """All groups of ranks that it communicates over, each once."""
+        return graph.groups_of(self._root)
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether the first steps still decide: which units stay gathered, and whether ranks issue the same."""
+        return self._root.budget_pending
+
+    def capture_obstacle(self) -> str | None:
+        """Why no step can be recorded in a CUDA graph, alike on all ranks; None where steps can be."""
+        return graph.capture_obstacle(self._root)
+
+    def step_obstacle(self) -> str | None:
+        """Why the next step cannot be recorded or replayed; None where it can."""
+        if self._root.audit is not None:
+            return "No warm-up step ran the model forward and backward. Let train_step do both."
+        return graph.step_obstacle(self._root)
+
+    def prepare_recording(self) -> RecordedModel:
+        """Do everything that a forward does before its first operation, and release all gather buffers.
+
+        Raises:
+            ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
+        """
+        graph.prepare_recording(self._root)
+        return graph.RecordedState(self._root)
+
+    def release_buffers(self) -> None:
+        """Take all gather buffers' memory, and order the current stream after everything that was issued."""
+        graph.release_buffers(self._root)
+
+    def recover_from_recording(self) -> None:
+        """Back to the state between steps, behind a recording that failed."""
+        graph.recover_from_recording(self._root)
+
+    def begin_gathers(self) -> None:
+        """Order the next gathers behind the current stream."""
+        self._root.streams.begin_forward()
+
     def tell_saved(self, model: nn.Module, path: Path) -> None:
         """Call the listeners' ``on_save``."""
         self._root.events.on_save(model, path)
@@ -400,6 +442,17 @@ class ShardedModel:
     def tell_loaded(self, model: nn.Module, path: Path) -> None:
         """Call the listeners' ``on_load``."""
         self._root.events.on_load(model, path)
+
+
+class RecordedModel(Protocol):
+    """The model as it was when a step was recorded in a CUDA graph."""
+
+    @property
+    def released(self) -> bool:
+        """Whether no gather buffer has got memory since."""
+
+    def obstacle(self) -> tuple[str, bool] | None:
+        """Why the recording cannot be replayed, and whether that lasts until it is recorded anew; None where it can."""
 
 
 @dataclass(frozen=True, slots=True)
