@@ -16,7 +16,7 @@ import torch
 from fake_distribution import install
 from polyshard import ShardConfig, Strategy
 from polyshard.cli import main
-from polyshard.cli.folding import folded
+from polyshard.cli.explain import folded
 from polyshard.config import Origin
 from polyshard.errors import (
     AlreadyShardedError,

@@ -32,8 +32,7 @@ from polyshard.forecast import (
     plan,
     timed,
 )
-from polyshard.forecast.memory import BLOCK_NBYTES
-from polyshard.forecast.recording import Begin, Issued, Kernel, Part, Signal, Stream, Transfer, Unit, Wait
+from polyshard.forecast.recording import BLOCK_NBYTES, Begin, Issued, Kernel, Part, Signal, Stream, Transfer, Unit, Wait
 from polyshard.interfaces import PluginContext, ReduceOp, Work
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld

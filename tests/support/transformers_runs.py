@@ -161,7 +161,7 @@ def outcome(trainer: Any) -> dict[str, Any]:
 def parameters(model: Any) -> dict[str, torch.Tensor]:
     """All of them by name, whole."""
     import polyshard
-    from polyshard.trainers.sharded import is_sharded
+    from polyshard.trainers.models import is_sharded
 
     with polyshard.unsharded(model) if is_sharded(model) else nullcontext():
         return {name: each.detach().clone() for name, each in model.named_parameters()}

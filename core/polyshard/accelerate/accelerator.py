@@ -17,14 +17,11 @@ from ..composable import close, no_sync, outermost_root, shard
 from ..config import ShardConfig
 from ..errors import ConfigError, UnsupportedError
 from ..state import StateForm, StateOptions, get_model_state_dict
-from ..trainers.device import on_device
-from ..trainers.engines import refuse_engines
-from ..trainers.optimizers import parameters_of
-from ..trainers.ranks import keeps_whole, refuse_other_ranks, with_ranks
-from ..trainers.saving import warn_unsaveable
-from . import _private, precision, refusals
+from ..trainers.config import keeps_whole, on_device, refuse_engines, refuse_other_ranks, with_ranks
+from ..trainers.models import parameters_of, warn_unsaveable
+from . import _private, refusals
+from .refusals import refuse_flat, refuse_unreduced, sharded_in, uncompiled
 from .saved_state import Index, TrainingState, tidy
-from .sharded import refuse_flat, refuse_unreduced, sharded_in, uncompiled
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
@@ -102,7 +99,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         refusals.refuse_handlers(kwargs_handlers or [])
         super().__init__(
             device_placement=device_placement,
-            mixed_precision=precision.asked_for(mixed_precision, self._config, os.environ),
+            mixed_precision=refusals.asked_for(mixed_precision, self._config, os.environ),
             gradient_accumulation_steps=gradient_accumulation_steps,
             cpu=cpu,
             dataloader_config=dataloader_config,
@@ -118,7 +115,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         )
         refusals.refuse_distributed_type(self.distributed_type.value, self.num_processes)
         # An earlier Accelerator of the process may have settled it.
-        self._config = precision.served(self.mixed_precision, self._config)
+        self._config = refusals.served(self.mixed_precision, self._config)
         if self.mixed_precision == "fp16":
             _private.give_scaler(self)
         refuse_other_ranks(self._config, "Accelerate", self.num_processes)

@@ -1,18 +1,23 @@
-"""What cannot be served, found before anything is changed."""
+"""x"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, extract_model_from_parallel
 from torch import nn
 
-from ..engine.planning.plan import refuse_sharded, refuse_unshardable
+from ..config import ShardConfig
+from ..engine.planning.plan import STAGE_ATTRIBUTE, refuse_sharded, refuse_unshardable
+from ..engine.step.root import Root, root_of
+from ..engine.step.unit import Unit
+from ..engine.surface.live_roots import live_roots
 from ..errors import AlreadyShardedError, ConfigError, StateError, UnsupportedError
-from ..trainers.optimizers import refuse_stepped, refuse_strangers
-from ..trainers.wrapped import refuse_wrapped
-from .sharded import root_in, sharded_in
+from ..trainers import models as trainers
+from ..trainers.config import is_left_out, mixed_precision_of
+from ..trainers.models import refuse_stepped, refuse_strangers, refuse_wrapped
 
 
 def refuse_other_engines(arguments: Mapping[str, object]) -> None:
@@ -123,3 +128,115 @@ def refuse_optimizers(
     for optimizer in optimizers:
         refuse_strangers(optimizer, models, rank, remedy)
         refuse_stepped(optimizer, cut, rank, "Prepare a new optimizer, and load its state by load_state().")
+
+
+_VARIABLE = "ACCELERATE_MIXED_PRECISION"
+
+
+def asked_for(mixed_precision: str | None, config: ShardConfig, environ: Mapping[str, str]) -> str | None:
+    """What Accelerate is to be told: the argument, the environment, or what ``config`` computes in; None for nothing.
+
+    Raises:
+        ConfigError: ``config`` computes in something else.
+        PluginError: its plugin cannot be made.
+        UnsupportedError: fp8.
+    """
+    asked = mixed_precision
+    if asked is None and environ.get(_VARIABLE, "no").lower() != "no":
+        # The launcher sets "no" where the user said nothing.
+        asked = environ[_VARIABLE]
+    if asked is not None:
+        served(str(asked).lower(), config)
+        return str(asked).lower()
+    computes = mixed_precision_of(config)
+    return None if computes in (None, "no") else computes
+
+
+def served(mixed_precision: str, config: ShardConfig) -> ShardConfig:
+    """``config`` with the precision that ``mixed_precision`` asks for.
+
+    In place of autocast: parameters are gathered and computed with in the dtype, gradients travel in it and are added
+    up in fp32, masters and ``.grad`` stay in the model's own dtype, and outputs of the model are cast to fp32.
+
+    Raises:
+        ConfigError: ``config`` names a precision that computes in something else.
+        PluginError: its plugin cannot be made.
+        UnsupportedError: fp8.
+    """
+    if mixed_precision == "fp8":
+        raise UnsupportedError(
+            "mixed_precision='fp8' has no counterpart in polyshard, on any rank. Use 'bf16', 'fp16' or 'no'."
+        )
+    if mixed_precision not in ("no", "bf16", "fp16"):
+        raise ConfigError(
+            f"mixed_precision={mixed_precision!r} is none of 'no', 'bf16' and 'fp16'. Choose one of them."
+        )
+    if mixed_precision != "no" and is_left_out(config):
+        precision = {
+            "name": "mixed",
+            "param": mixed_precision,
+            "reduce": "fp32",
+            "overrides": {"": {"output": "fp32"}},
+        }
+        return dataclasses.replace(config, precision=precision)
+    computes = mixed_precision_of(config)
+    if computes not in (None, mixed_precision):
+        raise ConfigError(
+            f"Accelerate was asked for mixed_precision={mixed_precision!r}, and ShardConfig.precision is "
+            f"{config.precision!r}, which computes in {computes!r}. Leave one of the two out; {_VARIABLE} of the "
+            "environment counts as mixed_precision."
+        )
+    return config
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module inside of ``torch.compile``'s."""
+    found: nn.Module = extract_model_from_parallel(model, keep_torch_compile=False)
+    return found
+
+
+def sharded_in(model: nn.Module) -> nn.Module | None:
+    """The outermost sharded module that ``model`` is: itself, in ``torch.compile``, or in polyshard's wrapper.
+
+    None where it is none, also where modules inside of it are.
+    """
+    module = trainers.sharded_in(uncompiled(model))
+    return module if module is not None and root_in(module).stages[0].module is module else None
+
+
+def root_in(module: nn.Module) -> Root:
+    """What the units of the sharded ``module`` share; closed or not."""
+    return root_of(module.__dict__[STAGE_ATTRIBUTE])
+
+
+def refuse_unreduced(parameters: Iterable[torch.Tensor], call: str) -> None:
+    """Raise where gradients of ``parameters`` wait for a backward that reduces them.
+
+    Raises:
+        StateError: naming the unit.
+    """
+    units: dict[Unit, None] = {}
+    for found in live_roots.find(list(parameters)):
+        if found is not None:
+            units.setdefault(found.unit)
+    for unit in units:
+        if unit.gradients.unreduced:
+            raise StateError(
+                f"{call} came while gradients of unit '{unit.name}' wait for the last backward of an accumulation "
+                f"(rank {unit.grid.world.rank}): there is nothing to clip yet. Call it under "
+                "`if accelerator.sync_gradients:`."
+            )
+
+
+def refuse_flat(parameters: Iterable[torch.Tensor], call: str) -> None:
+    """Raise where ``parameters`` have no gradients of their own, because flat parameters have them.
+
+    Raises:
+        StateError: naming the unit.
+    """
+    for found in live_roots.find(list(parameters)):
+        if found is not None and found.slot is not None and found.unit.flat is not None:
+            raise StateError(
+                f"{call} got parameters of unit '{found.unit.name}', whose gradients are in its flat parameter (rank "
+                f"{found.unit.grid.world.rank}). Give it what polyshard.flat_parameters returned."
+            )

@@ -23,7 +23,7 @@ from .. import checkpoint
 from ..checkpoint.attempt import discard
 from ..checkpoint.folder import Contents
 from ..errors import ConfigError, StateError
-from ..trainers.optimizers import parameters_of
+from ..trainers.models import parameters_of
 
 INDEX = "polyshard.json"
 _FORMAT = 1

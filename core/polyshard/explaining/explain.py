@@ -1,26 +1,41 @@
-"""Explains what a configuration means for a model: what sharding would find out before ranks speak to each other."""
+"""x"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
+from importlib.metadata import EntryPoints
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from .. import catalog
 from ..assembly import Drafted, Request, draft_module
-from ..chosen_plugins import group_of
-from ..config import Origin, ShardConfig, Source
+from ..catalog.resolved import option_parameters
+from ..chosen_plugins import ChosenPlugins, group_of, policy_choice, refuse_unserved
+from ..config import GROUP_OF_SETTING, Origin, PluginChoice, ShardConfig, Source
 from ..devices import compute_device
-from ..errors import ConfigTypeError, WorldSizeError
-from ..interfaces import MOST_RANKS, Collectives, PluginContext
+from ..engine.planning.answers import refuse_unable
+from ..engine.planning.arrangement import NamedLayout
+from ..engine.planning.draft import Draft, DraftedUnit
+from ..errors import (
+    CollectiveError,
+    ConfigTypeError,
+    PluginContractError,
+    PluginLoadError,
+    PolyshardError,
+    StateError,
+    WorldSizeError,
+)
+from ..events import Events
+from ..interfaces import MOST_RANKS, Collectives, Group, PluginContext, UnitPlan, WrapPolicy
 from ..rank_groups import rank_lists_for, strategy_for
-from .explanation import ExplainedPlugin, Explanation, Value
-from .plugins import explained_plugin, find
-from .stand_ins import Workbench
-from .units import explained_units
+from .explanation import ExplainedParameter, ExplainedPlugin, ExplainedUnit, Explanation, Value
 
 
 def explain(
@@ -127,3 +142,280 @@ def _overriding(each: Drafted) -> list[ExplainedPlugin]:
         explained_plugin(constructed, f"{label}: {setting}", lambda option: source)
         for setting, constructed in each.overrides.items()
     ]
+
+
+#: Tells where an option of a plugin was set.
+OptionSource = Callable[[str], Source]
+
+
+class WatchedPolicy(WrapPolicy):
+    """A policy, and what it chose."""
+
+    api_version = 1
+
+    def __init__(self, policy: WrapPolicy) -> None:
+        self.policy = policy
+        self.chosen: UnitPlan = {}
+
+    def plan(self, root: Any, context: Any) -> UnitPlan:
+        chosen = self.policy.plan(root, context)
+        if isinstance(chosen, Mapping):
+            self.chosen = chosen
+        return chosen
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Found:
+    """The plugins that a configuration names, with which a model can be laid out."""
+
+    plugins: StoodInPlugins
+    policy: WatchedPolicy
+    explained: tuple[ExplainedPlugin, ...]
+    layout: str
+    """Name of the layout."""
+
+
+def find(config: ShardConfig, context: PluginContext, workbench: Workbench) -> Found:
+    """Resolve and construct what ``config`` names; listeners are not constructed, since they may write files.
+
+    Raises what sharding would, and nothing for what only ranks or a device could construct.
+    """
+    made = {
+        setting: workbench.construct(group, _choice(config, setting), context)
+        for setting, group in GROUP_OF_SETTING.items()
+    }
+    collectives = made["collectives"]
+    if not collectives.absent:
+        refuse_unable(collectives.instance, 0)
+        refuse_unserved(collectives, context, workbench.world_size)
+    explained = [explained_plugin(each, setting, partial(config.source_of, setting)) for setting, each in made.items()]
+    # Of the program's own, to see that they have hooks.
+    Events([(type(each).__name__, each) for each in config.listeners if not isinstance(each, str | Mapping)])
+    for position, choice in enumerate(config.listeners):
+        explained.append(_listener(choice, f"listeners[{position}]", config.source_of("listeners"), workbench))
+    policy = WatchedPolicy(made["policy"].instance)
+    layout = made["layout"]
+    plugins = StoodInPlugins(
+        context,
+        workbench.ranks(context),
+        made["precision"].instance,
+        made["offload"].instance,
+        policy,
+        NamedLayout(layout.instance, layout.resolved.described),
+        Events([]),
+        tuple(made.values()),
+        collectives.instance,
+        workbench.entry_points,
+        workbench,
+    )
+    return Found(plugins, policy, tuple(explained), layout.resolved.name)
+
+
+def _choice(config: ShardConfig, setting: str) -> PluginChoice:
+    """As sharding reads it."""
+    if setting == "collectives":
+        return group_of(config)[0]
+    choice: PluginChoice = getattr(config, setting)
+    return policy_choice(choice) if setting == "policy" else choice
+
+
+def explained_plugin(constructed: catalog.Constructed[Any], serves: str, source: OptionSource) -> ExplainedPlugin:
+    """``constructed``, which ``serves`` a setting, with where its options come from."""
+    used, resolved = catalog.used(constructed), constructed.resolved
+    inner = zip(constructed.inner, constructed.choices, strict=True)
+    return ExplainedPlugin(
+        serves=serves,
+        group=used.group.value,
+        name=used.name,
+        distribution=used.distribution,
+        version=used.version,
+        value=used.value,
+        file=used.file,
+        options=_options(resolved, source),
+        inner=tuple(
+            explained_plugin(each, used.name, partial(_source_inside, resolved, source, choice))
+            for each, choice in inner
+        ),
+        absent=constructed.absent if isinstance(constructed, Tried) else "",
+    )
+
+
+def _source_inside(outer: catalog.Resolved[Any], source: OptionSource, choice: object, option: str) -> Source:
+    """Where an ``option`` of ``choice``, by which ``outer`` asked for a plugin, was set."""
+    for name, value in outer.options.items():
+        if value is choice or (isinstance(value, list | tuple) and any(each is choice for each in value)):
+            return source(name)
+    return Source(Origin.CODE, f"plugin {outer.name}")
+
+
+def _listener(choice: Any, serves: str, source: Source, workbench: Workbench) -> ExplainedPlugin:
+    resolved: catalog.Resolved[Any] = catalog.resolve(Group.PLUGINS, choice, workbench.entry_points)
+    resolved.check_options()
+    given = None if resolved.distribution else choice
+    described = explained_plugin(catalog.Constructed(resolved, given), serves, lambda option: source)
+    return dataclasses.replace(described, absent="" if given is not None else "listeners may write files")
+
+
+def _options(resolved: catalog.Resolved[Any], source: OptionSource) -> tuple[Value, ...]:
+    """Those that were given, and the factory's defaults of the others."""
+    if not resolved.distribution:
+        return ()
+    try:
+        known = option_parameters(inspect.signature(resolved.factory))
+    except (TypeError, ValueError):
+        known = {}
+    taken = {name: each.default for name, each in known.items() if each.kind is not inspect.Parameter.VAR_KEYWORD}
+    values = {name: Value(name, value, source(name)) for name, value in resolved.options.items()}
+    defaults = {
+        name: Value(name, default, Source(Origin.DEFAULT))
+        for name, default in taken.items()
+        if default is not inspect.Parameter.empty
+    }
+    ordered = [name for name in taken if name in values or name in defaults]
+    everything = defaults | values
+    return tuple(everything[name] for name in dict.fromkeys([*ordered, *values]))
+
+
+_T_co = TypeVar("_T_co", covariant=True)
+
+#: What a factory raises that misses ranks or a device. A wrong option is an error here, too.
+_MISSES = (StateError, CollectiveError, PluginLoadError)
+
+
+@dataclass(frozen=True)
+class Tried(catalog.Constructed[_T_co]):
+    """A plugin whose factory was called."""
+
+    absent: str = ""
+    """Why the instance is a stand-in's; empty where it is the plugin's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workbench:
+    """Where plugins are constructed to be explained."""
+
+    world_size: int
+    """Number of ranks that collectives are stood in for with."""
+    entry_points: EntryPoints
+
+    def construct(self, group: Group, choice: PluginChoice, context: PluginContext) -> Tried[Any]:
+        """What ``choice`` names, constructed, or a stand-in where it needs ranks or a device.
+
+        Raises what ``catalog.resolve`` and ``catalog.construct`` do for whatever else is wrong.
+        """
+        resolved: catalog.Resolved[Any] = catalog.resolve(group, choice, self.entry_points)
+        inner: list[catalog.Constructed[Any]] = []
+        choices: list[object] = []
+        refused: list[PolyshardError] = []
+
+        def make_inner(group: Group, choice: PluginChoice, context: PluginContext) -> catalog.Constructed[Any]:
+            try:
+                inner.append(self.construct(group, choice, context))
+            except PolyshardError as error:
+                refused.append(error)
+                raise
+            choices.append(choice)
+            return inner[-1]
+
+        try:
+            made = catalog.construct(resolved, context, self.entry_points, make_inner)
+        except _MISSES as error:
+            # What an inner plugin misses is stood in for already: what it raises is wrong anywhere.
+            if group not in _STAND_INS or error in refused:
+                raise
+            return Tried(resolved, self._stand_in(group, context), tuple(inner), tuple(choices), str(error))
+        return Tried(resolved, made.instance, made.inner, made.choices)
+
+    def ranks(self, context: PluginContext) -> Collectives:
+        """One pretended rank of all of them."""
+        collectives: Collectives = self._stand_in(Group.COLLECTIVES, context)
+        return collectives
+
+    def _stand_in(self, group: Group, context: PluginContext) -> Any:
+        choice = dict(_STAND_INS[group])
+        if group is Group.COLLECTIVES:
+            choice["world_size"] = self.world_size
+        resolved: catalog.Resolved[Any] = catalog.resolve(group, choice, self.entry_points)
+        return catalog.construct(resolved, replace(context, process_group=None), self.entry_points).instance
+
+
+#: Of the groups whose plugins may need what is not there. The other groups' only choose.
+_STAND_INS: Mapping[Group, Mapping[str, Any]] = {
+    Group.COLLECTIVES: {"name": "polyshard:fake", "rank": 0},
+    Group.OFFLOAD: {"name": "polyshard:none"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoodInPlugins(ChosenPlugins):
+    """Plugins of which some are stand-ins, those among them that a policy names for a unit."""
+
+    workbench: Workbench
+
+    def override(self, group: Group, choice: PluginChoice) -> catalog.Constructed[Any]:
+        return self.workbench.construct(group, choice, self.context)
+
+
+def explained_units(
+    drafted: Sequence[Drafted], policy: WatchedPolicy, layout: str, root: nn.Module
+) -> tuple[ExplainedUnit, ...]:
+    """The units of ``drafted``, in the order of its stages. ``layout``: name of the one that the settings name."""
+    found: list[ExplainedUnit] = []
+    for each in drafted:
+        own = each.overrides.get("layout")
+        arranged_by = layout if own is None else own.resolved.name
+        reason = _reason(each.draft, policy, root)
+        found += [_unit(each.draft, unit, arranged_by, reason) for unit in each.draft.units]
+    return tuple(found)
+
+
+def _unit(draft: Draft, unit: DraftedUnit, layout: str, reason: str) -> ExplainedUnit:
+    spec, flat, dtypes = unit.spec, unit.layout, unit.dtypes
+    elements = sum(slot.numel for slot in flat.slots)
+    if flat.world_size == 1:
+        gather_nbytes = 0
+    elif unit.wire is None:
+        gather_nbytes = flat.shard_numel * dtypes.compute.itemsize
+    else:
+        gather_nbytes = unit.wire.nbytes_per_rank
+    group = next(group for group in draft.stage.groups if group[0].names[0] in spec.parameter_names)
+    return ExplainedUnit(
+        name=spec.label,
+        module_class=type(draft.stage.module).__name__,
+        parameters=tuple(
+            ExplainedParameter(name, slot.shape, slot.offset, slot.by_rows)
+            for name, slot in zip(spec.parameter_names, flat.slots, strict=True)
+        ),
+        elements=elements,
+        padding=flat.padded_numel - elements,
+        shard_elements=flat.shard_numel,
+        trained=group[0].original.requires_grad,
+        master=spec.master_dtype,
+        compute=dtypes.compute,
+        wire=dtypes.wire,
+        reduce=dtypes.reduce,
+        grad=dtypes.grad,
+        gather_nbytes=gather_nbytes,
+        encoded=unit.wire is not None,
+        layout=layout,
+        overrides=dict(draft.stage.overrides),
+        reason=reason,
+    )
+
+
+def _reason(draft: Draft, policy: WatchedPolicy, root: nn.Module) -> str:
+    stage = draft.stage
+    if stage.module is root:
+        return "what no unit inside of it holds"
+    if stage.host is not None:
+        return "a large module before or behind all units (split_root)"
+    if stage.module not in policy.chosen:
+        return "the precision leaves it alone"
+    where = f"reason of {type(policy.policy).__module__}:{type(policy.policy).__qualname__} for '{stage.name}'"
+    try:
+        answer: object = policy.policy.reason(stage.module, stage.name)
+    except Exception as error:
+        raise PluginContractError(f"{where} failed: {type(error).__name__}: {error}") from error
+    if not isinstance(answer, str):
+        raise PluginContractError(f"{where} answered {answer!r}. Return text, empty where there is nothing to say.")
+    return answer or "the policy chose it"

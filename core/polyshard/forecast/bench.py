@@ -11,7 +11,8 @@ import torch
 
 from ..errors import ConfigError
 from ..interfaces import BufferRole, Collectives, ReduceOp
-from .links import Link, LinkModel, Operation, fitted
+from .recording import Operation
+from .timing import Link, LinkModel, fitted
 
 #: Bytes of whole buffers that are timed unless told otherwise: 1 MiB to 256 MiB.
 SIZES = tuple(2**exponent for exponent in (20, 22, 24, 26, 28))

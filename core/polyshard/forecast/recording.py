@@ -1,13 +1,45 @@
-"""What one step issues, in the order in which it issues it: kernels, transfers, and what waits for what."""
+"""x"""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from .links import Operation, Span
+import torch
+
+
+class Operation(enum.Enum):
+    """What ranks do together."""
+
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+
+    def received_nbytes(self, nbytes: int, ranks: int) -> int:
+        """Of a whole buffer of ``nbytes``, what comes to each rank: (N-1)/N of it, twice for an all-reduce."""
+        part = nbytes * (ranks - 1) // ranks
+        return 2 * part if self is Operation.ALL_REDUCE else part
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A group of ranks, as far as links are concerned."""
+
+    ranks: int
+    first: int = 0
+    """Its first rank, counted over all."""
+    stride: int = 1
+    """From one of its ranks to the next."""
+
+    def hosts(self, ranks_per_host: int) -> int:
+        """Over how many hosts of ``ranks_per_host`` ranks it reaches."""
+        last = self.first + (self.ranks - 1) * self.stride
+        if self.stride >= ranks_per_host:
+            return self.ranks
+        return last // ranks_per_host - self.first // ranks_per_host + 1
 
 
 class Stream(enum.Enum):
@@ -145,3 +177,187 @@ class Recorder:
     def clear(self) -> None:
         """Forget what was issued; events stay known."""
         self.issued.clear()
+
+
+#: The CUDA caching allocator gives multiples of so many bytes.
+BLOCK_NBYTES = 512
+
+
+class Kind(enum.Enum):
+    """What memory is for."""
+
+    PARAMETERS = "parameters"
+    """Master shards, and parameters that are not sharded."""
+    OPTIMIZER = "optimizer"
+    """The optimizer's state, and what its step takes for a moment."""
+    GRADIENTS = "gradients"
+    """Gradient shards, from their reduction to ``zero_grad``."""
+    GATHERED = "gathered"
+    """Whole units in compute dtype."""
+    REDUCTION = "reduction"
+    """Inputs of reductions, what receives them, merged ones, and whole gradients that wait for further microbatches."""
+    ACTIVATIONS = "activations"
+    """What a forward makes: saved for the backward, or gone by its end."""
+    TEMPORARIES = "temporaries"
+    """What a backward makes: gradients before they are reduced, of activations, and activations computed anew."""
+    BUFFERS = "buffers"
+    """Buffers of the model, inputs, and the workspaces of libraries."""
+
+
+@dataclass(slots=True)
+class _Holding:
+    """Memory from one moment to another."""
+
+    kind: Kind
+    nbytes: int
+
+
+@dataclass(slots=True)
+class _Held:
+    """A storage that is alive."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    nbytes: int
+    holding: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What is alive at one moment."""
+
+    position: int
+    """How much was issued before it."""
+    part: Part
+    nbytes: Mapping[Kind, int]
+
+    @property
+    def total(self) -> int:
+        """All kinds together."""
+        return sum(self.nbytes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTimeline:
+    """Every change of a step."""
+
+    moments: tuple[Moment, ...]
+    saved_nbytes: int
+    """Activations at the end of the forward: what autograd saved, and the loss."""
+
+    @property
+    def peak(self) -> Moment:
+        """The moment with most; the first of several."""
+        return max(self.moments, key=lambda moment: moment.total)
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Storages that are alive, and all that came and went since ``restart``."""
+
+    recorder: Recorder
+    _held: dict[int, _Held] = field(default_factory=dict)
+    _resized: set[int] = field(default_factory=set)
+    _holdings: list[_Holding] = field(default_factory=list)
+    #: Which holding came or went, when, and in which part of the step.
+    _changes: list[tuple[int, bool, int, Part]] = field(default_factory=list)
+    _saved: int = 0
+
+    def see(self, tensors: Iterable[torch.Tensor], kind: Kind | None = None) -> None:
+        """Note the storages of ``tensors``; ``kind``: None for what the current stream and part make."""
+        for tensor in tensors:
+            if not tensor.is_meta:
+                continue
+            storage = tensor.untyped_storage()
+            held = self._held.get(id(storage))
+            if held is None:
+                self._come(storage, kind)
+            elif kind is not None:
+                self._holdings[held.holding].kind = kind
+
+    def name(self, tensors: Iterable[torch.Tensor], kind: Kind) -> None:
+        """Say what storages that are known are for; others are left alone."""
+        self.see((tensor for tensor in tensors if id(tensor.untyped_storage()) in self._held), kind)
+
+    def look_again(self) -> None:
+        """Note which of the buffers that are resized changed their sizes.
+
+        Those that shrank first: what is given memory is written at once, and so whatever was let go of since the last
+        operation came before it.
+        """
+        grown = [held for held in map(self._held.__getitem__, self._resized) if not self._measure(held, grows=False)]
+        for held in grown:
+            self._measure(held, grows=True)
+
+    def find_resized(self) -> None:
+        """Learn which storages are resized: those that changed since they were seen."""
+        for key, held in self._held.items():
+            if self._measure(held, grows=False) or self._measure(held, grows=True):
+                self._resized.add(key)
+
+    def restart(self) -> None:
+        """Forget what came and went; keep what is there."""
+        self.look_again()
+        self._changes = [(held.holding, True, 0, Part.FORWARD) for held in self._held.values()]
+
+    def end_forward(self) -> None:
+        """Note what the forward leaves."""
+        self.look_again()
+        holdings = (self._holdings[held.holding] for held in self._held.values())
+        self._saved = sum(holding.nbytes for holding in holdings if holding.kind is Kind.ACTIVATIONS)
+
+    def pass_through(self, kind: Kind, nbytes: int) -> None:
+        """Memory that is taken and given back at once."""
+        self._holdings.append(_Holding(kind, nbytes))
+        for comes in (True, False):
+            self._change(len(self._holdings) - 1, comes)
+
+    def timeline(self, standing: Mapping[Kind, int]) -> MemoryTimeline:
+        """All changes since ``restart``; ``standing``: bytes that are there throughout, and no storage knows."""
+        alive = {kind: standing.get(kind, 0) for kind in Kind}
+        moments: list[Moment] = []
+        for holding, comes, position, part in self._changes:
+            it = self._holdings[holding]
+            alive[it.kind] += it.nbytes if comes else -it.nbytes
+            if moments and moments[-1].position == position == 0:
+                moments.pop()
+            moments.append(Moment(position, part, dict(alive)))
+        return MemoryTimeline(tuple(moments) or (Moment(0, Part.FORWARD, alive),), self._saved)
+
+    def _come(self, storage: torch.UntypedStorage, kind: Kind | None) -> None:
+        key = id(storage)
+        reference = weakref.ref(storage, lambda _: self._go(key))
+        self._held[key] = _Held(reference, storage.nbytes(), self._open(storage.nbytes(), kind))
+
+    def _go(self, key: int) -> None:
+        held = self._held.pop(key, None)
+        self._resized.discard(key)
+        if held is not None:
+            self._change(held.holding, comes=False)
+
+    def _measure(self, held: _Held, *, grows: bool) -> bool:
+        """Whether its size changed, upwards or downwards, and was noted."""
+        storage = held.storage()
+        if storage is None or storage.nbytes() == held.nbytes or (storage.nbytes() > held.nbytes) is not grows:
+            return False
+        kind = self._holdings[held.holding].kind
+        self._change(held.holding, comes=False)
+        held.nbytes = storage.nbytes()
+        held.holding = self._open(held.nbytes, kind)
+        return True
+
+    def _open(self, nbytes: int, kind: Kind | None) -> int:
+        blocks = -(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES
+        self._holdings.append(_Holding(self._kind() if kind is None else kind, blocks))
+        self._change(len(self._holdings) - 1, comes=True)
+        return len(self._holdings) - 1
+
+    def _change(self, holding: int, comes: bool) -> None:
+        self._changes.append((holding, comes, len(self.recorder.issued), self.recorder.part))
+
+    def _kind(self) -> Kind:
+        stream, part = self.recorder.stream, self.recorder.part
+        if stream is Stream.GATHER:
+            return Kind.GATHERED
+        if stream is Stream.REDUCE:
+            return Kind.REDUCTION
+        return {Part.FORWARD: Kind.ACTIVATIONS, Part.BACKWARD: Kind.TEMPORARIES, Part.OPTIMIZER: Kind.OPTIMIZER}[part]

@@ -1,10 +1,4 @@
-"""One step of a sharded model on the meta device, as the engine itself runs it.
-
-[Note: why the engine]
-What is alive when, and what travels when, follows from the engine's hooks, its schedule, its buckets and its
-reductions. A model of them would have to be kept equal to them. On the meta device they run as they are, and only what
-a device would do is missing: kernels, bytes, time. Those are noted.
-"""
+"""x"""
 
 from __future__ import annotations
 
@@ -22,17 +16,14 @@ from ..composable import no_sync, outermost_root, report, shard
 from ..config import PluginSpec, ShardConfig
 from ..engine.step.root import Root
 from ..engine.surface.report import MemoryReport
+from ..engine.transport.gathering import Gatherable
+from ..engine.transport.lanes import HostLanes, Reduction
 from ..errors import ConfigError, PolyshardError, UnsupportedError
+from ..interfaces import COMPLETED, BufferRole, Collectives, CollectivesCapabilities, ReduceOp, Work
 from ._torch_private import TorchDispatchMode, tree_leaves
-from .batch import Batch
-from .collectives import NotedCollectives
-from .fused import fused_as_on_cuda
-from .lanes import NotedLanes
-from .links import Span
-from .memory import Kind, Ledger, MemoryTimeline
-from .optimizers import OptimizerModel
-from .recording import Issued, Part, Recorder
-from .work import note_operation
+from .kernels import fused_as_on_cuda, note_operation
+from .recording import Issued, Kind, Ledger, MemoryTimeline, Operation, Part, Recorder, Span, Stream
+from .workload import Batch, OptimizerModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,3 +249,146 @@ def _loss_of(output: Any, model: str) -> torch.Tensor:
             "Face models return one where the batch has labels."
         )
     return found if found.ndim == 0 else found.sum()
+
+
+_META = torch.device("meta")
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64})
+
+
+class NotedCollectives(Collectives):
+    """Rank 0 of ``span``. What it can do, and the scratch that it takes, are those of ``nccl``."""
+
+    api_version = 1
+
+    def __init__(self, recorder: Recorder, span: Span) -> None:
+        self._recorder = recorder
+        self._span = span
+
+    @property
+    def capabilities(self) -> CollectivesCapabilities:
+        return CollectivesCapabilities(
+            devices=frozenset({"meta"}),
+            dtypes=_FLOATS,
+            reduce_ops=frozenset(ReduceOp),
+            widening=True,
+            stream_ordered=False,
+            capturable=False,
+            fixed_addresses=False,
+            can_communicate=False,
+            exchanges=True,
+        )
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        return self._span.ranks
+
+    @property
+    def device(self) -> torch.device:
+        return _META
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
+        return self._note(Operation.ALL_GATHER, [out])
+
+    def all_gather_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
+        return self._note(Operation.ALL_GATHER, [out for out, _ in pairs])
+
+    def reduce_scatter(
+        self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
+    ) -> Work:
+        return self._note(Operation.REDUCE_SCATTER, [full])
+
+    def reduce_scatter_many(
+        self, triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], *, op: ReduceOp
+    ) -> Work:
+        return self._note(Operation.REDUCE_SCATTER, [full for _, full, _ in triples])
+
+    def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
+        return 0 if wire_dtype is out_dtype else numel * wire_dtype.itemsize
+
+    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
+        return self._note(Operation.ALL_REDUCE, [tensor])
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+        return COMPLETED
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return [obj] * self._span.ranks
+
+    def barrier(self) -> None:
+        return None
+
+    def partition(self, rank_lists: Sequence[Sequence[int]]) -> NotedCollectives:
+        own = next(ranks for ranks in rank_lists if 0 in ranks)
+        stride = (own[1] - own[0]) * self._span.stride if len(own) > 1 else 1
+        return NotedCollectives(self._recorder, Span(len(own), self._span.first, stride))
+
+    def _note(self, operation: Operation, wholes: Sequence[torch.Tensor]) -> Work:
+        if self._span.ranks > 1:
+            self._recorder.transfer(operation, sum(whole.nbytes for whole in wholes), self._span, len(wholes))
+        return COMPLETED
+
+
+class NotedLanes(HostLanes):
+    """Runs everything where it is issued, as ``HostLanes`` does, and notes on which stream a device would run it.
+
+    Memory comes and goes as with streams: a reduction is delivered when it is issued, and its input let go of when
+    compute would have been ordered behind it.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._arriving: dict[Gatherable, int] = {}
+        # The last use of gathered memory since the gather stream was ordered behind compute.
+        self._released: int | None = None
+
+    def begin_forward(self) -> None:
+        self._released = None
+        self._order(Stream.COMPUTE, Stream.GATHER)
+
+    def gather(self, units: Sequence[Gatherable]) -> None:
+        if self._released is not None:
+            self._recorder.wait(Stream.GATHER, self._released)
+            self._released = None
+        with self._recorder.on(Stream.GATHER):
+            super().gather(units)
+        event = self._recorder.signal(Stream.GATHER)
+        for unit in units:
+            self._arriving[unit] = event
+
+    def arrive(self, unit: Gatherable) -> None:
+        event = self._arriving.pop(unit, None)
+        if event is not None:
+            self._recorder.wait(Stream.COMPUTE, event)
+        super().arrive(unit)
+
+    def release(self, unit: Gatherable) -> None:
+        super().release(unit)
+        self._released = self._recorder.signal(Stream.COMPUTE)
+
+    def reduce(self, reduction: Reduction, taken_at: Sequence[object]) -> None:
+        self._order(Stream.COMPUTE, Stream.REDUCE)
+        with self._recorder.on(Stream.REDUCE):
+            reduction.issue().wait()
+            reduction.deliver()
+        self._reductions.append((self._recorder.signal(Stream.REDUCE), reduction.retire))
+
+    def drain(self) -> None:
+        super().drain()
+        for stream in (Stream.REDUCE, Stream.GATHER):
+            self._order(stream, Stream.COMPUTE)
+
+    def give_up(self) -> None:
+        self.drain()
+
+    def _retire_oldest(self) -> None:
+        event, retire = self._reductions.popleft()
+        self._recorder.wait(Stream.COMPUTE, event)
+        retire()
+
+    def _order(self, first: Stream, then: Stream) -> None:
+        self._recorder.wait(then, self._recorder.signal(first))

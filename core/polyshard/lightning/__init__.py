@@ -9,10 +9,9 @@ For the distribution ``lightning``; ``pytorch-lightning`` and ``lightning-fabric
 these are not.
 """
 
-from ._settings import StateDictType
+from .common import StateDictType
 from .fabric import PolyshardFabricStrategy
-from .preemption import PreemptionCallback
 from .registry import register
-from .trainer import PolyshardStrategy
+from .trainer import PolyshardStrategy, PreemptionCallback
 
 __all__ = ["PolyshardFabricStrategy", "PolyshardStrategy", "PreemptionCallback", "StateDictType", "register"]

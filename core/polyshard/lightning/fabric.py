@@ -20,20 +20,21 @@ from ..composable import no_sync
 from ..config import ShardConfig
 from ..engine.cutting.materialize import Initializer
 from ..errors import ConfigError, StateError, UnsupportedError
-from ..trainers.optimizers import parameters_of
-from ..trainers.saving import warn_unsaveable
-from ._folder import has_optimizers, is_folder, load_folder, make_room, require_file, save_folder
-from ._full_state import (
+from ..trainers.models import parameters_of, warn_unsaveable
+from ._private import BackwardSyncControl, FabricLauncher
+from .checkpoints import (
+    has_optimizers,
+    is_folder,
+    load_folder,
     load_whole_model_state,
     load_whole_optimizer_state,
+    make_room,
+    require_file,
+    save_folder,
     whole_model_state,
     whole_optimizer_state,
 )
-from ._precision import with_precision
-from ._private import BackwardSyncControl, FabricLauncher
-from ._processes import Processes
-from ._settings import Settings, StateDictType
-from ._sharding import is_sharded, refuse_optimizer, shard_once
+from .common import Processes, Settings, StateDictType, is_sharded, refuse_optimizer, shard_once, with_precision
 
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 Filter = Callable[[str, Any], bool]

@@ -1,21 +1,24 @@
-"""A plugin's files, in a package of their own or in one that is there."""
+"""x"""
 
 from __future__ import annotations
 
 import ast
+import enum
+import importlib.util
+import keyword
 import os
 import re
 import string
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from ..catalog.offers import BUILT_IN, normalised, offers_of
 from ..errors import ConfigError
-from .files import write_all, write_folder
-from .kinds import Kind
-from .names import PackageName, PluginName
-from .pyproject import Pyproject
+from ..interfaces import Group
+from .files import Pyproject, write_all, write_folder
 
 #: A plugin in the list of a README: what the next one is put behind.
 _LISTED = re.compile(r"- `.*`: \[.*\]\(.*\.py\)$")
@@ -166,3 +169,113 @@ def _identifiers(kind: Kind) -> frozenset[str]:
     ]
     used = {node.id for node in nodes if isinstance(node, ast.Name)}
     return frozenset(used | {node.asname or node.name for node in nodes if isinstance(node, ast.alias)})
+
+
+class Kind(enum.Enum):
+    """What a plugin is for. Templates have the names of the values."""
+
+    COLLECTIVES = "collectives"
+    """Moves bytes between ranks."""
+    PRECISION = "precision"
+    """Chooses dtypes, and casts."""
+    OFFLOAD = "offload"
+    """Parks shards between uses."""
+    POLICY = "policy"
+    """Chooses which modules become units."""
+    LAYOUT = "layout"
+    """Chooses where in its unit each parameter lies."""
+    LISTENER = "listener"
+    """Watches."""
+
+    @property
+    def group(self) -> Group:
+        """The entry-point group whose plugins are of this kind."""
+        return _GROUPS[self]
+
+    def setting(self, name: str) -> str:
+        """The line of TOML that picks the plugin ``name``."""
+        return f'listeners = ["{name}"]' if self is Kind.LISTENER else f'{self.value} = "{name}"'
+
+
+_GROUPS = {
+    Kind.COLLECTIVES: Group.COLLECTIVES,
+    Kind.PRECISION: Group.PRECISION,
+    Kind.OFFLOAD: Group.OFFLOAD,
+    Kind.POLICY: Group.POLICIES,
+    Kind.LAYOUT: Group.LAYOUTS,
+    Kind.LISTENER: Group.PLUGINS,
+}
+
+
+_PLUGIN = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)*")
+#: Names of distributions as package indexes take them: https://packaging.python.org/specifications/name-normalization.
+_DISTRIBUTION = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
+
+
+@dataclass(frozen=True)
+class PluginName:
+    """A plugin's name, which is its module's too, and what its class is called."""
+
+    name: str
+    class_name: str
+
+    @classmethod
+    def parse(cls, kind: Kind, name: str, taken: frozenset[str]) -> PluginName:
+        """``taken``: names that the class cannot have, since its file uses them.
+
+        Raises ``ConfigError``: not lower-case words joined by underscores, a word of Python, the name of a built-in
+        plugin of that kind, or one whose class would be in ``taken``.
+        """
+        if not _PLUGIN.fullmatch(name):
+            words = re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
+            near = "_".join(words).lstrip("0123456789_")
+            cure = f" Did you mean {near!r}?" if _PLUGIN.fullmatch(near) else ""
+            raise ConfigError(
+                f"a plugin cannot be called {name!r}: its name is its module's, too. Give lower-case words joined by "
+                f"underscores, beginning with a letter.{cure}"
+            )
+        if any(offer.built_in for offer in offers_of(kind.group, name=name)):
+            raise ConfigError(
+                f"{name!r} is a built-in plugin of {kind.group.value}, and that name goes on meaning it. Choose "
+                f"another, 'my_{name}' for example."
+            )
+        class_name = "".join(word.capitalize() for word in name.split("_"))
+        if keyword.iskeyword(name) or keyword.iskeyword(class_name) or class_name in taken:
+            raise ConfigError(
+                f"a plugin cannot be called {name!r}: its module {name} or its class {class_name} would stand for "
+                f"something else in its file. Choose another name, 'my_{name}' for example."
+            )
+        return cls(name, class_name)
+
+
+@dataclass(frozen=True)
+class PackageName:
+    """A distribution's name, and its module's."""
+
+    distribution: str
+    module: str
+
+    @classmethod
+    def parse(cls, folder: Path) -> PackageName:
+        """Of the package that is to be made in ``folder``, whose last part is the distribution's name.
+
+        Raises ``ConfigError`` for what is no name of a distribution, or where its module would be no module's name, or
+        hide one that is there already.
+        """
+        name = folder.name
+        module = normalised(name).replace("-", "_")
+        if not _DISTRIBUTION.fullmatch(name) or not module.isidentifier() or keyword.iskeyword(module):
+            raise ConfigError(
+                f"the folder {folder} cannot be a package's, which is called as its folder is: {name!r} does not name "
+                "both a distribution and a module. Give letters, digits and hyphens, beginning with a letter."
+            )
+        if module == BUILT_IN or module in sys.stdlib_module_names:
+            raise ConfigError(f"the package {name!r} would hide the module {module}. Choose another folder.")
+        found = importlib.util.find_spec(module)
+        # Folders without __init__.py that happen to lie on the path hide nothing.
+        if found is not None and found.origin is not None:
+            raise ConfigError(
+                f"the package {name!r} would hide the module {module}, which is installed: {found.origin}. Choose "
+                "another folder, or uninstall that one."
+            )
+        return cls(name, module)

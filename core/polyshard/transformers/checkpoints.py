@@ -1,15 +1,25 @@
-"""The sharded state in a checkpoint's folder of ``Trainer``, beside the files that ``from_pretrained`` reads."""
+"""x"""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any, cast
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_NAME
 
+from .. import huggingface
 from ..checkpoint import latest, load, save
+from ..engine.surface.gathered import whole_on_this_rank
 from ..errors import ConfigError
+from ..huggingface.saving import require_saveable
+from ..state import StateForm, StateOptions, get_model_state_dict
+from ..state.agreement import together
+from ..state.resting import resting_root
 
 #: The folder of ``polyshard.checkpoint`` inside of a checkpoint's folder.
 STATE = "polyshard"
@@ -55,3 +65,47 @@ def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer 
         ConfigError: ``folder`` has no state, or that of another model or optimizer.
     """
     load(require_state(folder), model, optimizer, frozen=frozen)
+
+
+def require_exportable(model: nn.Module, *, one_folder: bool) -> None:
+    """Raise where ``export`` would refuse the model.
+
+    Raises:
+        ConfigError, UnsupportedError: as ``polyshard.huggingface.save``.
+    """
+    if one_folder and isinstance(model, PreTrainedModel):
+        require_saveable(model)
+
+
+def export(model: nn.Module, folder: Path, *, writes: bool, one_folder: bool) -> None:
+    """Write weights and configuration of ``model`` into ``folder``; of an adapter's wrapper the adapter's.
+
+    All ranks call it. Where all see one ``folder``, each writes what it holds of a model of Transformers. Else, and of
+    what is wrapped, units are gathered one after the other for the ranks that write, which need host memory for the
+    whole model. Parameters are written in their own dtypes.
+
+    Args:
+        model: The outermost sharded module.
+        folder: Made where missing.
+        writes: Whether this rank writes where each rank does not write its own.
+        one_folder: Whether ``folder`` is the same on all ranks.
+    """
+    if one_folder and isinstance(model, PreTrainedModel):
+        huggingface.save(model, folder)
+        return
+    root = resting_root(model, "export()")
+    # Several ranks may write, each on a machine of its own; which do is not told to the others.
+    state = get_model_state_dict(
+        model, StateOptions(form=StateForm.FULL if not one_folder else StateForm.FULL_ON_RANK_0)
+    )
+    with together(root.collectives, f"Writing {type(model).__name__} to {folder}"):
+        if not writes:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        if not hasattr(model, "save_pretrained"):
+            save_file(state, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+            return
+        # Beside what they are given, adapters look at the model: at state dicts of modules that are trained whole, and
+        # at what prompts are computed from.
+        with whole_on_this_rank(root, state):
+            cast("Any", model).save_pretrained(folder, state_dict=state)

@@ -1,7 +1,8 @@
-"""What ``PolyshardTrainer`` refuses, by name, before it changes anything."""
+"""x"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,9 +13,8 @@ from transformers import Adafactor
 from ..composable import outermost_root
 from ..config import ShardConfig
 from ..errors import AlreadyShardedError, ConfigError, UnsupportedError
-from ..trainers.optimizers import refuse_stepped, refuse_strangers
-from ..trainers.sharded import is_sharded
-from ..trainers.wrapped import refuse_wrapped
+from ..trainers.config import is_left_out, mixed_precision_of
+from ..trainers.models import is_sharded, refuse_stepped, refuse_strangers, refuse_wrapped
 
 #: How values of ``TrainingArguments.optim`` begin whose update of an element depends on others of its parameter.
 _WHOLE = ("adafactor", "galore", "apollo", "lomo", "adalomo", "stable_adamw", "grokadamw")
@@ -171,3 +171,33 @@ def _settings(config: Any, prefix: str = "") -> Iterator[tuple[str, object]]:
             waiting += [(f"{name}.{inner}", each) for inner, each in value.items()]
         else:
             yield name, value
+
+
+def with_precision(config: ShardConfig, mixed_precision: str) -> ShardConfig:
+    """``config`` with the precision that ``TrainingArguments.mixed_precision`` asks for.
+
+    ``mixed_precision``: ``"no"``, ``"bf16"`` or ``"fp16"``. Where ``config`` leaves its precision at ``none``, the
+    plugin of that name is taken. A precision that is chosen must compute in it; of plugins that compute in something
+    else than the three, nothing is asked.
+
+    Raises:
+        ConfigError: the two differ.
+        PluginError: the ``ShardConfig``'s plugin cannot be made.
+    """
+    if mixed_precision not in ("no", "bf16", "fp16"):
+        raise ConfigError(
+            f"TrainingArguments ask for mixed precision {mixed_precision!r}, which PolyshardTrainer does not serve. "
+            "Set bf16=True or fp16=True, or neither, and give the ShardConfig a precision plugin."
+        )
+    if is_left_out(config):
+        return config if mixed_precision == "no" else dataclasses.replace(config, precision=mixed_precision)
+    computes = mixed_precision_of(config)
+    if computes not in (None, mixed_precision):
+        asked = "neither bf16 nor fp16" if mixed_precision == "no" else f"{mixed_precision}=True"
+        instead = f"{computes}=True" if computes != "no" else "neither"
+        raise ConfigError(
+            f"The ShardConfig's precision={config.precision!r} computes in {'fp32' if computes == 'no' else computes}, "
+            f"but TrainingArguments have {asked}. Set {instead} there, or leave precision out: it follows "
+            "TrainingArguments."
+        )
+    return config
