@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from polyshard.engine.planning.plan import STAGE_ATTRIBUTE
-from polyshard.engine.planning.ranks import RankGrid
-from polyshard.engine.step.unit import Reshard
 from polyshard.interfaces import Collectives, PluginContext, UnitSpec
+from polyshard.planning.groups import RankGrid
+from polyshard.planning.plan import STAGE_ATTRIBUTE
+from polyshard.runtime.unit import Reshard
 from polyshard_plugins.offload import CpuOffload, NoOffload
 from torch import nn
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from polyshard.engine.step.schedule import Schedule
-from polyshard.engine.step.stage import Stage
 from polyshard.errors import StateError
 from polyshard.interfaces import Collectives
+from polyshard.runtime.module_state import Stage
+from polyshard.runtime.order import Schedule
 
 from ._flat_param import FlatParamHandle
 

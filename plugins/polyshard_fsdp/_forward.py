@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from polyshard.engine import _torch_private
-from polyshard.engine.step.backward import output_hook
-from polyshard.engine.step.forward import Forward
-from polyshard.engine.step.root import root_of
-from polyshard.engine.tensors import iter_hidden_tensors, iter_tensors
+from polyshard import _torch_private
+from polyshard.nested import iter_hidden_tensors, iter_tensors
+from polyshard.runtime.hooks import Forward, output_hook
+from polyshard.runtime.root import root_of
 from torch import nn
 
 from . import _runtime_utils

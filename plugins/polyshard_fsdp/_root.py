@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from polyshard.engine.step.boundary import refuse_escape
-from polyshard.engine.step.root import Root
+from polyshard.runtime.root import Root
+from polyshard.runtime.unit import refuse_escape
 from torch import nn
 
 from ._exec_order import ForwardOrder

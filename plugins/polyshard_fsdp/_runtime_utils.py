@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from polyshard.engine import _torch_private
-from polyshard.engine.step.backward import output_hook
-from polyshard.engine.step.boundary import pass_through_in
-from polyshard.engine.step.stage import Stage
-from polyshard.engine.tensors import distinct_tensors, iter_hidden_tensors, map_tensors
+from polyshard import _torch_private
+from polyshard.nested import distinct_tensors, iter_hidden_tensors, map_tensors
+from polyshard.runtime.hooks import output_hook, pass_through_in
+from polyshard.runtime.module_state import Stage
 from torch import nn
 
 from ._common_utils import HandleTrainingState

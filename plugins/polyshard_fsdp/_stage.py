@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from polyshard.engine.step.stage import Stage
+from polyshard.runtime.module_state import Stage
 from torch import nn
 
 from . import _runtime_utils

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from polyshard.engine.planning.ranks import RankGrid
-from polyshard.engine.step.stage import Stage
-from polyshard.engine.transport.lanes import lanes_for
 from polyshard.errors import ConfigError, DeviceError, StateError, StepAssertionError, UnsupportedError
 from polyshard.events import Events
+from polyshard.planning.groups import RankGrid
+from polyshard.runtime.module_state import Stage
+from polyshard.runtime.streams import lanes_for
 from torch import nn
 
 from . import _runtime_utils

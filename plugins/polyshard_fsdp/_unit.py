@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from polyshard.engine.parameters.bindings import Bindings, Shown
-from polyshard.engine.parameters.originals import MasterViews, Originals, become
-from polyshard.engine.planning.ranks import RankGrid
-from polyshard.engine.step.step import Phase
-from polyshard.engine.step.unit import Reshard, Unit, UnitState
-from polyshard.engine.transport.buffer import FlatBuffer, view_of
 from polyshard.errors import DeviceError, ParameterChangedError, ParameterMovedError, StateError
 from polyshard.interfaces import OffloadManager, PrecisionCaster, UnitDtypes, UnitSpec
+from polyshard.planning.groups import RankGrid
+from polyshard.runtime.bindings import Bindings, Shown
+from polyshard.runtime.gather import FlatBuffer, view_of
+from polyshard.runtime.parameters import MasterViews, Originals, become
+from polyshard.runtime.step import Phase
+from polyshard.runtime.unit import Reshard, Unit, UnitState
 from torch import nn
 
 from . import _runtime_utils

@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from polyshard.engine.surface.norms import clip_grad_norm
 from polyshard.errors import ConfigAssertionError, ConfigError, StateError
+from polyshard.functions.norms import clip_grad_norm
 from torch import nn
 
 from . import _optim_legacy, _optim_utils, _state_dict_utils, _unshard_param_utils

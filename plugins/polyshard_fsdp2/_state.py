@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import polyshard
 import torch
 from polyshard.config import ShardConfig
-from polyshard.engine.planning.plan import STAGE_ATTRIBUTE
-from polyshard.engine.step.root import Root, root_of
-from polyshard.engine.step.stage import Stage
-from polyshard.engine.step.unit import Reshard
-from polyshard.engine.surface.live_roots import live_roots
 from polyshard.errors import StateError, UnshardedUseError, UnsupportedError
+from polyshard.functions.lookup import live_roots
+from polyshard.planning.plan import STAGE_ATTRIBUTE
+from polyshard.runtime.module_state import Stage
+from polyshard.runtime.root import Root, root_of
+from polyshard.runtime.unit import Reshard
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 

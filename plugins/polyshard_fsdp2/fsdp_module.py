@@ -7,11 +7,11 @@ from functools import cache
 from typing import Any, NoReturn, cast
 
 import torch
-from polyshard.engine.cutting.build import is_meta
-from polyshard.engine.step.root import root_of
-from polyshard.engine.step.step import Phase
-from polyshard.engine.step.unit import Unit, unshard_due
 from polyshard.errors import ConfigError, ConfigTypeError, StateError, UnsupportedError
+from polyshard.runtime.root import root_of
+from polyshard.runtime.step import Phase
+from polyshard.runtime.unit import Unit, unshard_due
+from polyshard.setup.materialize import is_meta
 from torch import nn
 from torch.distributed.tensor import DTensor
 

@@ -10,11 +10,11 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from torch import nn
 
 from ..config import ShardConfig
-from ..engine.planning.plan import STAGE_ATTRIBUTE, refuse_sharded, refuse_unshardable
-from ..engine.step.root import Root, root_of
-from ..engine.step.unit import Unit
-from ..engine.surface.live_roots import live_roots
 from ..errors import AlreadyShardedError, ConfigError, StateError, UnsupportedError
+from ..functions.lookup import live_roots
+from ..planning.plan import STAGE_ATTRIBUTE, refuse_sharded, refuse_unshardable
+from ..runtime.root import Root, root_of
+from ..runtime.unit import Unit
 from ..trainers import models as trainers
 from ..trainers.config import is_left_out, mixed_precision_of
 from ..trainers.models import refuse_stepped, refuse_strangers, refuse_wrapped

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..composable import shard, unsharded
+from ..api import shard, unsharded
 from ..config import ShardConfig
 from .machine import Machine
 from .report import Finding, Level, Section

@@ -15,14 +15,8 @@ import torch
 from torch import nn
 
 from .. import catalog
-from ..assembly import Drafted, Request, draft_module
 from ..catalog.resolved import option_parameters
-from ..chosen_plugins import ChosenPlugins, group_of, policy_choice, refuse_unserved
 from ..config import GROUP_OF_SETTING, Origin, PluginChoice, ShardConfig, Source
-from ..devices import compute_device
-from ..engine.planning.answers import refuse_unable
-from ..engine.planning.arrangement import NamedLayout
-from ..engine.planning.draft import Draft, DraftedUnit
 from ..errors import (
     CollectiveError,
     ConfigTypeError,
@@ -34,7 +28,12 @@ from ..errors import (
 )
 from ..events import Events
 from ..interfaces import MOST_RANKS, Collectives, Group, PluginContext, UnitPlan, WrapPolicy
-from ..rank_groups import rank_lists_for, strategy_for
+from ..planning.answers import refuse_unable
+from ..planning.draft import Draft, DraftedUnit
+from ..planning.groups import rank_lists_for, strategy_for
+from ..planning.layout import NamedLayout
+from ..setup.plugins import ChosenPlugins, compute_device, group_of, policy_choice, refuse_unserved
+from ..setup.shard import Drafted, Request, draft_module
 from .explanation import ExplainedParameter, ExplainedPlugin, ExplainedUnit, Explanation, Value
 
 

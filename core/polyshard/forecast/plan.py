@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from ..config import ShardConfig
-from ..engine.step.root import Root
-from ..engine.step.unit import Unit
 from ..errors import ConfigError
+from ..runtime.root import Root
+from ..runtime.unit import Unit
 from .recording import Issued, Kind, MemoryTimeline, Operation, Part, Stream, Transfer
 from .timing import Device, LinkModel, StepTime, find_links, timed
 from .trace import TracedModel

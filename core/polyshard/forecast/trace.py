@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..composable import no_sync, outermost_root, report, shard
+from ..api import no_sync, outermost_root, report, shard
 from ..config import PluginSpec, ShardConfig
-from ..engine.step.root import Root
-from ..engine.surface.report import MemoryReport
-from ..engine.transport.gathering import Gatherable
-from ..engine.transport.lanes import HostLanes, Reduction
 from ..errors import ConfigError, PolyshardError, UnsupportedError
+from ..functions.memory import MemoryReport
 from ..interfaces import COMPLETED, BufferRole, Collectives, CollectivesCapabilities, ReduceOp, Work
+from ..runtime.gather import Gatherable
+from ..runtime.root import Root
+from ..runtime.streams import HostLanes, Reduction
 from ._torch_private import TorchDispatchMode, tree_leaves
 from .kernels import fused_as_on_cuda, note_operation
 from .recording import Issued, Kind, Ledger, MemoryTimeline, Operation, Part, Recorder, Span, Stream

@@ -13,9 +13,9 @@ from torch import nn
 
 from .. import checkpoint
 from ..checkpoint.marker import MARKER, Marker
-from ..engine.surface.state_dicts import state_dicts_of_pieces
 from ..errors import ConfigError, UnsupportedError
-from ..random_numbers import own_state, restore_own_state
+from ..functions.whole import state_dicts_of_pieces
+from ..preemption import own_state, restore_own_state
 from ..state import (
     CheckpointTensor,
     StateForm,

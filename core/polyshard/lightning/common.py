@@ -21,12 +21,12 @@ from torch import nn
 from torchmetrics import Metric
 
 from .. import catalog
-from ..composable import close, fully_shard, shard
+from ..api import close, fully_shard, shard
 from ..config import PluginChoice, PluginSpec, ShardConfig, did_you_mean
-from ..engine.cutting.materialize import Initializer
-from ..engine.planning.plan import STAGE_ATTRIBUTE
 from ..errors import AlreadyShardedError, ConfigError, ParameterError, PolyshardError
 from ..interfaces import Group, PluginContext, PolicyContext, UnitPlan, WrapPolicy
+from ..planning.plan import STAGE_ATTRIBUTE
+from ..setup.materialize import Initializer
 from ..trainers import models as trainers
 from ..trainers.config import compute_dtype, is_left_out, keeps_whole, needs_scaler, on_device, refuse_other_ranks
 from ..trainers.models import refuse_stepped, refuse_strangers, refuse_wrapped

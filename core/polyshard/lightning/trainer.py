@@ -18,13 +18,13 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
+from ..api import no_sync, register_forward_method
 from ..checkpoint.encoding import Encoder
 from ..checkpoint.saveable import require_saveable
-from ..composable import no_sync, register_forward_method
 from ..config import ShardConfig
-from ..engine.cutting.materialize import Initializer
 from ..errors import ConfigError, UnsupportedError
 from ..preemption import Preemption
+from ..setup.materialize import Initializer
 from ._private import TrainerLauncher
 from .checkpoints import (
     has_optimizers,

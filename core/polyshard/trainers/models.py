@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..checkpoint.saveable import require_saveable
-from ..engine.planning.plan import STAGE_ATTRIBUTE
-from ..engine.step.stage import Stage
 from ..errors import AlreadyShardedError, ConfigError, RankMismatchError, UnsupportedError
+from ..planning.plan import STAGE_ATTRIBUTE
+from ..runtime.module_state import Stage
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..composable import outermost_root, register_forward_method
-from ..engine.step.unit import Reshard
+from ..api import outermost_root, register_forward_method
 from ..errors import UnsupportedError
+from ..runtime.unit import Reshard
 from ._private import init_weights_of
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import Adafactor
 
-from ..composable import outermost_root
+from ..api import outermost_root
 from ..config import ShardConfig
 from ..errors import AlreadyShardedError, ConfigError, UnsupportedError
 from ..trainers.config import is_left_out, mixed_precision_of

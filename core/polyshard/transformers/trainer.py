@@ -18,8 +18,8 @@ from torch import nn
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy
 
+from ..api import clip_grad_norm_, close, no_sync, placement, shard
 from ..checkpoint.saveable import require_saveable
-from ..composable import clip_grad_norm_, close, no_sync, placement, shard
 from ..config import ShardConfig
 from ..preemption import Preemption
 from ..trainers.config import keeps_whole, on_device, refuse_engines, refuse_other_ranks, with_ranks
