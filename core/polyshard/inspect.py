@@ -17,10 +17,14 @@ from torch import nn
 from .api import outermost_root
 from .errors import CollectiveError, StateError
 from .functions.lookup import live_roots
+from .functions.recorded_streams import RecordedStreams, Stream, StreamRecorder
 from .functions.whole import gather_whole, state_dicts_of_pieces, whole_on_this_rank
 from .planning.layout import FlatLayout, Piece, Slot
-from .planning.plan import STAGE_ATTRIBUTE
+from .planning.plan import STAGE_ATTRIBUTE, refuse_sharded
+from .planning.plan import refuse_unshardable as refuse_unshardable_parameters
 from .planning.values import send_from_first
+from .runtime.module_state import Stage
+from .runtime.root import root_of
 from .runtime.step import Phase
 from .runtime.unit import Reshard
 from .setup.build import refuse_broken
@@ -43,14 +47,19 @@ __all__ = [
     "ShardedParameter",
     "ShardedUnit",
     "Slot",
+    "Stream",
+    "StreamRecorder",
     "find",
     "idle_model",
     "is_sharded",
     "models",
     "models_changed",
     "outermost_model",
+    "refuse_unshardable",
     "send_from_first",
+    "sharded_model",
     "state_dicts_of_pieces",
+    "units_in",
 ]
 
 
@@ -182,6 +191,38 @@ class ShardedUnit:
         """Its offload plugin."""
         return self._unit.offload
 
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of the gathered unit; 0 where compute uses the master."""
+        return self._unit.gathered_nbytes
+
+    @property
+    def reduction_nbytes(self) -> int:
+        """Bytes of its whole gradient while ranks reduce it; 0 where none is reduced."""
+        unit = self._unit
+        return unit.gradients.input.nbytes if unit.trainable and not unit.resident else 0
+
+    @property
+    def reduced_nbytes(self) -> int:
+        """Bytes of the result on this rank, which replicas add up; 0 where none is reduced."""
+        if not self.reduction_nbytes:
+            return 0
+        reduction = self._unit.gradients.input
+        return reduction.layout.shard_numel * reduction.result_dtype.itemsize
+
+    @property
+    def gather_buffer(self) -> torch.Tensor | None:
+        """The flat buffer that gathers fill, whose memory comes and goes; None where compute uses the master."""
+        return None if self._unit.permanent else self._unit.buffer.flat
+
+    @property
+    def reduction_buffers(self) -> tuple[torch.Tensor, ...]:
+        """The flat buffers of whole gradients: the next reduction's input, and the sum of microbatches before it."""
+        if self.shard is None or not self.reduction_nbytes:
+            return ()
+        reduction = self._unit.gradients.input
+        return tuple(each.flat for each in (reduction.buffer, reduction.sum) if each is not None)
+
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """The whole flat tensor (``[padded_numel]``) of which each rank has ``own`` (``[shard_numel]``).
 
@@ -291,6 +332,17 @@ class ShardedModel:
         """Order compute on the current stream after every gather and reduction that was issued."""
         self._root.lanes.drain()
 
+    def gathers_per_step(self, unit: ShardedUnit) -> int:
+        """How often a forward and a backward gather ``unit``: twice where it is released in between."""
+        if unit.shard is None or unit._unit.permanent:
+            return 0
+        # The backward of the outermost module follows its forward at once.
+        return 2 if unit._unit.releases(unit._unit in self._root.stages[0].units) else 1
+
+    def record_streams(self, recorder: StreamRecorder) -> None:
+        """Run communication where it is issued from now on, and report to ``recorder`` the streams of a device."""
+        self._root.use_lanes(RecordedStreams(recorder))
+
     @contextmanager
     def synchronising(self, synchronises: bool) -> Iterator[None]:
         """Inside, backwards reduce gradients, or keep them on this rank."""
@@ -341,6 +393,33 @@ class LocatedParameter:
 def is_sharded(module: nn.Module) -> bool:
     """Whether ``module`` itself was sharded; not what is inside it."""
     return STAGE_ATTRIBUTE in module.__dict__
+
+
+def sharded_model(module: nn.Module) -> ShardedModel | None:
+    """The model that ``module`` is a sharded module of, closed or not; None where polyshard did not shard ``module``.
+
+    Modules that a drop-in sharded are not its own: they form a model at their first forward.
+    """
+    stage = module.__dict__.get(STAGE_ATTRIBUTE)
+    return ShardedModel(root_of(stage)) if type(stage) is Stage else None
+
+
+def units_in(model: nn.Module) -> Iterator[ShardedUnit]:
+    """The units of every sharded module in ``model``, in module order."""
+    for module in model.modules():
+        stage: Stage | None = module.__dict__.get(STAGE_ATTRIBUTE)
+        yield from map(ShardedUnit, () if stage is None else stage.units)
+
+
+def refuse_unshardable(model: nn.Module, rank: int) -> None:
+    """Raise where ``shard`` would refuse ``model``, without changing it.
+
+    Raises:
+        AlreadyShardedError: a module in it is sharded.
+        ParameterError: a parameter cannot be sharded.
+    """
+    refuse_sharded(model, rank)
+    refuse_unshardable_parameters(model, ignored_modules=(), ignored_parameters=(), rank=rank)
 
 
 def outermost_model(model: nn.Module, call: str) -> ShardedModel:

@@ -12,10 +12,11 @@ import accelerate
 import torch
 from torch import nn
 
-from ..api import close, no_sync, outermost_root, shard
+from ..api import close, no_sync, shard
 from ..checkpoint.saveable import require_saveable
 from ..config import ShardConfig
 from ..errors import ConfigError, UnsupportedError
+from ..inspect import outermost_model
 from ..state import StateForm, StateOptions, get_model_state_dict
 from ..trainers.config import keeps_whole, on_device, refuse_engines, refuse_other_ranks, with_ranks
 from ..trainers.models import parameters_of, warn_unsaveable
@@ -210,12 +211,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             with accelerate.Accelerator.trigger_sync_in_backward(model):
                 yield
             return
-        root = outermost_root(module, "trigger_sync_in_backward()")
-        before, root.synchronises = root.synchronises, True
-        try:
+        with outermost_model(module, "trigger_sync_in_backward()").synchronising(True):
             yield
-        finally:
-            root.synchronises = before
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:

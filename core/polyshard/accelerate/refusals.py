@@ -1,4 +1,4 @@
-"""x"""
+"""What the Accelerator is given, looked at before anything changes: engines, precision, models, optimizers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, extract_model_from_parallel
 from torch import nn
 
+from .. import inspect
 from ..config import ShardConfig
 from ..errors import AlreadyShardedError, ConfigError, StateError, UnsupportedError
-from ..functions.lookup import live_roots
-from ..planning.plan import STAGE_ATTRIBUTE, refuse_sharded, refuse_unshardable
-from ..runtime.root import Root, root_of
-from ..runtime.unit import Unit
 from ..trainers import models as trainers
-from ..trainers.config import is_left_out, mixed_precision_of
+from ..trainers.config import leaves_dtype, mixed_precision_of
 from ..trainers.models import refuse_stepped, refuse_strangers, refuse_wrapped
+
+#: Set by the launcher, to "no" where the user said nothing.
+_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 
 
 def refuse_other_engines(arguments: Mapping[str, object]) -> None:
@@ -88,10 +88,9 @@ def refuse_models(models: Sequence[nn.Module], rank: int) -> None:
         refuse_wrapped(model, rank, "Give prepare() the model itself, or one that polyshard.shard has sharded.")
         inner = sharded_in(model)
         if inner is not None:
-            root_in(inner).refuse_ended("prepare()")
+            _model_of(inner).refuse_ended("prepare()")
             continue
-        refuse_sharded(model, rank)
-        refuse_unshardable(model, ignored_modules=(), ignored_parameters=(), rank=rank)
+        inspect.refuse_unshardable(model, rank)
         for name, parameter in model.named_parameters():
             other, other_name = owners.setdefault(parameter, (model, name))
             if other is not model:
@@ -104,16 +103,12 @@ def refuse_models(models: Sequence[nn.Module], rank: int) -> None:
 def refuse_optimizers(
     optimizers: Sequence[torch.optim.Optimizer],
     models: Sequence[nn.Module],
-    to_be_cut: Iterable[nn.Module],
+    to_be_cut: Sequence[nn.Module],
     rank: int,
 ) -> None:
-    """Raise where an optimizer is none of ``models``'.
+    """Raise where an optimizer is none of ``models``', all that are prepared or about to be.
 
-    Args:
-        optimizers: As the user made them.
-        models: All that are prepared or about to be.
-        to_be_cut: Those of them whose parameters are about to become pieces.
-        rank: Of this process.
+    ``to_be_cut``: those of them whose parameters are about to become pieces.
 
     Raises:
         ConfigError: an optimizer holds a parameter of no model, or state of whole parameters that are about to be cut.
@@ -124,13 +119,9 @@ def refuse_optimizers(
     )
     if not models:
         remedy = "Give prepare() the model first, or together with its optimizer."
-    cut = list(to_be_cut)
     for optimizer in optimizers:
         refuse_strangers(optimizer, models, rank, remedy)
-        refuse_stepped(optimizer, cut, rank, "Prepare a new optimizer, and load its state by load_state().")
-
-
-_VARIABLE = "ACCELERATE_MIXED_PRECISION"
+        refuse_stepped(optimizer, to_be_cut, rank, "Prepare a new optimizer, and load its state by load_state().")
 
 
 def asked_for(mixed_precision: str | None, config: ShardConfig, environ: Mapping[str, str]) -> str | None:
@@ -143,7 +134,6 @@ def asked_for(mixed_precision: str | None, config: ShardConfig, environ: Mapping
     """
     asked = mixed_precision
     if asked is None and environ.get(_VARIABLE, "no").lower() != "no":
-        # The launcher sets "no" where the user said nothing.
         asked = environ[_VARIABLE]
     if asked is not None:
         served(str(asked).lower(), config)
@@ -164,20 +154,14 @@ def served(mixed_precision: str, config: ShardConfig) -> ShardConfig:
         UnsupportedError: fp8.
     """
     if mixed_precision == "fp8":
-        raise UnsupportedError(
-            "mixed_precision='fp8' has no counterpart in polyshard, on any rank. Use 'bf16', 'fp16' or 'no'."
-        )
+        raise UnsupportedError("mixed_precision='fp8' has no counterpart in polyshard. Use 'bf16', 'fp16' or 'no'.")
     if mixed_precision not in ("no", "bf16", "fp16"):
         raise ConfigError(
             f"mixed_precision={mixed_precision!r} is none of 'no', 'bf16' and 'fp16'. Choose one of them."
         )
-    if mixed_precision != "no" and is_left_out(config):
-        precision = {
-            "name": "mixed",
-            "param": mixed_precision,
-            "reduce": "fp32",
-            "overrides": {"": {"output": "fp32"}},
-        }
+    if mixed_precision != "no" and leaves_dtype(config):
+        outputs = {"": {"output": "fp32"}}
+        precision = {"name": "mixed", "param": mixed_precision, "reduce": "fp32", "overrides": outputs}
         return dataclasses.replace(config, precision=precision)
     computes = mixed_precision_of(config)
     if computes not in (None, mixed_precision):
@@ -201,12 +185,7 @@ def sharded_in(model: nn.Module) -> nn.Module | None:
     None where it is none, also where modules inside of it are.
     """
     module = trainers.sharded_in(uncompiled(model))
-    return module if module is not None and root_in(module).stages[0].module is module else None
-
-
-def root_in(module: nn.Module) -> Root:
-    """What the units of the sharded ``module`` share; closed or not."""
-    return root_of(module.__dict__[STAGE_ATTRIBUTE])
+    return module if module is not None and _model_of(module).module is module else None
 
 
 def refuse_unreduced(parameters: Iterable[torch.Tensor], call: str) -> None:
@@ -215,15 +194,11 @@ def refuse_unreduced(parameters: Iterable[torch.Tensor], call: str) -> None:
     Raises:
         StateError: naming the unit.
     """
-    units: dict[Unit, None] = {}
-    for found in live_roots.find(list(parameters)):
-        if found is not None:
-            units.setdefault(found.unit)
-    for unit in units:
-        if unit.gradients.unreduced:
+    for found in inspect.find(list(parameters)):
+        if found is not None and found.unit.awaits_reduction:
             raise StateError(
-                f"{call} came while gradients of unit '{unit.name}' wait for the last backward of an accumulation "
-                f"(rank {unit.grid.world.rank}): there is nothing to clip yet. Call it under "
+                f"{call} came while gradients of unit '{found.unit.name}' wait for the last backward of an "
+                f"accumulation (rank {found.model.rank}): there is nothing to clip yet. Call it under "
                 "`if accelerator.sync_gradients:`."
             )
 
@@ -234,9 +209,15 @@ def refuse_flat(parameters: Iterable[torch.Tensor], call: str) -> None:
     Raises:
         StateError: naming the unit.
     """
-    for found in live_roots.find(list(parameters)):
-        if found is not None and found.slot is not None and found.unit.flat is not None:
+    for found in inspect.find(list(parameters)):
+        if found is not None and found.position is not None and found.unit.flat_parameter is not None:
             raise StateError(
                 f"{call} got parameters of unit '{found.unit.name}', whose gradients are in its flat parameter (rank "
-                f"{found.unit.grid.world.rank}). Give it what polyshard.flat_parameters returned."
+                f"{found.model.rank}). Give it what polyshard.flat_parameters returned."
             )
+
+
+def _model_of(module: nn.Module) -> inspect.ShardedModel:
+    model = inspect.sharded_model(module)
+    assert model is not None
+    return model

@@ -1,4 +1,8 @@
-"""x"""
+"""The kernels of an operation: multiplications, additions, bytes, and operations that CUDA fuses.
+
+While a step is traced, tensors on the meta device take the way of those on CUDA: the kernels, the tensors that autograd
+saves, and how often memory is read depend on it. Other devices' tensors are left alone.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from ._torch_private import argument, efficient_attention, flash_attention, plain_attention, tree_leaves
-from .recording import Recorder, Unit
+from .recording import Bound, StepRecorder
 
 #: Operations that give memory and launch nothing.
 _SILENT = frozenset(
@@ -37,7 +41,7 @@ def attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     return whole // 2 if causal else whole
 
 
-def note_operation(recorder: Recorder, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+def note_operation(recorder: StepRecorder, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
     """Record what ``func`` launched, if anything.
 
     Bytes are those of its operands, each read or written once. Views launch nothing.
@@ -58,14 +62,14 @@ def note_operation(recorder: Recorder, func: Any, args: Any, kwargs: dict[str, A
         flops = attention_flops(query, key, value, bool(argument(func, "is_causal", args, kwargs, False)))
         # Backward makes five products of the forward's two.
         flops = flops * 5 // 2 if backward else flops
-        recorder.kernel(name, Unit.ATTENTION, flops, nbytes, query.itemsize)
+        recorder.kernel(name, Bound.ATTENTION, flops, nbytes, query.itemsize)
         return
     formula: Callable[..., int] | None = flop_registry.get(packet)
     if formula is None:
-        recorder.kernel(name, Unit.NONE, 0, nbytes, itemsize)
+        recorder.kernel(name, Bound.NONE, 0, nbytes, itemsize)
         return
     flops = int(formula(*args, **kwargs, out_val=out))
-    recorder.kernel(name, Unit.MATMUL, flops, nbytes, read[0].itemsize if read else itemsize)
+    recorder.kernel(name, Bound.MATMUL, flops, nbytes, read[0].itemsize if read else itemsize)
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -79,7 +83,7 @@ _WIDEST_HEAD = 256
 
 
 @contextmanager
-def fused_as_on_cuda(recorder: Recorder, branched: Callable[[], None]) -> Iterator[None]:
+def fused_as_on_cuda(recorder: StepRecorder, branched: Callable[[], None]) -> Iterator[None]:
     """Attention and RMS norms on the meta device are one kernel forward and one backward inside.
 
     A branch on a tensor, which has no value there, takes the way of True, and ``branched`` is called: models ask
@@ -133,7 +137,7 @@ def _attention(
 class _RmsNorms:
     """``rms_norm`` as one kernel."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: StepRecorder) -> None:
         self._recorder = recorder
 
     def __call__(
@@ -152,14 +156,14 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, dimensions: int, recorder: Recorder
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, dimensions: int, recorder: StepRecorder
     ) -> torch.Tensor:
         rows = input.shape[: input.ndim - dimensions]
         reciprocals = input.new_empty((*rows, *([1] * dimensions)), dtype=torch.float32)
         normed = torch.empty_like(input, memory_format=torch.contiguous_format)
         ctx.save_for_backward(input, weight, reciprocals)
         ctx.recorder = recorder
-        recorder.kernel("rms_norm", Unit.NONE, 0, input.nbytes + normed.nbytes, input.itemsize)
+        recorder.kernel("rms_norm", Bound.NONE, 0, input.nbytes + normed.nbytes, input.itemsize)
         return normed
 
     @staticmethod
@@ -168,8 +172,8 @@ class _RmsNorm(torch.autograd.Function):
         of_input = torch.empty_like(input, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
         of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         nbytes = 2 * input.nbytes + gradient.nbytes
-        ctx.recorder.kernel("rms_norm_backward", Unit.NONE, 0, nbytes, input.itemsize)
+        ctx.recorder.kernel("rms_norm_backward", Bound.NONE, 0, nbytes, input.itemsize)
         if of_weight is not None:
             # A second kernel adds the weight's gradient up over rows.
-            ctx.recorder.kernel("rms_norm_backward", Unit.NONE, 0, input.nbytes + gradient.nbytes, input.itemsize)
+            ctx.recorder.kernel("rms_norm_backward", Bound.NONE, 0, input.nbytes + gradient.nbytes, input.itemsize)
         return of_input, of_weight, None, None

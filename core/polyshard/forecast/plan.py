@@ -1,20 +1,21 @@
-"""x"""
+"""The plan of a training step: memory, bytes between ranks, time; and its picture."""
 
 from __future__ import annotations
 
+import enum
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from ..api import report
 from ..config import ShardConfig
 from ..errors import ConfigError
-from ..runtime.root import Root
-from ..runtime.unit import Unit
-from .recording import Issued, Kind, MemoryTimeline, Operation, Part, Stream, Transfer
+from ..inspect import ShardedModel, ShardedUnit, Stream
+from .recording import Issued, Kind, MemoryTimeline, Operation, Part, Transfer
 from .timing import Device, LinkModel, StepTime, find_links, timed
 from .trace import TracedModel
 from .workload import BatchMaker, FusedAdamW, OptimizerModel
@@ -25,6 +26,19 @@ _MOST_TRACES = 48
 
 
 @dataclass(frozen=True, slots=True)
+class Wire:
+    """The collectives of one kind in a step, added up."""
+
+    operation: Operation
+    ranks: int
+    launches: int
+    collectives: int
+    """A launch may carry several."""
+    received_nbytes: int
+    """Bytes that reach one rank; as many leave it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Of rank 0; other ranks hold as much, to the padding of the last slices."""
 
@@ -37,27 +51,27 @@ class Plan:
     """Elements of all units that belong to no parameter."""
     microbatches: int
     """Forwards and backwards of a step."""
-    samples: int | None
+    samples: int | None = None
     """In one rank's batch; None where no batch was given, and the forward not run."""
     peak: Mapping[Kind, int]
     """Bytes at the moment with most. Without a batch that of the optimizer's step, at which no activation is alive: the
     least that any batch takes."""
     most: Mapping[Kind, int]
     """The most bytes of each kind, at whatever moment."""
-    peak_part: str | None
+    peak_part: str
     """In which part of the step the peak is."""
-    saved_nbytes: int | None
+    saved_nbytes: int | None = None
     """Activations at the end of the forward."""
     wire: tuple[Wire, ...]
     memory_nbytes: int | None
-    """What the device has."""
-    largest_samples: int | None
+    """The device's memory."""
+    largest_samples: int | None = None
     """The largest batch that fits; 0 where none does, None where it was not asked."""
-    time: StepTime | None
+    time: StepTime | None = None
     device: str | None
-    links: str | None
+    links: str | None = None
     notes: tuple[str, ...]
-    timeline: MemoryTimeline | None
+    timeline: MemoryTimeline | None = None
 
     @property
     def peak_nbytes(self) -> int:
@@ -73,51 +87,25 @@ class Plan:
         return None if fits and self.samples is None else fits
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON: bytes and seconds."""
-        time = self.time
-        return {
-            "model": self.model,
-            "world_size": self.world_size,
-            "parameters": self.parameters,
-            "units": self.units,
-            "padding": self.padding,
-            "microbatches": self.microbatches,
-            "samples": self.samples,
-            "peak_nbytes": self.peak_nbytes,
-            "peak": {kind.value: nbytes for kind, nbytes in self.peak.items()},
-            "most": {kind.value: nbytes for kind, nbytes in self.most.items()},
-            "peak_part": self.peak_part,
-            "saved_nbytes": self.saved_nbytes,
-            "wire": [
-                {
-                    "operation": row.operation.value,
-                    "ranks": row.ranks,
-                    "launches": row.launches,
-                    "collectives": row.collectives,
-                    "received_nbytes": row.received_nbytes,
-                }
-                for row in self.wire
-            ],
-            "memory_nbytes": self.memory_nbytes,
-            "fits": self.fits,
-            "largest_samples": self.largest_samples,
-            "device": self.device,
-            "links": self.links,
-            "time": None
-            if time is None
-            else {
-                "step_s": time.total_s,
-                "device_s": time.device_s,
-                "host_s": time.host_s,
-                "launches": time.launches,
-                "flops": time.flops,
-                "parts_s": {part.value: seconds for part, seconds in time.parts_s.items()},
-                "busy_s": {stream.value: seconds for stream, seconds in time.busy_s.items()},
-                "waited_s": time.waited_s,
-                "delayed_s": time.delayed_s,
-            },
-            "notes": list(self.notes),
-        }
+        """Plain values, for JSON: bytes and seconds. The timeline is left out."""
+        names = [field.name for field in fields(self) if field.name not in ("time", "timeline")]
+        time = None
+        if self.time is not None:
+            shown = ("device_s", "host_s", "launches", "flops", "parts_s", "busy_s", "waited_s", "delayed_s")
+            time = {"step_s": self.time.total_s, **{name: _plain(getattr(self.time, name)) for name in shown}}
+        own = {name: _plain(getattr(self, name)) for name in names}
+        return {**own, "peak_nbytes": self.peak_nbytes, "fits": self.fits, "time": time}
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as JSON holds it: enums by their values, dataclasses and mappings as dicts."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return {field.name: _plain(getattr(value, field.name)) for field in fields(value)} if is_dataclass(value) else value
 
 
 def plan(
@@ -142,10 +130,10 @@ def plan(
         model: on the meta device. It is sharded in place, and of no further use.
         world_size: number of ranks.
         batch: makes the arguments of a forward; None to plan parameters alone.
-        samples: what ``batch`` is called with: one rank's part.
+        samples: the argument of ``batch``: one rank's part.
         optimizer: fused AdamW where None.
         device: gives memory and rates; without one nothing is timed.
-        memory_nbytes: what tensors may take, in the place of what ``device`` has.
+        memory_nbytes: bytes that tensors may take, in the place of the memory of ``device``.
         links: those of ``device`` where None.
         largest: also find the largest number of samples that fits.
         microbatches: forwards and backwards of a step, each of ``samples``; only the last one reduces.
@@ -158,31 +146,25 @@ def plan(
     if samples < 1:
         raise ConfigError(f"samples is {samples}; give 1 or more.")
     name = type(model).__name__
-    traced = TracedModel(
-        model,
-        config,
-        world_size,
-        optimizer or FusedAdamW(),
-        0 if device is None else device.workspace_nbytes,
-        microbatches,
-    )
+    workspace = 0 if device is None else device.workspace_nbytes
+    traced = TracedModel(model, config, world_size, optimizer or FusedAdamW(), workspace, microbatches)
     if memory_nbytes is None and device is not None:
         memory_nbytes = device.memory_nbytes
     if largest and (batch is None or memory_nbytes is None):
         raise ConfigError("The largest batch needs a batch to begin from, and a device or its memory.")
-    report = traced.report
+    layout = report(traced.model)
     common: dict[str, Any] = {
         "model": name,
         "world_size": world_size,
         "microbatches": microbatches,
-        "parameters": report.parameters,
-        "units": report.units,
-        "padding": report.padding,
+        "parameters": layout.parameters,
+        "units": layout.units,
+        "padding": layout.padding,
         "memory_nbytes": memory_nbytes,
         "device": None if device is None else device.name,
     }
     if batch is None:
-        return _of_layout(traced, common)
+        return Plan(**common, **_of_layout(traced))
     step = traced.step(batch(samples))
     time = None
     if device is not None:
@@ -206,7 +188,7 @@ def plan(
         most={kind: max(moment.nbytes[kind] for moment in step.memory.moments) for kind in Kind},
         peak_part=peak.part.value,
         saved_nbytes=step.memory.saved_nbytes,
-        wire=wire_of_step(step.issued),
+        wire=_wire_of_step(step.issued),
         largest_samples=most,
         time=time,
         links=None if links is None else f"{links.name}: {links.source}",
@@ -215,35 +197,27 @@ def plan(
     )
 
 
-def _of_layout(traced: TracedModel, common: Mapping[str, Any]) -> Plan:
-    report = traced.report
-    standing = traced.standing_nbytes
+def _of_layout(traced: TracedModel) -> dict[str, Any]:
+    """The values of a plan whose forward is not run."""
+    layout, standing = report(traced.model), traced.standing_nbytes
     peak = {
         **dict.fromkeys(Kind, 0),
-        Kind.PARAMETERS: report.master_nbytes,
-        Kind.GRADIENTS: report.gradient_nbytes,
+        Kind.PARAMETERS: layout.master_nbytes,
+        Kind.GRADIENTS: layout.gradient_nbytes,
         Kind.OPTIMIZER: standing[Kind.OPTIMIZER],
         Kind.BUFFERS: standing[Kind.BUFFERS],
     }
-    most = {**peak, Kind.GATHERED: report.gathered_nbytes, Kind.REDUCTION: report.reduction_nbytes}
     note = (
         "No batch, so no forward was run: the peak is that of the optimizer's step, activations are not counted, and "
         "nothing is timed."
     )
-    return Plan(
-        **common,
-        samples=None,
-        peak=peak,
-        most=most,
-        peak_part=Part.OPTIMIZER.value,
-        saved_nbytes=None,
-        wire=wire_of_layout(traced.root),
-        largest_samples=None,
-        time=None,
-        links=None,
-        notes=(*traced.notes, note),
-        timeline=None,
-    )
+    return {
+        "peak": peak,
+        "most": {**peak, Kind.GATHERED: layout.gathered_nbytes, Kind.REDUCTION: layout.reduction_nbytes},
+        "peak_part": Part.OPTIMIZER.value,
+        "wire": _wire_of_layout(traced.sharded),
+        "notes": (*traced.notes, note),
+    }
 
 
 def largest_fitting(peak_of: Callable[[int], int], samples: int, peak: int, limit: int) -> int:
@@ -292,20 +266,7 @@ def _next_to_try(known: Mapping[int, int], fitting: int, above: int | None, limi
     return guess if above is None else min(guess, above - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """What one kind of collective carries in a step."""
-
-    operation: Operation
-    ranks: int
-    launches: int
-    collectives: int
-    """A launch may carry several."""
-    received_nbytes: int
-    """Bytes that reach one rank; as many leave it."""
-
-
-def wire_of_step(issued: Iterable[Issued]) -> tuple[Wire, ...]:
+def _wire_of_step(issued: Iterable[Issued]) -> tuple[Wire, ...]:
     """Added up over what a step issued, by operation and number of ranks."""
     found: dict[tuple[Operation, int], Wire] = {}
     for each in issued:
@@ -321,17 +282,16 @@ def wire_of_step(issued: Iterable[Issued]) -> tuple[Wire, ...]:
     return tuple(found.values())
 
 
-def wire_of_layout(root: Root) -> tuple[Wire, ...]:
+def _wire_of_layout(model: ShardedModel) -> tuple[Wire, ...]:
     """The same, read off the units: for models whose forward is not run.
 
-    Each unit is gathered for forward and, where it was released, for backward; each trained one is reduced. What the
-    first forward would show is not known: the unit that ran last may be kept, and an embedding is not gathered twice.
-    Launches are counted as if nothing travelled together.
+    Each unit is gathered for forward and, where it was released, for backward; each trained one is reduced. Only a
+    forward would show which unit ran last, and may be kept, and that an embedding is not gathered twice. Launches are
+    counted as if nothing travelled together.
     """
     rows: list[Wire] = []
-    outermost = root.stages[0].units
     for operation in Operation:
-        carried = [found for unit in root.units for found in _carried(unit, operation, unit in outermost)]
+        carried = [found for unit in model.units for found in _carried(model, unit, operation)]
         for ranks in sorted({size for _, size in carried}):
             those = [nbytes for nbytes, size in carried if size == ranks]
             received = sum(operation.received_nbytes(nbytes, ranks) for nbytes in those)
@@ -339,29 +299,21 @@ def wire_of_layout(root: Root) -> tuple[Wire, ...]:
     return tuple(rows)
 
 
-def _carried(unit: Unit, operation: Operation, turns: bool) -> list[tuple[int, int]]:
-    """Whole bytes and ranks of each collective of ``operation`` that ``unit`` takes part in.
-
-    ``turns``: its backward follows its forward at once.
-    """
-    grid = unit.grid
+def _carried(model: ShardedModel, unit: ShardedUnit, operation: Operation) -> list[tuple[int, int]]:
+    """Whole bytes and ranks of each collective of ``operation`` that ``unit`` takes part in."""
+    shard, replicate = unit.shard, unit.replicate
     if operation is Operation.ALL_GATHER:
-        if grid.shard is None or unit.permanent:
-            return []
-        return [(unit.gathered_nbytes, grid.shard_size)] * (2 if unit.releases(turns) else 1)
-    if not unit.trainable or unit.resident:
-        return []
-    reduction = unit.gradients.input
-    if operation is Operation.REDUCE_SCATTER:
-        return [] if grid.shard is None else [(reduction.nbytes, grid.shard_size)]
-    if grid.replicate is None:
-        return []
-    whole = grid.shard is None
-    nbytes = reduction.nbytes if whole else reduction.layout.shard_numel * reduction.result_dtype.itemsize
-    return [(nbytes, grid.replicate.world_size)]
+        found = [] if shard is None else [(unit.gathered_nbytes, shard.world_size)] * model.gathers_per_step(unit)
+    elif operation is Operation.REDUCE_SCATTER:
+        found = [] if shard is None else [(unit.reduction_nbytes, shard.world_size)]
+    else:
+        nbytes = unit.reduction_nbytes if shard is None else unit.reduced_nbytes
+        found = [] if replicate is None else [(nbytes, replicate.world_size)]
+    return [(nbytes, ranks) for nbytes, ranks in found if nbytes]
 
 
 _GIB = 2**30
+#: Of each kind, in the order in which they are stacked.
 _COLOURS = {
     Kind.PARAMETERS: "#4c72b0",
     Kind.OPTIMIZER: "#8172b3",

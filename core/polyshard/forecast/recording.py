@@ -1,4 +1,11 @@
-"""x"""
+"""A recorded step: the operations it issues, which wait for which, and the memory alive at each moment.
+
+[Note: how memory is known]
+Tensors on the meta device have storages of a size and without memory. A ledger sees each one that an operation returns,
+holds it weakly, and so knows when it came and when it went; buffers that the engine resizes are looked at again before
+each operation. Allocators round to blocks, which is counted. The order is that of the host, as a caching allocator on a
+device has it: memory is given when the host asks and taken back when the last tensor on it is gone.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +17,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..inspect import Stream
+
 
 class Operation(enum.Enum):
-    """What ranks do together."""
+    """A kind of collective."""
 
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
@@ -42,19 +51,8 @@ class Span:
         return last // ranks_per_host - self.first // ranks_per_host + 1
 
 
-class Stream(enum.Enum):
-    """Where something runs; the streams of ``engine/transport/lanes.py``."""
-
-    COMPUTE = "compute"
-    """The model's own operations, and the optimizer's."""
-    GATHER = "gather"
-    """Casts into gather buffers, and gathers."""
-    REDUCE = "reduce"
-    """Copies of gradients, and reductions."""
-
-
-class Unit(enum.Enum):
-    """Which part of a device bounds a kernel, beside its memory."""
+class Bound(enum.Enum):
+    """The part of a device that bounds a kernel, beside its memory."""
 
     MATMUL = "matmul"
     """Tensor cores, in matrix products and convolutions."""
@@ -79,7 +77,7 @@ class Kernel:
     stream: Stream
     part: Part
     name: str
-    unit: Unit
+    bound: Bound
     flops: int
     """Multiplications and additions."""
     nbytes: int
@@ -133,8 +131,8 @@ class Begin:
 Issued = Kernel | Transfer | Signal | Wait | Begin
 
 
-class Recorder:
-    """Collects what is issued. One stream is the current one, as on a device."""
+class StepRecorder:
+    """Collects the operations of a step. One stream is the current one, as on a device."""
 
     def __init__(self) -> None:
         self.issued: list[Issued] = []
@@ -156,9 +154,9 @@ class Recorder:
         finally:
             self.stream = before
 
-    def kernel(self, name: str, unit: Unit, flops: int, nbytes: int, itemsize: int) -> None:
+    def kernel(self, name: str, bound: Bound, flops: int, nbytes: int, itemsize: int) -> None:
         """A launch on the current stream."""
-        self.issued.append(Kernel(self.stream, self.part, name, unit, flops, nbytes, itemsize))
+        self.issued.append(Kernel(self.stream, self.part, name, bound, flops, nbytes, itemsize))
 
     def transfer(self, operation: Operation, nbytes: int, span: Span, members: int) -> None:
         """A launch of collectives on the current stream."""
@@ -254,7 +252,7 @@ class MemoryTimeline:
 class Ledger:
     """Storages that are alive, and all that came and went since ``restart``."""
 
-    recorder: Recorder
+    recorder: StepRecorder
     _held: dict[int, _Held] = field(default_factory=dict)
     _resized: set[int] = field(default_factory=set)
     _holdings: list[_Holding] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""x"""
+"""How long a step takes: devices, links between ranks, and a clock that runs the streams beside each other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 
 from ..config import did_you_mean
 from ..errors import ConfigError
-from .recording import Begin, Issued, Kernel, Operation, Part, Signal, Span, Stream, Transfer, Unit, Wait
+from ..inspect import Stream
+from .recording import Begin, Bound, Issued, Kernel, Operation, Part, Signal, Span, Transfer, Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,9 +284,9 @@ class Device:
     def seconds(self, kernel: Kernel) -> float:
         """Time of ``kernel`` with the device to itself: what its arithmetic takes, or its memory, whichever is more."""
         moving = kernel.nbytes / (self.bandwidth * self.bandwidth_share)
-        if kernel.unit is Unit.NONE:
+        if kernel.bound is Bound.NONE:
             return self.kernel_s + moving
-        share = self.matmul_share if kernel.unit is Unit.MATMUL else self.attention_share
+        share = self.matmul_share if kernel.bound is Bound.MATMUL else self.attention_share
         wide = max(1.0, kernel.itemsize / 2)
         return self.kernel_s + max(moving, kernel.flops * wide / (self.peak_flops * share))
 
@@ -423,7 +424,7 @@ class _Clock:
         """``each``, the ``index``-th of all, is issued."""
         if isinstance(each, Kernel):
             self._launches += 1
-            self._flops += each.flops if each.unit is not Unit.NONE else 0
+            self._flops += each.flops if each.bound is not Bound.NONE else 0
             self._take(index, each.stream, self._device.seconds(each), _KERNEL_INTERFERENCE, each.name)
         elif isinstance(each, Transfer):
             self._launches += 1

@@ -1,4 +1,10 @@
-"""x"""
+"""One step of a sharded model on the meta device, as the engine itself runs it.
+
+[Note: why the engine]
+The engine's hooks, schedule, buckets and reductions decide what is alive when and what travels when. A model of them
+would have to be kept equal to them. On the meta device they run as they are, and only a device's part is missing:
+kernels, bytes, time. Those are recorded.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..api import no_sync, outermost_root, report, shard
+from ..api import no_sync, shard
 from ..config import PluginSpec, ShardConfig
 from ..errors import ConfigError, PolyshardError, UnsupportedError
-from ..functions.memory import MemoryReport
+from ..inspect import ShardedModel, outermost_model
 from ..interfaces import COMPLETED, BufferRole, Collectives, CollectivesCapabilities, ReduceOp, Work
-from ..runtime.gather import Gatherable
-from ..runtime.root import Root
-from ..runtime.streams import HostLanes, Reduction
 from ._torch_private import TorchDispatchMode, tree_leaves
 from .kernels import fused_as_on_cuda, note_operation
-from .recording import Issued, Kind, Ledger, MemoryTimeline, Operation, Part, Recorder, Span, Stream
+from .recording import Issued, Kind, Ledger, MemoryTimeline, Operation, Part, Span, StepRecorder
 from .workload import Batch, OptimizerModel
 
 
@@ -61,33 +64,28 @@ class TracedModel:
             raise ConfigError(f"microbatches is {microbatches}; give 1 or more.")
         if world_size < 1:
             raise ConfigError(f"world_size is {world_size}; give the number of ranks, 1 or more.")
-        self.recorder = Recorder()
+        self.recorder = StepRecorder()
         self.notes: list[str] = []
-        collectives = NotedCollectives(self.recorder, Span(world_size))
+        collectives = RecordedCollectives(self.recorder, Span(world_size))
         with warnings.catch_warnings():
             # That of a single rank, which is as planned.
             warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
             self.model = shard(model, self._on_meta(config, collectives), initializer=_leave)
-        self.root: Root = outermost_root(self.model, "plan")
-        self.root.use_lanes(NotedLanes(self.recorder))
+        self.sharded: ShardedModel = outermost_model(self.model, "plan")
+        self.sharded.record_streams(self.recorder)
         self._optimizer = optimizer
         self._microbatches = microbatches
         self._ledger = Ledger(self.recorder)
         self._workspace_nbytes = workspace_nbytes
         self._parameters = [each for each in self.model.parameters() if each.requires_grad]
         self._warm = False
-        masters = [unit.master for unit in self.root.units]
+        masters = [unit.master for unit in self.sharded.units]
         self._ledger.see([*masters, *self.model.parameters()], Kind.PARAMETERS)
         self._ledger.see(self.model.buffers(), Kind.BUFFERS)
 
     @property
-    def report(self) -> MemoryReport:
-        """What the layout says."""
-        return report(self.model)
-
-    @property
     def standing_nbytes(self) -> Mapping[Kind, int]:
-        """What is there throughout, and no tensor on the meta device stands for."""
+        """Bytes that are there throughout, and that no tensor on the meta device stands for."""
         return {
             Kind.OPTIMIZER: self._optimizer.standing_nbytes(self._parameters),
             Kind.BUFFERS: self._workspace_nbytes,
@@ -164,19 +162,15 @@ class TracedModel:
         return _loss_of(output, type(self.model).__name__)
 
     def _name_buffers(self) -> None:
-        """Say what is what, of storages that streams and parts do not tell apart."""
-        ledger = self._ledger
+        """Say what storages are for that streams and parts do not tell apart."""
         gradients = [each.grad for each in self.model.parameters() if each.grad is not None]
-        ledger.name(gradients, Kind.GRADIENTS)
-        for unit in self.root.units:
-            if unit.permanent:
-                continue
-            ledger.name([unit.buffer.flat], Kind.GATHERED)
-            if unit.trainable and unit.grid.shard is not None:
-                wholes = [unit.gradients.input.buffer, unit.gradients.input.sum]
-                ledger.name([whole.flat for whole in wholes if whole is not None], Kind.REDUCTION)
+        self._ledger.name(gradients, Kind.GRADIENTS)
+        for unit in self.sharded.units:
+            if unit.gather_buffer is not None:
+                self._ledger.name([unit.gather_buffer], Kind.GATHERED)
+                self._ledger.name(unit.reduction_buffers, Kind.REDUCTION)
 
-    def _on_meta(self, config: ShardConfig, collectives: NotedCollectives) -> ShardConfig:
+    def _on_meta(self, config: ShardConfig, collectives: RecordedCollectives) -> ShardConfig:
         offload = PluginSpec.parse(config.offload).name if isinstance(config.offload, str | Mapping) else "?"
         if offload != "none":
             raise ConfigError(
@@ -202,7 +196,7 @@ class TracedModel:
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes each operation and the storages of what it returns."""
 
-    def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
+    def __init__(self, recorder: StepRecorder, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
         self._ledger = ledger
@@ -255,12 +249,12 @@ _META = torch.device("meta")
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64})
 
 
-class NotedCollectives(Collectives):
+class RecordedCollectives(Collectives):
     """Rank 0 of ``span``. What it can do, and the scratch that it takes, are those of ``nccl``."""
 
     api_version = 1
 
-    def __init__(self, recorder: Recorder, span: Span) -> None:
+    def __init__(self, recorder: StepRecorder, span: Span) -> None:
         self._recorder = recorder
         self._span = span
 
@@ -291,26 +285,26 @@ class NotedCollectives(Collectives):
         return _META
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
-        return self._note(Operation.ALL_GATHER, [out])
+        return self._record(Operation.ALL_GATHER, [out])
 
     def all_gather_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
-        return self._note(Operation.ALL_GATHER, [out for out, _ in pairs])
+        return self._record(Operation.ALL_GATHER, [out for out, _ in pairs])
 
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
     ) -> Work:
-        return self._note(Operation.REDUCE_SCATTER, [full])
+        return self._record(Operation.REDUCE_SCATTER, [full])
 
     def reduce_scatter_many(
         self, triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], *, op: ReduceOp
     ) -> Work:
-        return self._note(Operation.REDUCE_SCATTER, [full for _, full, _ in triples])
+        return self._record(Operation.REDUCE_SCATTER, [full for _, full, _ in triples])
 
     def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
         return 0 if wire_dtype is out_dtype else numel * wire_dtype.itemsize
 
     def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
-        return self._note(Operation.ALL_REDUCE, [tensor])
+        return self._record(Operation.ALL_REDUCE, [tensor])
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         return COMPLETED
@@ -321,74 +315,12 @@ class NotedCollectives(Collectives):
     def barrier(self) -> None:
         return None
 
-    def partition(self, rank_lists: Sequence[Sequence[int]]) -> NotedCollectives:
+    def partition(self, rank_lists: Sequence[Sequence[int]]) -> RecordedCollectives:
         own = next(ranks for ranks in rank_lists if 0 in ranks)
         stride = (own[1] - own[0]) * self._span.stride if len(own) > 1 else 1
-        return NotedCollectives(self._recorder, Span(len(own), self._span.first, stride))
+        return RecordedCollectives(self._recorder, Span(len(own), self._span.first, stride))
 
-    def _note(self, operation: Operation, wholes: Sequence[torch.Tensor]) -> Work:
+    def _record(self, operation: Operation, wholes: Sequence[torch.Tensor]) -> Work:
         if self._span.ranks > 1:
             self._recorder.transfer(operation, sum(whole.nbytes for whole in wholes), self._span, len(wholes))
         return COMPLETED
-
-
-class NotedLanes(HostLanes):
-    """Runs everything where it is issued, as ``HostLanes`` does, and notes on which stream a device would run it.
-
-    Memory comes and goes as with streams: a reduction is delivered when it is issued, and its input let go of when
-    compute would have been ordered behind it.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-        self._arriving: dict[Gatherable, int] = {}
-        # The last use of gathered memory since the gather stream was ordered behind compute.
-        self._released: int | None = None
-
-    def begin_forward(self) -> None:
-        self._released = None
-        self._order(Stream.COMPUTE, Stream.GATHER)
-
-    def gather(self, units: Sequence[Gatherable]) -> None:
-        if self._released is not None:
-            self._recorder.wait(Stream.GATHER, self._released)
-            self._released = None
-        with self._recorder.on(Stream.GATHER):
-            super().gather(units)
-        event = self._recorder.signal(Stream.GATHER)
-        for unit in units:
-            self._arriving[unit] = event
-
-    def arrive(self, unit: Gatherable) -> None:
-        event = self._arriving.pop(unit, None)
-        if event is not None:
-            self._recorder.wait(Stream.COMPUTE, event)
-        super().arrive(unit)
-
-    def release(self, unit: Gatherable) -> None:
-        super().release(unit)
-        self._released = self._recorder.signal(Stream.COMPUTE)
-
-    def reduce(self, reduction: Reduction, taken_at: Sequence[object]) -> None:
-        self._order(Stream.COMPUTE, Stream.REDUCE)
-        with self._recorder.on(Stream.REDUCE):
-            reduction.issue().wait()
-            reduction.deliver()
-        self._reductions.append((self._recorder.signal(Stream.REDUCE), reduction.retire))
-
-    def drain(self) -> None:
-        super().drain()
-        for stream in (Stream.REDUCE, Stream.GATHER):
-            self._order(stream, Stream.COMPUTE)
-
-    def give_up(self) -> None:
-        self.drain()
-
-    def _retire_oldest(self) -> None:
-        event, retire = self._reductions.popleft()
-        self._recorder.wait(Stream.COMPUTE, event)
-        retire()
-
-    def _order(self, first: Stream, then: Stream) -> None:
-        self._recorder.wait(then, self._recorder.signal(first))

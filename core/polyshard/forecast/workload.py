@@ -1,4 +1,4 @@
-"""x"""
+"""The inputs of a planned step: batches of any number of samples, and optimizers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from ..config import did_you_mean
 from ..errors import ConfigError
 from ._torch_private import tree_map
-from .recording import Kind, Ledger, Recorder, Unit
+from .recording import Bound, Kind, Ledger, StepRecorder
 
 _SHAPE = re.compile(r"^(?:(?P<name>[A-Za-z_]\w*)=)?(?P<dtype>[a-z]\w*)\[(?P<sizes>[\d, ]*)\]$")
 
@@ -129,7 +129,7 @@ class OptimizerModel(Protocol):
         """Bytes of its state that no tensor on the meta device stands for."""
         ...
 
-    def step(self, parameters: Sequence[nn.Parameter], recorder: Recorder, ledger: Ledger) -> None:
+    def step(self, parameters: Sequence[nn.Parameter], recorder: StepRecorder, ledger: Ledger) -> None:
         """Note one step with the gradients that are there."""
         ...
 
@@ -147,13 +147,13 @@ class FusedAdamW:
     def standing_nbytes(self, parameters: Sequence[nn.Parameter]) -> int:
         return self.states * sum(parameter.nbytes for parameter in parameters)
 
-    def step(self, parameters: Sequence[nn.Parameter], recorder: Recorder, ledger: Ledger) -> None:
+    def step(self, parameters: Sequence[nn.Parameter], recorder: StepRecorder, ledger: Ledger) -> None:
         given = [parameter for parameter in parameters if parameter.grad is not None]
         # Master and states are read and written, gradients read.
         nbytes = sum(parameter.nbytes * (2 + 2 * self.states) + _gradient_nbytes(parameter) for parameter in given)
         launches = -(-len(given) // _TOGETHER)
         for _ in range(launches):
-            recorder.kernel("fused_adamw", Unit.NONE, 0, nbytes // launches, 4)
+            recorder.kernel("fused_adamw", Bound.NONE, 0, nbytes // launches, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class NoOptimizer:
     def standing_nbytes(self, parameters: Sequence[nn.Parameter]) -> int:
         return 0
 
-    def step(self, parameters: Sequence[nn.Parameter], recorder: Recorder, ledger: Ledger) -> None:
+    def step(self, parameters: Sequence[nn.Parameter], recorder: StepRecorder, ledger: Ledger) -> None:
         return None
 
 
@@ -178,7 +178,7 @@ class RunOptimizer:
     def standing_nbytes(self, parameters: Sequence[nn.Parameter]) -> int:
         return 0
 
-    def step(self, parameters: Sequence[nn.Parameter], recorder: Recorder, ledger: Ledger) -> None:
+    def step(self, parameters: Sequence[nn.Parameter], recorder: StepRecorder, ledger: Ledger) -> None:
         try:
             if self._optimizer is None:
                 self._optimizer = self._factory([each for each in parameters if each.numel()])

@@ -1,4 +1,8 @@
-"""x"""
+"""Checkpoints of the strategies: a directory that each rank writes its part of, or a file of whole tensors.
+
+Lightning's file has a model as its ``state_dict()`` orders it, and an optimizer's state by number. ``polyshard.state``
+puts tensors together and takes them apart by name: the functions of ``whole`` here turn one into the other.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from torch import nn
 from .. import checkpoint
 from ..checkpoint.marker import MARKER, Marker
 from ..errors import ConfigError, UnsupportedError
-from ..functions.whole import state_dicts_of_pieces
+from ..inspect import state_dicts_of_pieces
 from ..preemption import own_state, restore_own_state
 from ..state import (
     CheckpointTensor,

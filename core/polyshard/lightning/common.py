@@ -1,4 +1,4 @@
-"""x"""
+"""What the strategies for the Trainer and for Fabric share: settings, processes, precision, sharding."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ from lightning.fabric.utilities.seed import reset_seed
 from torch import nn
 from torchmetrics import Metric
 
-from .. import catalog
+from .. import catalog, inspect
 from ..api import close, fully_shard, shard
 from ..config import PluginChoice, PluginSpec, ShardConfig, did_you_mean
 from ..errors import AlreadyShardedError, ConfigError, ParameterError, PolyshardError
 from ..interfaces import Group, PluginContext, PolicyContext, UnitPlan, WrapPolicy
-from ..planning.plan import STAGE_ATTRIBUTE
-from ..setup.materialize import Initializer
 from ..trainers import models as trainers
-from ..trainers.config import compute_dtype, is_left_out, keeps_whole, needs_scaler, on_device, refuse_other_ranks
+from ..trainers.config import compute_dtype, keeps_whole, leaves_dtype, needs_scaler, on_device, refuse_other_ranks
 from ..trainers.models import refuse_stepped, refuse_strangers, refuse_wrapped
 
 
@@ -64,7 +62,7 @@ class Settings:
     config: ShardConfig
     """As the user gave it."""
     state_dict_type: StateDictType
-    initializer: Initializer | None
+    initializer: inspect.Initializer | None
 
 
 T = TypeVar("T")
@@ -237,7 +235,7 @@ def with_precision(config: ShardConfig, plugin: object, served: tuple[type, ...]
     if name in _TRUE:
         _require(config, name, compute_dtype(config, _TRUE[name]), _TRUE[name])
         return config
-    if is_left_out(config):
+    if leaves_dtype(config):
         return replace(config, precision=_mixed(_MIXED[name]))
     _require(config, name, compute_dtype(config), _MIXED[name])
     return config
@@ -278,7 +276,7 @@ def shard_once(
     device: torch.device,
     rank: int,
     *,
-    initializer: Initializer | None,
+    initializer: inspect.Initializer | None,
     calls_children: bool,
 ) -> None:
     """Shard ``module`` in place, unless a strategy with equal settings has.
@@ -311,7 +309,7 @@ def shard_once(
         # Their states are neither parameters nor buffers.
         if isinstance(metric, Metric):
             metric.to(device)
-    if any(STAGE_ATTRIBUTE in inner.__dict__ for inner in module.modules()):
+    if any(map(inspect.is_sharded, module.modules())):
         _compose(module, config, rank, initializer, calls_children=calls_children)
     else:
         chosen = replace(config, policy=with_children(config.policy)) if calls_children else config
@@ -368,7 +366,7 @@ def _refuse_own_parameters(module: nn.Module, rank: int) -> None:
 
 
 def _compose(
-    module: nn.Module, config: ShardConfig, rank: int, initializer: Initializer | None, *, calls_children: bool
+    module: nn.Module, config: ShardConfig, rank: int, initializer: inspect.Initializer | None, *, calls_children: bool
 ) -> None:
     if config.policy != "never":
         raise ConfigError(

@@ -19,7 +19,7 @@ from torch import nn
 from ..api import no_sync
 from ..config import ShardConfig
 from ..errors import ConfigError, StateError, UnsupportedError
-from ..setup.materialize import Initializer
+from ..inspect import Initializer
 from ..trainers.models import parameters_of, warn_unsaveable
 from ._private import BackwardSyncControl, FabricLauncher
 from .checkpoints import (

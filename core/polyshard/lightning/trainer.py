@@ -1,4 +1,4 @@
-"""x"""
+"""The strategy for ``lightning.Trainer``, and the callback that ends ``fit`` with a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from ..checkpoint.encoding import Encoder
 from ..checkpoint.saveable import require_saveable
 from ..config import ShardConfig
 from ..errors import ConfigError, UnsupportedError
+from ..inspect import Initializer
 from ..preemption import Preemption
-from ..setup.materialize import Initializer
 from ._private import TrainerLauncher
 from .checkpoints import (
     has_optimizers,

@@ -1,4 +1,4 @@
-"""x"""
+"""A ``ShardConfig`` beside a trainer's own settings: device, ranks, precision, and engines that exclude polyshard."""
 
 from __future__ import annotations
 
@@ -13,6 +13,17 @@ from .. import catalog
 from ..config import PluginSpec, ShardConfig, Strategy
 from ..errors import ConfigError
 from ..interfaces import Group, PluginContext, PrecisionCaster, UnitSpec
+
+#: The names of compute dtypes in ``mixed_precision`` of Accelerate and Transformers, for parameters in fp32.
+_NAMES = {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}
+#: The variables by which Accelerate's launcher asks for another engine.
+_ENGINES = {
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a ParallelismConfig",
+}
+_TRUE = ("1", "true", "yes", "on", "y", "t")
 
 
 def on_device(config: ShardConfig, device: torch.device, trainer: str, rank: int) -> ShardConfig:
@@ -39,7 +50,7 @@ def keeps_whole(config: ShardConfig, world_size: int) -> bool:
 
 
 def with_ranks(config: ShardConfig) -> ShardConfig:
-    """``config`` for the ranks that there are: one with nobody to speak to, where no launcher started the process."""
+    """``config`` for the ranks that there are: a single one where no launcher started the process."""
     if config.collectives != "auto" or config.mesh is not None or (dist.is_available() and dist.is_initialized()):
         return config
     return replace(config, collectives={"name": "fake", "world_size": 1})
@@ -62,18 +73,29 @@ def refuse_other_ranks(config: ShardConfig, trainer: str, world_size: int) -> No
             )
 
 
-#: As Accelerate's and Transformers' ``mixed_precision`` names them, for parameters in fp32.
-_NAMES = {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}
+def refuse_engines(environ: Mapping[str, str], trainer: str) -> None:
+    """Raise where ``environ`` asks Accelerate for an engine beside polyshard. ``trainer``: whose models are sharded.
+
+    Raises:
+        ConfigError: naming the variable.
+    """
+    for variable, engine in _ENGINES.items():
+        if environ.get(variable, "false").lower() in _TRUE:
+            raise ConfigError(
+                f"The environment asks Accelerate for {engine} ({variable}={environ[variable]}), but polyshard shards "
+                f"the models of {trainer}. Launch with torchrun, or with a configuration of accelerate launch that "
+                "has no such section."
+            )
 
 
-def is_left_out(config: ShardConfig) -> bool:
-    """Whether ``config`` leaves parameters in their own dtype, as it does where nobody says anything."""
+def leaves_dtype(config: ShardConfig) -> bool:
+    """Whether ``config`` leaves parameters in their own dtype, as it does by default."""
     spec = PluginSpec.parse(config.precision)
     return isinstance(spec, PluginSpec) and spec.name == "none"
 
 
 def compute_dtype(config: ShardConfig, master: torch.dtype = torch.float32) -> torch.dtype:
-    """In which dtype the outermost unit computes, of parameters in ``master``.
+    """The dtype in which the outermost unit computes, of parameters in ``master``.
 
     Raises:
         ConfigError, PluginError: the plugin cannot be made.
@@ -92,21 +114,14 @@ def compute_dtype(config: ShardConfig, master: torch.dtype = torch.float32) -> t
 
 
 def needs_scaler(config: ShardConfig) -> bool:
-    """Whether gradients underflow without a gradient scaler.
-
-    Raises:
-        ConfigError, PluginError: as ``compute_dtype``.
-    """
+    """Whether gradients underflow without a gradient scaler; raises as ``compute_dtype``."""
     return _caster(config).capabilities.loss_scaling
 
 
 def mixed_precision_of(config: ShardConfig) -> str | None:
-    """What a trainer's ``mixed_precision`` has to be: ``"no"``, ``"bf16"``, or ``"fp16"``, which scales the loss.
+    """The ``mixed_precision`` of a trainer that fits: ``"no"``, ``"bf16"``, or ``"fp16"``, which scales the loss.
 
-    None where none of them says what the plugin computes in.
-
-    Raises:
-        ConfigError, PluginError: as ``compute_dtype``.
+    None where none of them has the plugin's compute dtype; raises as ``compute_dtype``.
     """
     return "fp16" if needs_scaler(config) else _NAMES.get(compute_dtype(config))
 
@@ -114,31 +129,6 @@ def mixed_precision_of(config: ShardConfig) -> str | None:
 def _caster(config: ShardConfig) -> PrecisionCaster:
     spec = PluginSpec.parse(config.precision)
     name = spec.name if isinstance(spec, PluginSpec) else ""
-    # Dtypes are asked for, nothing is cast: the model's device, which may not be chosen yet, does not matter.
+    # It is asked for dtypes and casts nothing, so the model's device, which may not be chosen yet, does not matter.
     context = PluginContext(name=name, device=torch.device("cpu"))
     return catalog.construct(catalog.resolve(Group.PRECISION, config.precision), context).instance
-
-
-#: The variables by which the launcher tells of them.
-_ENGINES = {
-    "ACCELERATE_USE_FSDP": "FSDP",
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "a ParallelismConfig",
-}
-_TRUE = ("1", "true", "yes", "on", "y", "t")
-
-
-def refuse_engines(environ: Mapping[str, str], trainer: str) -> None:
-    """Raise where ``environ`` asks for an engine beside polyshard. ``trainer``: whose models polyshard shards.
-
-    Raises:
-        ConfigError: naming the variable.
-    """
-    for variable, engine in _ENGINES.items():
-        if environ.get(variable, "false").lower() in _TRUE:
-            raise ConfigError(
-                f"The environment asks Accelerate for {engine} ({variable}={environ[variable]}), but polyshard shards "
-                f"the models of {trainer}. Launch with torchrun, or with a configuration of accelerate launch that "
-                "has no such section."
-            )

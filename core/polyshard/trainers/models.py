@@ -1,4 +1,4 @@
-"""x"""
+"""The models and optimizers that a trainer is given: which are sharded, and which are refused."""
 
 from __future__ import annotations
 
@@ -11,16 +11,23 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from .. import inspect
 from ..checkpoint.saveable import require_saveable
 from ..errors import AlreadyShardedError, ConfigError, RankMismatchError, UnsupportedError
-from ..planning.plan import STAGE_ATTRIBUTE
-from ..runtime.module_state import Stage
+
+_WRAPPERS: tuple[tuple[type, str], ...] = (
+    (DistributedDataParallel, "DistributedDataParallel"),
+    (DataParallel, "DataParallel"),
+    (FullyShardedDataParallel, "torch's FullyShardedDataParallel (FSDP1)"),
+    (FSDPModule, "torch's fully_shard (FSDP2)"),
+)
+#: They stand above this package, and cannot be imported here.
+_DROP_INS = ("polyshard_fsdp", "polyshard_fsdp2")
 
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether ``module`` itself was given to ``polyshard.shard`` or ``fully_shard``, not one around or inside it."""
-    # Those of the drop-ins' own kind have no root before their first forward, and are not served.
-    return type(module.__dict__.get(STAGE_ATTRIBUTE)) is Stage
+    return inspect.sharded_model(module) is not None
 
 
 def sharded_in(module: nn.Module) -> nn.Module | None:
@@ -32,83 +39,9 @@ def sharded_in(module: nn.Module) -> nn.Module | None:
 def parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:
     """All that an optimizer of ``model`` may hold: its parameters, and flat ones that stand for those of a unit."""
     yield from model.parameters()
-    for inner in model.modules():
-        stage = inner.__dict__.get(STAGE_ATTRIBUTE)
-        for unit in stage.units if stage is not None else ():
-            if unit.flat is not None:
-                yield unit.flat.parameter
-
-
-def refuse_strangers(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], rank: int, remedy: str) -> None:
-    """Raise where ``optimizer`` holds a parameter of none of ``models``: nothing would reduce its gradient.
-
-    Args:
-        optimizer: As the user made it.
-        models: Sharded, or about to be.
-        rank: Of this process.
-        remedy: What to do, as sentences.
-
-    Raises:
-        ConfigError: naming the parameter.
-    """
-    known = {parameter for model in models for parameter in parameters_of(model)}
-    for index, place, parameter in _held(optimizer):
-        if parameter in known:
-            continue
-        alike = next(
-            (
-                f" It has the shape of '{name}' of {type(model).__name__}, but is another tensor."
-                for model in models
-                if sharded_in(model) is None
-                for name, own in model.named_parameters()
-                if own.shape == parameter.shape
-            ),
-            "",
-        )
-        there = " or ".join(type(model).__name__ for model in models)
-        whose = f"is not among the parameters of {there}" if models else "is of no model: there is none"
-        raise ConfigError(
-            f"Parameter {place} of group {index} of {type(optimizer).__name__}, {tuple(parameter.shape)} on "
-            f"{parameter.device}, {whose} (rank {rank}), so its gradient would be this rank's alone.{alike} {remedy}"
-        )
-
-
-def refuse_stepped(optimizer: torch.optim.Optimizer, to_be_cut: Iterable[nn.Module], rank: int, remedy: str) -> None:
-    """Raise where ``optimizer`` has state of whole parameters of which each rank is about to keep a piece.
-
-    Args:
-        optimizer: As the user made it.
-        to_be_cut: Models that are not sharded yet.
-        rank: Of this process.
-        remedy: What to do, as sentences.
-
-    Raises:
-        ConfigError: naming the parameter.
-    """
-    cut = {parameter: name for model in to_be_cut for name, parameter in model.named_parameters()}
-    for _, _, parameter in _held(optimizer):
-        if parameter in cut and optimizer.state.get(parameter):
-            raise ConfigError(
-                f"{type(optimizer).__name__} has taken steps: it has state of the whole '{cut[parameter]}', of which "
-                f"this rank is about to keep a piece (rank {rank}). {remedy}"
-            )
-
-
-def _held(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, int, nn.Parameter]]:
-    """Each parameter with the number of its group, and its number there."""
-    for index, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            yield index, place, parameter
-
-
-_WRAPPERS: tuple[tuple[type, str], ...] = (
-    (DistributedDataParallel, "DistributedDataParallel"),
-    (DataParallel, "DataParallel"),
-    (FullyShardedDataParallel, "torch's FullyShardedDataParallel (FSDP1)"),
-    (FSDPModule, "torch's fully_shard (FSDP2)"),
-)
-#: They stand above this package, and cannot be imported here.
-_DROP_INS = ("polyshard_fsdp", "polyshard_fsdp2")
+    for unit in inspect.units_in(model):
+        if unit.flat_parameter is not None:
+            yield unit.flat_parameter
 
 
 def refuse_wrapped(model: nn.Module, rank: int, remedy: str) -> None:
@@ -135,23 +68,75 @@ def refuse_wrapped(model: nn.Module, rank: int, remedy: str) -> None:
 
 
 def _wrapper_of(module: nn.Module) -> str | None:
-    for wrapper, told in _WRAPPERS:
+    for wrapper, name in _WRAPPERS:
         if isinstance(module, wrapper):
-            return told
+            return name
     for base in type(module).__mro__:
         package = base.__module__.partition(".")[0]
         if package in _DROP_INS:
             return f"polyshard's drop-in {package}"
-    stage = module.__dict__.get(STAGE_ATTRIBUTE)
-    return None if stage is None or type(stage) is Stage else "a drop-in of polyshard's"
+    return "a drop-in of polyshard's" if inspect.is_sharded(module) and not is_sharded(module) else None
+
+
+def refuse_strangers(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], rank: int, remedy: str) -> None:
+    """Raise where ``optimizer`` holds a parameter of none of ``models``: nothing would reduce its gradient.
+
+    Args:
+        optimizer: As the user made it.
+        models: Sharded, or about to be.
+        rank: Of this process.
+        remedy: What to do, as sentences.
+
+    Raises:
+        ConfigError: naming the parameter.
+    """
+    known = {parameter for model in models for parameter in parameters_of(model)}
+    for index, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if parameter in known:
+                continue
+            alike = next(
+                (
+                    f" It has the shape of '{name}' of {type(model).__name__}, but is another tensor."
+                    for model in models
+                    if sharded_in(model) is None
+                    for name, own in model.named_parameters()
+                    if own.shape == parameter.shape
+                ),
+                "",
+            )
+            there = " or ".join(type(model).__name__ for model in models)
+            whose = f"is not among the parameters of {there}" if models else "is of no model: there is none"
+            raise ConfigError(
+                f"Parameter {place} of group {index} of {type(optimizer).__name__}, {tuple(parameter.shape)} on "
+                f"{parameter.device}, {whose} (rank {rank}), so its gradient would be this rank's alone.{alike} "
+                f"{remedy}"
+            )
+
+
+def refuse_stepped(optimizer: torch.optim.Optimizer, to_be_cut: Iterable[nn.Module], rank: int, remedy: str) -> None:
+    """Raise where ``optimizer`` has state of whole parameters of which each rank is about to keep a piece.
+
+    ``to_be_cut``: models that are not sharded yet. The other arguments are those of ``refuse_strangers``.
+
+    Raises:
+        ConfigError: naming the parameter.
+    """
+    cut = {parameter: name for model in to_be_cut for name, parameter in model.named_parameters()}
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if parameter in cut and optimizer.state.get(parameter):
+            raise ConfigError(
+                f"{type(optimizer).__name__} has taken steps: it has state of the whole '{cut[parameter]}', of which "
+                f"this rank is about to keep a piece (rank {rank}). {remedy}"
+            )
 
 
 def warn_unsaveable(
     model: nn.Module, optimizer: torch.optim.Optimizer, call: str, rank: int, *, writes: bool = True
 ) -> None:
-    """Warn, on one rank, where ``call`` would refuse ``optimizer`` once it has stepped. Every rank calls it.
+    """Warn, on rank 0, where ``call`` would refuse ``optimizer`` once it has stepped. Every rank calls it.
 
-    ``writes``: as for ``require_saveable``.
+    For trainers that do not know whether the user will save. ``writes``: as for ``require_saveable``.
     """
     try:
         require_saveable(model, optimizer, "", writes=writes)

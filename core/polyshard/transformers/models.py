@@ -1,4 +1,4 @@
-"""x"""
+"""Models of Transformers: ``generate`` that gathers once a call, and first values of models on the meta device."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..api import outermost_root, register_forward_method
+from ..api import register_forward_method
 from ..errors import UnsupportedError
-from ..runtime.unit import Reshard
+from ..inspect import outermost_model
 from ._private import init_weights_of
 
 
@@ -31,23 +31,15 @@ def register_generate(model: nn.Module, name: str = "generate") -> None:
         StateError: ``model`` is not the outermost sharded module.
         ConfigError: it has no such method.
     """
-    outermost_root(model, "register_generate()")
+    outermost_model(model, "register_generate()")
     register_forward_method(model, name)
     method = getattr(model, name)
 
     @wraps(method)
     def gathered_once(*args: Any, **kwargs: Any) -> Any:
-        root = outermost_root(model, f"{name}()")
-        before = [unit.reshard_policy for unit in root.units]
-        for unit in root.units:
-            unit.reshard_policy = Reshard.NEVER
-        try:
-            # Without a backward to come, all is released when the call ends.
-            with torch.no_grad():
-                return method(*args, **kwargs)
-        finally:
-            for unit, policy in zip(root.units, before, strict=True):
-                unit.reshard_policy = policy
+        # Without a backward to come, all is released when the call ends.
+        with outermost_model(model, f"{name}()").kept_unsharded(), torch.no_grad():
+            return method(*args, **kwargs)
 
     setattr(model, name, gathered_once)
 

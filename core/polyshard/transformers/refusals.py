@@ -1,4 +1,4 @@
-"""x"""
+"""What ``PolyshardTrainer`` is given, looked at before anything changes: arguments, precision, model, optimizer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers import Adafactor
 
-from ..api import outermost_root
 from ..config import ShardConfig
 from ..errors import AlreadyShardedError, ConfigError, UnsupportedError
-from ..trainers.config import is_left_out, mixed_precision_of
+from ..inspect import outermost_model
+from ..trainers.config import leaves_dtype, mixed_precision_of
 from ..trainers.models import is_sharded, refuse_stepped, refuse_strangers, refuse_wrapped
 
 #: How values of ``TrainingArguments.optim`` begin whose update of an element depends on others of its parameter.
@@ -131,10 +131,8 @@ def refuse_other_precision(model: nn.Module, mixed_precision: str) -> None:
     Raises:
         ConfigError: naming both.
     """
-    units = outermost_root(model, "PolyshardTrainer").units
-    computes = {
-        _NAMES.get(unit.dtypes.compute, "fp32"): unit.dtypes.compute != unit.spec.master_dtype for unit in units
-    }
+    units = outermost_model(model, "PolyshardTrainer").units
+    computes = {_NAMES.get(unit.compute_dtype, "fp32"): unit.compute_dtype != unit.master.dtype for unit in units}
     casts = any(computes.get(name, False) for name in _NAMES.values())
     if casts if mixed_precision == "no" else mixed_precision not in computes:
         raise ConfigError(
@@ -189,7 +187,7 @@ def with_precision(config: ShardConfig, mixed_precision: str) -> ShardConfig:
             f"TrainingArguments ask for mixed precision {mixed_precision!r}, which PolyshardTrainer does not serve. "
             "Set bf16=True or fp16=True, or neither, and give the ShardConfig a precision plugin."
         )
-    if is_left_out(config):
+    if leaves_dtype(config):
         return config if mixed_precision == "no" else dataclasses.replace(config, precision=mixed_precision)
     computes = mixed_precision_of(config)
     if computes not in (None, mixed_precision):

@@ -1,4 +1,4 @@
-"""x"""
+"""``Trainer`` over a sharded model, its ``Accelerator``, and the callback that ends training with a checkpoint."""
 
 from __future__ import annotations
 
