@@ -1,10 +1,13 @@
-"""x"""
+"""Explains a configuration for a model: what sharding would find out before ranks speak to each other.
+
+Plugins that need ranks or a device are replaced by stand-ins; everything else is constructed as sharding would.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -83,13 +86,42 @@ def explain(
         mesh=mesh,
         timeout=timedelta(seconds=config.timeout_s),
     )
-    found = find(config, context, Workbench(world_size, catalog.scan()))
+    workbench = Workbench(world_size, catalog.scan())
+    made = {
+        setting: workbench.construct(group, _choice(config, setting), context)
+        for setting, group in GROUP_OF_SETTING.items()
+    }
+    collectives, layout = made["collectives"], made["layout"]
+    if not collectives.absent:
+        refuse_unable(collectives.instance, 0)
+        refuse_unserved(collectives, context, world_size)
+    listeners = _listeners(config, workbench)
+    policy = WatchedPolicy(made["policy"].instance)
+    plugins = StoodInPlugins(
+        context,
+        workbench.stand_in(Group.COLLECTIVES, context),
+        made["precision"].instance,
+        made["offload"].instance,
+        policy,
+        NamedLayout(layout.instance, layout.resolved.described),
+        Events([]),
+        tuple(made.values()),
+        collectives.instance,
+        workbench.entry_points,
+        workbench,
+    )
     strategy = strategy_for(config, world_size)
     shard_lists, _ = rank_lists_for(config, strategy, world_size)
     shards = len(shard_lists[0])
-    # Nothing is initialised: an initializer makes modules welcome that cannot initialise themselves.
-    request = Request(model, placed, _unused, ignored_modules, ignored_parameters, composes=False)
-    drafted = draft_module(request, found.plugins, strategy, shards)
+    # Nothing is initialised: with an initializer, modules are taken that cannot initialise themselves.
+    request = Request(model, placed, lambda module: None, ignored_modules, ignored_parameters, composes=False)
+    drafted = draft_module(request, plugins, strategy, shards)
+    units: list[ExplainedUnit] = []
+    for each in drafted:
+        own = each.overrides.get("layout")
+        arranged_by = (layout if own is None else own).resolved.name
+        reason = _reason(each.draft, policy, model)
+        units += [_unit(each.draft, unit, arranged_by, reason) for unit in each.draft.units]
     return Explanation(
         model=type(model).__name__,
         world_size=world_size,
@@ -97,8 +129,12 @@ def explain(
         strategy=strategy,
         device=placed.device,
         settings=_settings(config, device),
-        plugins=(*found.explained, *(plugin for each in drafted for plugin in _overriding(each))),
-        units=explained_units(drafted, found.policy, found.layout, model),
+        plugins=(
+            *(_plugin(each, setting, partial(config.source_of, setting)) for setting, each in made.items()),
+            *listeners,
+            *(plugin for each in drafted for plugin in _overriding(each)),
+        ),
+        units=tuple(units),
     )
 
 
@@ -120,10 +156,6 @@ def _device(
     return torch.device("cuda", 0) if chosen.type == "cuda" and chosen.index is None else chosen
 
 
-def _unused(module: nn.Module) -> None:
-    return None
-
-
 def _settings(config: ShardConfig, device: torch.device | str | None) -> tuple[Value, ...]:
     values = []
     for field in dataclasses.fields(config):
@@ -138,17 +170,17 @@ def _overriding(each: Drafted) -> list[ExplainedPlugin]:
     label = each.draft.stage.name or "(root)"
     source = Source(Origin.CODE, "the policy")
     return [
-        explained_plugin(constructed, f"{label}: {setting}", lambda option: source)
+        _plugin(constructed, f"{label}: {setting}", lambda option: source)
         for setting, constructed in each.overrides.items()
     ]
 
 
-#: Tells where an option of a plugin was set.
+#: Returns where an option of a plugin was set.
 OptionSource = Callable[[str], Source]
 
 
 class WatchedPolicy(WrapPolicy):
-    """A policy, and what it chose."""
+    """A policy that remembers the modules that it chose."""
 
     api_version = 1
 
@@ -163,53 +195,6 @@ class WatchedPolicy(WrapPolicy):
         return chosen
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Found:
-    """The plugins that a configuration names, with which a model can be laid out."""
-
-    plugins: StoodInPlugins
-    policy: WatchedPolicy
-    explained: tuple[ExplainedPlugin, ...]
-    layout: str
-    """Name of the layout."""
-
-
-def find(config: ShardConfig, context: PluginContext, workbench: Workbench) -> Found:
-    """Resolve and construct what ``config`` names; listeners are not constructed, since they may write files.
-
-    Raises what sharding would, and nothing for what only ranks or a device could construct.
-    """
-    made = {
-        setting: workbench.construct(group, _choice(config, setting), context)
-        for setting, group in GROUP_OF_SETTING.items()
-    }
-    collectives = made["collectives"]
-    if not collectives.absent:
-        refuse_unable(collectives.instance, 0)
-        refuse_unserved(collectives, context, workbench.world_size)
-    explained = [explained_plugin(each, setting, partial(config.source_of, setting)) for setting, each in made.items()]
-    # Of the program's own, to see that they have hooks.
-    Events([(type(each).__name__, each) for each in config.listeners if not isinstance(each, str | Mapping)])
-    for position, choice in enumerate(config.listeners):
-        explained.append(_listener(choice, f"listeners[{position}]", config.source_of("listeners"), workbench))
-    policy = WatchedPolicy(made["policy"].instance)
-    layout = made["layout"]
-    plugins = StoodInPlugins(
-        context,
-        workbench.ranks(context),
-        made["precision"].instance,
-        made["offload"].instance,
-        policy,
-        NamedLayout(layout.instance, layout.resolved.described),
-        Events([]),
-        tuple(made.values()),
-        collectives.instance,
-        workbench.entry_points,
-        workbench,
-    )
-    return Found(plugins, policy, tuple(explained), layout.resolved.name)
-
-
 def _choice(config: ShardConfig, setting: str) -> PluginChoice:
     """As sharding reads it."""
     if setting == "collectives":
@@ -218,7 +203,7 @@ def _choice(config: ShardConfig, setting: str) -> PluginChoice:
     return policy_choice(choice) if setting == "policy" else choice
 
 
-def explained_plugin(constructed: catalog.Constructed[Any], serves: str, source: OptionSource) -> ExplainedPlugin:
+def _plugin(constructed: catalog.Constructed[Any], serves: str, source: OptionSource) -> ExplainedPlugin:
     """``constructed``, which ``serves`` a setting, with where its options come from."""
     used, resolved = catalog.used(constructed), constructed.resolved
     inner = zip(constructed.inner, constructed.choices, strict=True)
@@ -232,8 +217,7 @@ def explained_plugin(constructed: catalog.Constructed[Any], serves: str, source:
         file=used.file,
         options=_options(resolved, source),
         inner=tuple(
-            explained_plugin(each, used.name, partial(_source_inside, resolved, source, choice))
-            for each, choice in inner
+            _plugin(each, used.name, partial(_source_inside, resolved, source, choice)) for each, choice in inner
         ),
         absent=constructed.absent if isinstance(constructed, Tried) else "",
     )
@@ -247,12 +231,20 @@ def _source_inside(outer: catalog.Resolved[Any], source: OptionSource, choice: o
     return Source(Origin.CODE, f"plugin {outer.name}")
 
 
-def _listener(choice: Any, serves: str, source: Source, workbench: Workbench) -> ExplainedPlugin:
-    resolved: catalog.Resolved[Any] = catalog.resolve(Group.PLUGINS, choice, workbench.entry_points)
-    resolved.check_options()
-    given = None if resolved.distribution else choice
-    described = explained_plugin(catalog.Constructed(resolved, given), serves, lambda option: source)
-    return dataclasses.replace(described, absent="" if given is not None else "listeners may write files")
+def _listeners(config: ShardConfig, workbench: Workbench) -> list[ExplainedPlugin]:
+    """They are resolved and not constructed, since they may write files."""
+    # To see that the program's own have hooks.
+    Events([(type(each).__name__, each) for each in config.listeners if not isinstance(each, str | Mapping)])
+    source = config.source_of("listeners")
+    found = []
+    for position, choice in enumerate(config.listeners):
+        resolved: catalog.Resolved[Any] = catalog.resolve(Group.PLUGINS, choice, workbench.entry_points)
+        resolved.check_options()
+        given = None if resolved.distribution else choice
+        plugin = _plugin(catalog.Constructed(resolved, given), f"listeners[{position}]", lambda option: source)
+        absent = "" if given is not None else "listeners may write files"
+        found.append(dataclasses.replace(plugin, absent=absent))
+    return found
 
 
 def _options(resolved: catalog.Resolved[Any], source: OptionSource) -> tuple[Value, ...]:
@@ -277,7 +269,7 @@ def _options(resolved: catalog.Resolved[Any], source: OptionSource) -> tuple[Val
 
 _T_co = TypeVar("_T_co", covariant=True)
 
-#: What a factory raises that misses ranks or a device. A wrong option is an error here, too.
+#: Errors of a factory that misses ranks or a device. A wrong option is an error here, too.
 _MISSES = (StateError, CollectiveError, PluginLoadError)
 
 
@@ -322,15 +314,11 @@ class Workbench:
             # What an inner plugin misses is stood in for already: what it raises is wrong anywhere.
             if group not in _STAND_INS or error in refused:
                 raise
-            return Tried(resolved, self._stand_in(group, context), tuple(inner), tuple(choices), str(error))
+            return Tried(resolved, self.stand_in(group, context), tuple(inner), tuple(choices), str(error))
         return Tried(resolved, made.instance, made.inner, made.choices)
 
-    def ranks(self, context: PluginContext) -> Collectives:
-        """One pretended rank of all of them."""
-        collectives: Collectives = self._stand_in(Group.COLLECTIVES, context)
-        return collectives
-
-    def _stand_in(self, group: Group, context: PluginContext) -> Any:
+    def stand_in(self, group: Group, context: PluginContext) -> Any:
+        """The replacement of a plugin that cannot be constructed here: pretended collectives, or no offloading."""
         choice = dict(_STAND_INS[group])
         if group is Group.COLLECTIVES:
             choice["world_size"] = self.world_size
@@ -353,19 +341,6 @@ class StoodInPlugins(ChosenPlugins):
 
     def override(self, group: Group, choice: PluginChoice) -> catalog.Constructed[Any]:
         return self.workbench.construct(group, choice, self.context)
-
-
-def explained_units(
-    drafted: Sequence[Drafted], policy: WatchedPolicy, layout: str, root: nn.Module
-) -> tuple[ExplainedUnit, ...]:
-    """The units of ``drafted``, in the order of its stages. ``layout``: name of the one that the settings name."""
-    found: list[ExplainedUnit] = []
-    for each in drafted:
-        own = each.overrides.get("layout")
-        arranged_by = layout if own is None else own.resolved.name
-        reason = _reason(each.draft, policy, root)
-        found += [_unit(each.draft, unit, arranged_by, reason) for unit in each.draft.units]
-    return tuple(found)
 
 
 def _unit(draft: Draft, unit: DraftedUnit, layout: str, reason: str) -> ExplainedUnit:
