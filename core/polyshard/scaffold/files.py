@@ -1,4 +1,4 @@
-"""x"""
+"""The files of a package: its ``pyproject.toml``, read and extended as text, and writes of all files or none."""
 
 from __future__ import annotations
 
@@ -125,23 +125,6 @@ def _end_of_table(lines: list[str], header: int) -> int:
     while not lines[end - 1].strip() or (end < len(lines) and lines[end - 1].lstrip().startswith("#")):
         end -= 1
     return end
-
-
-def write_folder(folder: Path, files: Mapping[str, str]) -> None:
-    """Make ``folder`` with ``files`` (text by path inside of it). It appears with all of them, or not at all.
-
-    The folder that it lies in must be there. Raises ``OSError``: ``FileExistsError`` where ``folder`` is there.
-    """
-    if folder.exists():
-        raise FileExistsError(folder)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
-        made = Path(scratch, folder.name)
-        for name, text in files.items():
-            path = made / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(text.encode())
-        # One step, within one file system.
-        made.rename(folder)
 
 
 def write_all(added: Mapping[Path, str], changed: Mapping[Path, str]) -> None:
