@@ -1,4 +1,4 @@
-"""x"""
+"""Findings, sections of them, and the report, for people and as JSON."""
 
 from __future__ import annotations
 

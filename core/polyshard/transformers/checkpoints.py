@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from .. import huggingface
-from ..checkpoint import latest, load, save
+from ..checkpoint import latest
 from ..errors import ConfigError
 from ..huggingface.saving import require_saveable
 from ..inspect import idle_model
@@ -25,22 +23,8 @@ STATE = "polyshard"
 SCHEDULER = "scheduler.pt"
 
 
-def save_state(
-    folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, *, coordinates: bool, frozen: bool
-) -> None:
-    """Write ``model`` and ``optimizer``, each rank its own part, into ``folder``. All ranks call it.
-
-    ``coordinates``: true on one rank, which removes what an earlier run left of the same step: ``Trainer`` writes over
-    its other files, too. ``frozen``: whether parameters that need no gradient are written.
-    """
-    if coordinates:
-        # No rank writes before this one has come to the save.
-        shutil.rmtree(folder / STATE, ignore_errors=True)
-    save(folder / STATE, step, model, optimizer, frozen=frozen)
-
-
 def require_state(folder: Path) -> Path:
-    """Where in ``folder`` the committed state lies.
+    """The committed sharded state in ``folder``.
 
     Raises:
         ConfigError: there is none.
@@ -53,17 +37,6 @@ def require_state(folder: Path) -> Path:
             "an earlier checkpoint, or start from its weights alone with from_pretrained()."
         )
     return state
-
-
-def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, frozen: bool) -> None:
-    """Read ``model``, and ``optimizer`` where one is given, from ``folder``. All ranks call it.
-
-    ``frozen``: whether parameters that need no gradient must be there; without, ``model`` may have them already.
-
-    Raises:
-        ConfigError: ``folder`` has no state, or that of another model or optimizer.
-    """
-    load(require_state(folder), model, optimizer, frozen=frozen)
 
 
 def require_exportable(model: nn.Module, *, one_folder: bool) -> None:
@@ -104,7 +77,7 @@ def export(model: nn.Module, folder: Path, *, writes: bool, one_folder: bool) ->
         if not hasattr(model, "save_pretrained"):
             save_file(state, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
             return
-        # Beside what they are given, adapters look at the model: at state dicts of modules that are trained whole, and
-        # at what prompts are computed from.
+        # Adapters look at the model, too: at state dicts of modules that are trained whole, and at the weights that
+        # prompts are computed from.
         with sharded.whole_on_this_rank(state):
             cast("Any", model).save_pretrained(folder, state_dict=state)

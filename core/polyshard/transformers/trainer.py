@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from torch import nn
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy
 
+from .. import checkpoint
 from ..api import clip_grad_norm_, close, no_sync, placement, shard
 from ..checkpoint.saveable import require_saveable
 from ..config import ShardConfig
@@ -25,7 +27,7 @@ from ..preemption import Preemption
 from ..trainers.config import keeps_whole, on_device, refuse_engines, refuse_other_ranks, with_ranks
 from ..trainers.models import is_sharded
 from ._private import TrainerHooks, plain_optimizer, prepared_optimizers, refuse_other_trainers
-from .checkpoints import SCHEDULER, export, load_state, require_exportable, require_state, save_state
+from .checkpoints import SCHEDULER, STATE, export, require_exportable, require_state
 from .models import initializer_of, register_generate
 from .refusals import (
     refuse_arguments,
@@ -182,15 +184,12 @@ class PolyshardMixin(TrainerHooks):
 
     def save_training(self, folder: Path) -> None:
         """Write model, optimizer and schedule into a checkpoint's folder."""
+        if self.is_world_process_zero():
+            # Left by an earlier run at the same step: ``Trainer`` writes over its other files, too. No rank writes
+            # before this one has come to the save.
+            shutil.rmtree(folder / STATE, ignore_errors=True)
         optimizer = plain_optimizer(self.optimizer)
-        save_state(
-            folder,
-            self.state.global_step,
-            self.model,
-            optimizer,
-            coordinates=self.is_world_process_zero(),
-            frozen=self._save_frozen,
-        )
+        checkpoint.save(folder / STATE, self.state.global_step, self.model, optimizer, frozen=self._save_frozen)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
 
@@ -200,13 +199,13 @@ class PolyshardMixin(TrainerHooks):
 
     def load_training(self, folder: Path) -> None:
         """Read model, optimizer and schedule from a checkpoint's folder."""
-        load_state(folder, self.model, plain_optimizer(self.optimizer), frozen=self._save_frozen)
+        checkpoint.load(require_state(folder), self.model, plain_optimizer(self.optimizer), frozen=self._save_frozen)
         # Plain numbers: nothing in it needs code to be read.
         self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
 
     def load_best(self, folder: Path) -> None:
         """Read the model alone."""
-        load_state(folder, self.model, frozen=self._save_frozen)
+        checkpoint.load(require_state(folder), self.model, frozen=self._save_frozen)
 
 
 def _numel_without_embeddings(model: nn.Module) -> int:
