@@ -29,6 +29,17 @@ from ..trainers import models as trainers
 from ..trainers.config import compute_dtype, keeps_whole, leaves_dtype, needs_scaler, on_device, refuse_other_ranks
 from ..trainers.models import refuse_stepped, refuse_strangers, refuse_wrapped
 
+T = TypeVar("T")
+
+#: Attribute of a module that a strategy sharded: the configuration.
+_SETTINGS = "_polyshard_lightning_settings"
+_MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_TRUE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+_FULL = "32-true"
+_SERVED = (_FULL, *_MIXED, *_TRUE)
+# Mean and variance of a batch are of no use in 16 bits, and kernels want weights and running statistics in one dtype.
+_BATCH_NORMS = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm]
+
 
 class StateDictType(enum.Enum):
     """What a checkpoint is."""
@@ -55,22 +66,10 @@ class StateDictType(enum.Enum):
             ) from error
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Of either strategy."""
+class Strategy:
+    """What both strategies share. Stands before a base of Lightning's, which gives ranks and devices."""
 
-    config: ShardConfig
-    """As the user gave it."""
-    state_dict_type: StateDictType
-    initializer: inspect.Initializer | None
-
-
-T = TypeVar("T")
-
-
-class Processes:
-    """What Fabric's strategy and the Trainer's have in common beside their bases, which give ranks and devices."""
-
+    strategy_name = "polyshard"
     parallel_devices: list[torch.device] | None
     cluster_environment: Any
     global_rank: int
@@ -78,12 +77,69 @@ class Processes:
     node_rank: int
     world_size: int
 
-    def __init__(self, process_group_backend: str | None, timeout_s: float) -> None:
+    def __init__(
+        self,
+        config: ShardConfig | None,
+        state_dict_type: StateDictType | str,
+        initializer: inspect.Initializer | None,
+        process_group_backend: str | None,
+    ) -> None:
+        """Arguments are those of both strategies."""
+        #: As the user gave it, and with Lightning's precision in it.
+        self._config = self._precise = config or ShardConfig()
+        self._saves_folders = StateDictType.parse(state_dict_type) is StateDictType.SHARDED
+        self._initializer = initializer
         self._num_nodes = 1
-        self._timeout = timedelta(seconds=timeout_s)
         self._process_group_backend = process_group_backend
         #: Modules that were sharded here and are in use.
         self._live: WeakSet[nn.Module] = WeakSet()
+
+    @property
+    def shard_config(self) -> ShardConfig:
+        """The configuration, with Lightning's precision in it."""
+        return self._precise
+
+    def setup_environment(self) -> None:
+        """Choose the device and form the process group."""
+        super().setup_environment()  # type: ignore[misc]
+        self.join()
+
+    def shard(self, module: nn.Module, *, calls_children: bool = False) -> None:
+        """Shard ``module`` in place, unless a strategy with equal settings has.
+
+        Args:
+            module: Not sharded; or sharded here before; or with modules inside that the user gave to ``fully_shard``.
+            calls_children: Whether the module's children are called by themselves, outside of its forward: each of them
+                then is a unit of its own.
+
+        Raises:
+            ConfigError: the configuration names another device or other ranks than Lightning's, or the module was
+                sharded with other settings, or has parameters of its own while its children are called by themselves.
+            AlreadyShardedError: something else has wrapped it.
+            ShardingError, PluginError, RankMismatchError: as ``polyshard.shard``.
+        """
+        rank = self.global_rank
+        refuse_other_ranks(self._precise, "Lightning", dist.get_world_size())
+        config = on_device(self._precise, self.root_device, "Lightning", rank)
+        refuse_module(module, rank)
+        known: ShardConfig | None = module.__dict__.get(_SETTINGS)
+        if known is not None:
+            _require_equal(known, config, module, rank)
+            self._live.add(module)
+            return
+        if calls_children:
+            _refuse_own_parameters(module, rank)
+        for metric in module.modules():
+            # Their states are neither parameters nor buffers.
+            if isinstance(metric, Metric):
+                metric.to(self.root_device)
+        if any(map(inspect.is_sharded, module.modules())):
+            _compose(module, config, rank, self._initializer, calls_children=calls_children)
+        else:
+            chosen = replace(config, policy=with_children(config.policy)) if calls_children else config
+            shard(module, chosen, initializer=self._initializer)
+        module.__dict__[_SETTINGS] = config
+        self._live.add(module)
 
     @property
     def root_device(self) -> torch.device:
@@ -139,7 +195,7 @@ class Processes:
                 self.process_group_backend,
                 rank=self.global_rank,
                 world_size=self.world_size,
-                timeout=self._timeout,
+                timeout=timedelta(seconds=self._config.timeout_s),
                 device_id=device if device.type != "cpu" else None,
             )
             atexit.register(_leave, self._live)
@@ -196,14 +252,6 @@ def _leave(live: WeakSet[nn.Module]) -> None:
     dist.destroy_process_group()
 
 
-_MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-_TRUE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
-_FULL = "32-true"
-_SERVED = (_FULL, *_MIXED, *_TRUE)
-# Mean and variance of a batch are of no use in 16 bits, and kernels want weights and running statistics in one dtype.
-_BATCH_NORMS = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm]
-
-
 def with_precision(config: ShardConfig, plugin: object, served: tuple[type, ...]) -> ShardConfig:
     """``config`` with the precision that Lightning's ``plugin`` stands for, where it names none itself.
 
@@ -236,22 +284,12 @@ def with_precision(config: ShardConfig, plugin: object, served: tuple[type, ...]
         _require(config, name, compute_dtype(config, _TRUE[name]), _TRUE[name])
         return config
     if leaves_dtype(config):
-        return replace(config, precision=_mixed(_MIXED[name]))
+        # The model's inputs stay as they are, as in Lightning without shards: targets, too, are among them.
+        outermost = {"cast_inputs": False, "cast_root_inputs": False}
+        mixed = {"name": "mixed", "param": _MIXED[name], "reduce": torch.float32, "leave_alone": _BATCH_NORMS}
+        return replace(config, precision={**mixed, "overrides": {"": outermost}})
     _require(config, name, compute_dtype(config), _MIXED[name])
     return config
-
-
-def _mixed(dtype: torch.dtype) -> Mapping[str, Any]:
-    """Computes in ``dtype`` under Lightning's autocast, and adds up gradients in fp32."""
-    # What the model is called with stays as it is, as in Lightning without shards: targets, too, are among it.
-    outermost = {"cast_inputs": False, "cast_root_inputs": False}
-    return {
-        "name": "mixed",
-        "param": dtype,
-        "reduce": torch.float32,
-        "leave_alone": _BATCH_NORMS,
-        "overrides": {"": outermost},
-    }
 
 
 def _require(config: ShardConfig, name: str, found: torch.dtype, wanted: torch.dtype) -> None:
@@ -262,59 +300,9 @@ def _require(config: ShardConfig, name: str, found: torch.dtype, wanted: torch.d
         )
 
 
-_SETTINGS = "_polyshard_lightning_settings"
-
-
 def is_sharded(module: nn.Module) -> bool:
     """Whether a strategy of this package sharded ``module``."""
     return _SETTINGS in module.__dict__
-
-
-def shard_once(
-    module: nn.Module,
-    config: ShardConfig,
-    device: torch.device,
-    rank: int,
-    *,
-    initializer: inspect.Initializer | None,
-    calls_children: bool,
-) -> None:
-    """Shard ``module`` in place, unless a strategy with equal settings has.
-
-    Args:
-        module: Not sharded; or sharded here before; or with modules inside that the user gave to ``fully_shard``.
-        config: With Lightning's precision in it.
-        device: This process's.
-        rank: This process's, for errors.
-        initializer: As for ``polyshard.shard``.
-        calls_children: Whether the module's children are called by themselves, outside of its forward: each of them
-            then is a unit of its own.
-
-    Raises:
-        ConfigError: ``config`` names another device or other ranks than Lightning's, or the module was sharded with
-            other settings, or has parameters of its own although its children are called by themselves.
-        AlreadyShardedError: something else has wrapped it.
-        ShardingError, PluginError, RankMismatchError: as ``polyshard.shard``.
-    """
-    refuse_other_ranks(config, "Lightning", dist.get_world_size())
-    config = on_device(config, device, "Lightning", rank)
-    refuse_module(module, rank)
-    known: ShardConfig | None = module.__dict__.get(_SETTINGS)
-    if known is not None:
-        _require_equal(known, config, module, rank)
-        return
-    if calls_children:
-        _refuse_own_parameters(module, rank)
-    for metric in module.modules():
-        # Their states are neither parameters nor buffers.
-        if isinstance(metric, Metric):
-            metric.to(device)
-    if any(map(inspect.is_sharded, module.modules())):
-        _compose(module, config, rank, initializer, calls_children=calls_children)
-    else:
-        chosen = replace(config, policy=with_children(config.policy)) if calls_children else config
-        shard(module, chosen, initializer=initializer)
-    module.__dict__[_SETTINGS] = config
 
 
 def refuse_optimizer(

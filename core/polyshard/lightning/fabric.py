@@ -34,7 +34,7 @@ from .checkpoints import (
     whole_model_state,
     whole_optimizer_state,
 )
-from .common import Processes, Settings, StateDictType, is_sharded, refuse_optimizer, shard_once, with_precision
+from .common import StateDictType, Strategy, is_sharded, refuse_optimizer, with_precision
 
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 Filter = Callable[[str, Any], bool]
@@ -79,14 +79,12 @@ class _NoBackwardSync(BackwardSyncControl):  # type: ignore[misc]
         return no_sync(module.module)
 
 
-class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
+class PolyshardFabricStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
     """Shards modules as ``polyshard.shard`` does: ``Fabric(strategy=PolyshardFabricStrategy(config))``.
 
     ``fabric.setup`` shards in place: optimizers may be made before or after. A module stays sharded until the process
     ends, or ``polyshard.close(module)``.
     """
-
-    strategy_name = "polyshard"
 
     def __init__(
         self,
@@ -109,18 +107,11 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
         Raises:
             ConfigError: there is no such ``state_dict_type``.
         """
-        self._settings = Settings(config or ShardConfig(), StateDictType.parse(state_dict_type), initializer)
-        self._precise = self._settings.config
-        Processes.__init__(self, process_group_backend, self._settings.config.timeout_s)
+        Strategy.__init__(self, config, state_dict_type, initializer, process_group_backend)
         ParallelStrategy.__init__(self)
         self._backward_sync_control = _NoBackwardSync()
         #: Optimizers whose parameters were looked at.
         self._known: WeakSet[torch.optim.Optimizer] = WeakSet()
-
-    @property
-    def shard_config(self) -> ShardConfig:
-        """The configuration, with Lightning's precision in it."""
-        return self._precise
 
     @property
     def precision(self) -> Any:
@@ -130,7 +121,7 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
     @precision.setter
     def precision(self, precision: Any) -> None:
         if precision is not None:
-            self._precise = with_precision(self._settings.config, precision, _PRECISIONS)
+            self._precise = with_precision(self._config, precision, _PRECISIONS)
         self._precision = precision
 
     def _configure_launcher(self) -> None:
@@ -139,11 +130,6 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
 
     def _set_world_ranks(self) -> None:
         self.set_world_ranks()
-
-    def setup_environment(self) -> None:
-        """Choose the device and form the process group."""
-        ParallelStrategy.setup_environment(self)
-        self.join()
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Where modules are made: in host memory, or on the meta device for ``empty_init``."""
@@ -162,15 +148,7 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
         Raises:
             ConfigError, AlreadyShardedError, PolyshardError: as ``polyshard.shard``; the module is as it was.
         """
-        shard_once(
-            module,
-            self._precise,
-            self.root_device,
-            self.global_rank,
-            initializer=self._settings.initializer,
-            calls_children=False,
-        )
-        self._live.add(module)
+        self.shard(module)
         return ShardedModule(module)
 
     def setup_module_and_optimizers(
@@ -218,8 +196,7 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
         self._known.add(optimizer)
 
     def _look_at_saving(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-        sharded = self._settings.state_dict_type is StateDictType.SHARDED
-        warn_unsaveable(module, optimizer, "fabric.save()", self.global_rank, writes=sharded)
+        warn_unsaveable(module, optimizer, "fabric.save()", self.global_rank, writes=self._saves_folders)
 
     # Checkpoints.
 
@@ -245,7 +222,7 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
         key, module = _only_module(state, "save")
         optimizers = {name: each for name, each in state.items() if isinstance(each, torch.optim.Optimizer)}
         rest = {name: _converted(value) for name, value in state.items() if name != key and name not in optimizers}
-        if self._settings.state_dict_type is StateDictType.SHARDED:
+        if self._saves_folders:
             self._save_folder(path, key, module, optimizers, rest, storage_options, filter)
             return
         make_room(path, first=self.is_global_zero, agreed=self.broadcast)

@@ -42,13 +42,11 @@ from .checkpoints import (
     whole_optimizer_state,
 )
 from .common import (
-    Processes,
-    Settings,
     StateDictType,
+    Strategy,
     is_sharded,
     refuse_module,
     refuse_optimizer,
-    shard_once,
     with_precision,
 )
 
@@ -62,14 +60,12 @@ class _InFolder(dict[str, Any]):
     """Stands in a checkpoint for state that is not in it, but in the files that each rank writes and reads."""
 
 
-class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
+class PolyshardStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
     """Shards the ``LightningModule`` as ``polyshard.shard`` does: ``Trainer(strategy=PolyshardStrategy(config))``.
 
     The module stays sharded after ``fit``, for the next call of this Trainer or of another one with an equal strategy.
     ``polyshard.close(module)`` releases what it holds.
     """
-
-    strategy_name = "polyshard"
 
     def __init__(
         self,
@@ -92,15 +88,8 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
         Raises:
             ConfigError: there is no such ``state_dict_type``.
         """
-        self._settings = Settings(config or ShardConfig(), StateDictType.parse(state_dict_type), initializer)
-        self._precise = self._settings.config
-        Processes.__init__(self, process_group_backend, self._settings.config.timeout_s)
+        Strategy.__init__(self, config, state_dict_type, initializer, process_group_backend)
         ParallelStrategy.__init__(self)
-
-    @property
-    def shard_config(self) -> ShardConfig:
-        """The configuration, with Lightning's precision in it."""
-        return self._precise
 
     @property
     def is_distributed(self) -> bool:
@@ -115,17 +104,12 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
         if plugin is not None:
-            self._precise = with_precision(self._settings.config, plugin, _PRECISIONS)
+            self._precise = with_precision(self._config, plugin, _PRECISIONS)
         self._precision_plugin = plugin
 
     def _configure_launcher(self) -> None:
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = TrainerLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def setup_environment(self) -> None:
-        """Choose the device and form the process group."""
-        ParallelStrategy.setup_environment(self)
-        self.join()
 
     def setup(self, trainer: Trainer) -> None:
         """Shard the module, then let it make its optimizers.
@@ -154,19 +138,11 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
     def _setup_model(self, model: nn.Module) -> nn.Module:
         manual = isinstance(model, LightningModule) and not model.automatic_optimization
         new = not is_sharded(model)
-        shard_once(
-            model,
-            self._precise,
-            self.root_device,
-            self.global_rank,
-            initializer=self._settings.initializer,
-            calls_children=manual,
-        )
+        self.shard(model, calls_children=manual)
         for name in _STEPS if new else ():
             # Its optimizers step inside, where a forward around them would go on with what it gathered before.
             if not (manual and name == "training_step") and callable(getattr(model, name, None)):
                 register_forward_method(model, name)
-        self._live.add(model)
         return model
 
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -183,15 +159,14 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
         saving = [each for each in callbacks if isinstance(each, (Checkpoint, PreemptionCallback))]
         if not saving:
             return
-        sharded = self._settings.state_dict_type is StateDictType.SHARDED
         whole = [each for each in saving if not getattr(each, "save_weights_only", False)]
         require_saveable(
             self.lightning_module,
             self.optimizers if whole and self.optimizers else None,
             "Checkpoints without optimizers are written by ModelCheckpoint(save_weights_only=True), none by "
             "Trainer(enable_checkpointing=False).",
-            writes=sharded,
-            also=self._require_values if sharded else lambda: require_names(self.lightning_module),
+            writes=self._saves_folders,
+            also=self._require_values if self._saves_folders else lambda: require_names(self.lightning_module),
         )
 
     def _require_values(self) -> None:
@@ -243,7 +218,7 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
         if not is_sharded(module):
             state: dict[str, Any] = module.state_dict()
             return state
-        if self._settings.state_dict_type is StateDictType.SHARDED:
+        if self._saves_folders:
             return _InFolder()
         return whole_model_state(module)
 
@@ -251,7 +226,7 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
         """The state of the unsharded model's optimizer on rank 0, nothing on others."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        if self._settings.state_dict_type is StateDictType.SHARDED:
+        if self._saves_folders:
             return _InFolder()
         return whole_optimizer_state(self.lightning_module, optimizer)
 
@@ -269,7 +244,7 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
         saves_optimizers = "optimizer_states" in checkpoint
         if saves_optimizers:
             checkpoint[_OWN] = {"random_states": random_states(self.root_device)}
-        if self._settings.state_dict_type is StateDictType.FULL:
+        if not self._saves_folders:
             make_room(path, first=self.is_global_zero, agreed=self.broadcast)
             ParallelStrategy.save_checkpoint(self, checkpoint, path, storage_options)
             return
