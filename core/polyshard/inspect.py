@@ -20,10 +20,10 @@ from .functions.lookup import live_roots
 from .functions.recorded_streams import RecordedStreams, Stream, StreamRecorder
 from .functions.whole import gather_whole, state_dicts_of_pieces, whole_on_this_rank
 from .planning.layout import FlatLayout, Piece, Slot
-from .planning.plan import STAGE_ATTRIBUTE, refuse_sharded
+from .planning.plan import MODULE_STATE_ATTRIBUTE, refuse_sharded
 from .planning.plan import refuse_unshardable as refuse_unshardable_parameters
 from .planning.values import send_from_first
-from .runtime.module_state import Stage
+from .runtime.module_state import ModuleState
 from .runtime.root import root_of
 from .runtime.step import Phase
 from .runtime.unit import Reshard
@@ -251,7 +251,7 @@ class ShardedModel:
     @property
     def module(self) -> nn.Module:
         """The outermost sharded module."""
-        return self._root.stages[0].module
+        return self._root.module_states[0].module
 
     @property
     def collectives(self) -> Collectives:
@@ -330,18 +330,18 @@ class ShardedModel:
 
     def wait_for_communication(self) -> None:
         """Order compute on the current stream after every gather and reduction that was issued."""
-        self._root.lanes.drain()
+        self._root.streams.drain()
 
     def gathers_per_step(self, unit: ShardedUnit) -> int:
         """How often a forward and a backward gather ``unit``: twice where it is released in between."""
         if unit.shard is None or unit._unit.permanent:
             return 0
         # The backward of the outermost module follows its forward at once.
-        return 2 if unit._unit.releases(unit._unit in self._root.stages[0].units) else 1
+        return 2 if unit._unit.releases(unit._unit in self._root.module_states[0].units) else 1
 
     def record_streams(self, recorder: StreamRecorder) -> None:
         """Run communication where it is issued from now on, and report to ``recorder`` the streams of a device."""
-        self._root.use_lanes(RecordedStreams(recorder))
+        self._root.use_streams(RecordedStreams(recorder))
 
     @contextmanager
     def synchronising(self, synchronises: bool) -> Iterator[None]:
@@ -392,7 +392,7 @@ class LocatedParameter:
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether ``module`` itself was sharded; not what is inside it."""
-    return STAGE_ATTRIBUTE in module.__dict__
+    return MODULE_STATE_ATTRIBUTE in module.__dict__
 
 
 def sharded_model(module: nn.Module) -> ShardedModel | None:
@@ -400,15 +400,15 @@ def sharded_model(module: nn.Module) -> ShardedModel | None:
 
     Modules that a drop-in sharded are not its own: they form a model at their first forward.
     """
-    stage = module.__dict__.get(STAGE_ATTRIBUTE)
-    return ShardedModel(root_of(stage)) if type(stage) is Stage else None
+    state = module.__dict__.get(MODULE_STATE_ATTRIBUTE)
+    return ShardedModel(root_of(state)) if type(state) is ModuleState else None
 
 
 def units_in(model: nn.Module) -> Iterator[ShardedUnit]:
     """The units of every sharded module in ``model``, in module order."""
     for module in model.modules():
-        stage: Stage | None = module.__dict__.get(STAGE_ATTRIBUTE)
-        yield from map(ShardedUnit, () if stage is None else stage.units)
+        state: ModuleState | None = module.__dict__.get(MODULE_STATE_ATTRIBUTE)
+        yield from map(ShardedUnit, () if state is None else state.units)
 
 
 def refuse_unshardable(model: nn.Module, rank: int) -> None:

@@ -16,7 +16,7 @@ from polyshard.runtime.gradients import Gradients, Reducible
 from polyshard.runtime.parameters import MasterViews
 from polyshard.runtime.reduce import CommHook as HookedReduction
 from polyshard.runtime.reduce import Copies, Reducer, ReductionInput
-from polyshard.runtime.streams import Lanes
+from polyshard.runtime.streams import CommStreams
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
@@ -109,9 +109,9 @@ class FlatGradients(Gradients):
         self._dtypes = dtypes
         self.input.choose(dtypes)
 
-    def keep(self, gradients: list[torch.Tensor | None], lanes: Lanes) -> None:
+    def keep(self, gradients: list[torch.Tensor | None], streams: CommStreams) -> None:
         self._take_back()
-        super().keep(gradients, lanes)
+        super().keep(gradients, streams)
 
     def reduce(self, gradients: list[torch.Tensor | None], reducer: Reducer) -> None:
         self._take_back()

@@ -167,7 +167,7 @@ def _settings(config: ShardConfig, device: torch.device | str | None) -> tuple[V
 
 
 def _overriding(each: Drafted) -> list[ExplainedPlugin]:
-    label = each.draft.stage.name or "(root)"
+    label = each.draft.module_state.name or "(root)"
     source = Source(Origin.CODE, "the policy")
     return [
         _plugin(constructed, f"{label}: {setting}", lambda option: source)
@@ -352,10 +352,10 @@ def _unit(draft: Draft, unit: DraftedUnit, layout: str, reason: str) -> Explaine
         gather_nbytes = flat.shard_numel * dtypes.compute.itemsize
     else:
         gather_nbytes = unit.wire.nbytes_per_rank
-    group = next(group for group in draft.stage.groups if group[0].names[0] in spec.parameter_names)
+    group = next(group for group in draft.module_state.groups if group[0].names[0] in spec.parameter_names)
     return ExplainedUnit(
         name=spec.label,
-        module_class=type(draft.stage.module).__name__,
+        module_class=type(draft.module_state.module).__name__,
         parameters=tuple(
             ExplainedParameter(name, slot.shape, slot.offset, slot.by_rows)
             for name, slot in zip(spec.parameter_names, flat.slots, strict=True)
@@ -372,22 +372,22 @@ def _unit(draft: Draft, unit: DraftedUnit, layout: str, reason: str) -> Explaine
         gather_nbytes=gather_nbytes,
         encoded=unit.wire is not None,
         layout=layout,
-        overrides=dict(draft.stage.overrides),
+        overrides=dict(draft.module_state.overrides),
         reason=reason,
     )
 
 
 def _reason(draft: Draft, policy: WatchedPolicy, root: nn.Module) -> str:
-    stage = draft.stage
-    if stage.module is root:
+    state = draft.module_state
+    if state.module is root:
         return "what no unit inside of it holds"
-    if stage.host is not None:
+    if state.parent is not None:
         return "a large module before or behind all units (split_root)"
-    if stage.module not in policy.chosen:
+    if state.module not in policy.chosen:
         return "the precision leaves it alone"
-    where = f"reason of {type(policy.policy).__module__}:{type(policy.policy).__qualname__} for '{stage.name}'"
+    where = f"reason of {type(policy.policy).__module__}:{type(policy.policy).__qualname__} for '{state.name}'"
     try:
-        answer: object = policy.policy.reason(stage.module, stage.name)
+        answer: object = policy.policy.reason(state.module, state.name)
     except Exception as error:
         raise PluginContractError(f"{where} failed: {type(error).__name__}: {error}") from error
     if not isinstance(answer, str):

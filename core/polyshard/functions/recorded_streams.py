@@ -1,4 +1,4 @@
-"""The streams of a step without a device: what ``StreamLanes`` orders by events is reported to a recorder."""
+"""The streams of a step without a device: what ``CudaStreams`` orders by events is reported to a recorder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from ..runtime.gather import Gatherable
-from ..runtime.streams import HostLanes, Reduction
+from ..runtime.streams import HostStreams, Reduction
 
 
 class Stream(enum.Enum):
@@ -38,8 +38,8 @@ class StreamRecorder(Protocol):
         ...
 
 
-class RecordedStreams(HostLanes):
-    """Runs everything where it is issued, as ``HostLanes`` does, and reports the stream that a device would take.
+class RecordedStreams(HostStreams):
+    """Runs everything where it is issued, as ``HostStreams`` does, and reports the stream that a device would take.
 
     Memory comes and goes as with streams: a reduction is delivered when it is issued, and its input let go of when
     compute would have been ordered behind it.
