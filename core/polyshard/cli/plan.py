@@ -39,6 +39,7 @@ from ..forecast.timing import LinkModel
 from ..interfaces import Collectives, Group, PluginContext, bytes_of
 from .shared import Commands, add_model_options, function_at, importing_beside, model_of, print_table
 
+_LAUNCH = "torchrun --standalone --nproc-per-node 2 -m polyshard bench-links --out links.json"
 #: Exit code of a step that does not fit.
 DOES_NOT_FIT = 3
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -226,9 +227,6 @@ def _unit_of(nbytes: int) -> tuple[int, str]:
 def _shown(nbytes: int) -> str:
     size, unit = _unit_of(nbytes)
     return f"{nbytes / size:.2f} {unit}"
-
-
-_LAUNCH = "torchrun --standalone --nproc-per-node 2 -m polyshard bench-links --out links.json"
 
 
 def add_bench_links(commands: Commands) -> None:

@@ -16,7 +16,7 @@ import tempfile
 import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,22 @@ from ..errors import (
 )
 from ..interfaces import Group
 from .shared import Commands, print_table
+
+if TYPE_CHECKING:
+    from ..testing.outcomes import Outcome
+
+#: The state of a plugin that cannot be resolved, by the error.
+_STATES: Mapping[type[PluginError], catalog.PluginState] = {
+    PluginLoadError: catalog.PluginState.BROKEN,
+    PluginVersionError: catalog.PluginState.INCOMPATIBLE,
+    PluginContractError: catalog.PluginState.INCOMPLETE,
+    PluginConflictError: catalog.PluginState.AMBIGUOUS,
+    PluginRefusedError: catalog.PluginState.REFUSED,
+}
+#: Options that the suite of collectives gives on each rank.
+_GIVEN_BY_RANK = ("rank", "world_size")
+#: The base that constructs a plugin of each group for its suite; ``InstalledPlugin`` for the others.
+_MIXED_IN = {Group.COLLECTIVES: "InstalledCollectives", Group.POLICIES: "InstalledPolicy"}
 
 
 def add_plugins(commands: Commands) -> None:
@@ -80,18 +96,6 @@ def group_named(name: str) -> Group:
     return short[key]
 
 
-#: What a plugin that cannot be resolved is, by the error that says so.
-_STATES: Mapping[type[PluginError], catalog.PluginState] = {
-    PluginLoadError: catalog.PluginState.BROKEN,
-    PluginVersionError: catalog.PluginState.INCOMPATIBLE,
-    PluginContractError: catalog.PluginState.INCOMPLETE,
-    PluginConflictError: catalog.PluginState.AMBIGUOUS,
-    PluginRefusedError: catalog.PluginState.REFUSED,
-}
-#: Options that the suite of collectives gives on each rank.
-_GIVEN_BY_RANK = ("rank", "world_size")
-
-
 def _add_check(verbs: Commands) -> None:
     """Add the command to ``verbs``, those of ``polyshard plugins``."""
     check = verbs.add_parser(
@@ -128,14 +132,17 @@ def _check(arguments: argparse.Namespace) -> int:
         state = next(state for kind, state in _STATES.items() if isinstance(error, kind))
         return _tell_unusable(arguments, {"group": group.value, "name": arguments.name}, state.value, str(error))
     _check_options(resolved)
-    suite = Suite(
+    if arguments.model and group is not Group.POLICIES:
+        raise ConfigError(f"--model is for policies; a plugin of {group.value} is tested without one of yours")
+    devices = _devices(group)
+    tests = _tests(
         group,
         f"{resolved.distribution}:{resolved.name}",
-        _document(arguments.options),
-        _attributes(group, arguments.suite),
-        _model(group, arguments.model),
+        arguments.options,
+        _attributes(group, arguments.suite) | ({"model_factory": arguments.model} if arguments.model else {}),
+        devices,
     )
-    run = suite.run(_devices(group), arguments.timeout)
+    run = _run_suite(tests, arguments.timeout)
     plugin = {
         "group": group.value,
         "name": resolved.name,
@@ -174,21 +181,15 @@ def _group(arguments: argparse.Namespace) -> Group:
     return groups[0]
 
 
-def _document(table: str) -> str:
-    """An inline table as a document, which is how it is handed on: TOML has values that JSON has not."""
-    return f"table = {table}\n"
-
-
 def _table(option: str, text: str) -> dict[str, Any]:
+    reason = ""
     try:
-        found: Any = tomllib.loads(_document(text))["table"]
+        found: Any = tomllib.loads(f"table = {text}\n")["table"]
+        if isinstance(found, dict):
+            return found
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(
-            f"{option} {text!r} is no inline table of TOML, such as '{{folder = \".\"}}': {error}"
-        ) from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{option} {text!r} is no inline table of TOML, such as '{{folder = \".\"}}'")
-    return found
+        reason = f": {error}"
+    raise ConfigError(f"{option} {text!r} is no inline table of TOML, such as '{{folder = \".\"}}'{reason}")
 
 
 def _check_options(resolved: catalog.Resolved[Any]) -> None:
@@ -241,12 +242,6 @@ def _attributes(group: Group, text: str) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
-def _model(group: Group, model: str) -> str:
-    if model and group is not Group.POLICIES:
-        raise ConfigError(f"--model is for policies; a plugin of {group.value} is tested without one of yours")
-    return model
-
-
 def _devices(group: Group) -> tuple[str, ...]:
     # With the command that needs it: a list of plugins does not.
     import torch
@@ -295,13 +290,6 @@ def _named(plugin: dict[str, str]) -> str:
     return f"{origin}{plugin['name']} of {plugin['group']}"
 
 
-if TYPE_CHECKING:
-    from ..testing.outcomes import Outcome
-
-#: The parts of the class that tests a plugin of each group, by what they do beside constructing it.
-_MIXED_IN = {Group.COLLECTIVES: "InstalledCollectives", Group.POLICIES: "InstalledPolicy"}
-
-
 @dataclass(frozen=True)
 class Failure:
     """One case in which a rule did not hold."""
@@ -314,7 +302,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Rule:
-    """What became of one test of the suite."""
+    """One test of the suite, and how it went."""
 
     name: str
     """Of the method."""
@@ -330,7 +318,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class SuiteRun:
-    """What a run found."""
+    """The result of a run."""
 
     devices: tuple[str, ...]
     """On which the plugin could be made."""
@@ -338,67 +326,50 @@ class SuiteRun:
     """Why it could not be made on any; empty where it could."""
     rules: tuple[Rule, ...]
     ended_early: str = ""
-    """What ended the run before all rules were tried; empty where nothing did."""
+    """Why the run ended before all rules were tried; empty where it did not."""
 
 
-@dataclass(frozen=True)
-class Suite:
-    """The tests of one plugin."""
+def _tests(group: Group, label: str, options: str, attributes: Mapping[str, Any], devices: Sequence[str]) -> str:
+    """A file of tests, as the plugin's author could have written it.
 
-    group: Group
-    label: str
-    """Its ``"distribution:name"``."""
-    options: str
-    """A TOML document whose ``table`` has its options."""
-    attributes: Mapping[str, Any] = field(default_factory=dict)
-    """Attributes of the suite's class that are to differ."""
-    model: str = ""
-    """For a policy: ``"package.module:function"`` that builds a model; empty for the suite's own."""
-
-    def run(self, devices: Sequence[str], timeout_s: float) -> SuiteRun:
-        """Run them on each of ``devices``; pytest must be installed."""
-        # Imported with pytest, so that all else of the command works without it.
-        from ..testing.check_process import RECORD, TESTS
-        from ..testing.outcomes import Record
-
-        with tempfile.TemporaryDirectory() as folder:
-            Path(folder, TESTS).write_text(self._source(devices), encoding="utf-8")
-            Path(folder, "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
-            ended, output = _run(folder, timeout_s)
-            return _found(list(Record(Path(folder, RECORD))), ended, output)
-
-    def _source(self, devices: Sequence[str]) -> str:
-        """A file of tests, as the plugin's author could have written it."""
-        mixed_in = _MIXED_IN.get(self.group, "InstalledPlugin")
-        lines = [
-            "import torch",
-            f"from polyshard.testing.installed import {mixed_in}",
-            "from polyshard.testing.suites import OF_GROUP",
-            "from polyshard.interfaces import Group",
+    ``options`` is text, an inline table of TOML: TOML has values that JSON has not.
+    """
+    base = _MIXED_IN.get(group, "InstalledPlugin")
+    lines = [
+        "import torch",
+        f"from polyshard.testing.installed import {base}",
+        "from polyshard.testing.suites import OF_GROUP",
+        "from polyshard.interfaces import Group",
+    ]
+    for device in devices:
+        ranks = {"ranks": "processes", "device_type": device} if group is Group.COLLECTIVES else {}
+        lines += [
+            f"class Test{device.title()}({base}, OF_GROUP[Group({group.value!r})]):",
+            f"    group = Group({group.value!r})",
+            f"    label = {label!r}",
+            f"    options = {f'table = {options}'!r}",
+            f"    device = torch.device({device!r})",
+            *(f"    {name} = {value!r}" for name, value in {**ranks, **attributes}.items()),
         ]
-        for device in devices:
-            lines += [
-                f"class Test{device.title()}({mixed_in}, OF_GROUP[Group({self.group.value!r})]):",
-                f"    group = Group({self.group.value!r})",
-                f"    label = {self.label!r}",
-                f"    options = {self.options!r}",
-                f"    device = torch.device({device!r})",
-                *(f"    {name} = {value!r}" for name, value in self._set(device).items()),
-            ]
-        return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n"
 
-    def _set(self, device: str) -> dict[str, Any]:
-        found = dict(self.attributes)
-        if self.group is Group.COLLECTIVES:
-            found = {"ranks": "processes", "device_type": device} | found
-        if self.model:
-            found["model_factory"] = self.model
-        return found
+
+def _run_suite(tests: str, timeout_s: float) -> SuiteRun:
+    """Run a file of tests in a process of its own; pytest must be installed."""
+    # Imported with pytest, so that all else of the command works without it.
+    from ..testing.check_process import RECORD, TESTS
+    from ..testing.outcomes import Record
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, TESTS).write_text(tests, encoding="utf-8")
+        Path(folder, "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+        ended, output = _run(folder, timeout_s)
+        return _found(list(Record(Path(folder, RECORD))), ended, output)
 
 
 def _run(folder: str, timeout_s: float) -> tuple[str, str]:
-    """How the process ended, empty where as it should; and what it wrote."""
-    # What is installed for this process, and neither pytest's plugins that happen to be there nor the current folder.
+    """How the process ended, empty where as it should; and its output."""
+    # The packages of this process, and neither pytest's plugins that happen to be there nor the current folder.
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     environ.pop("PYTEST_ADDOPTS", None)
     command = [sys.executable, "-P", "-m", "polyshard.testing.check_process", folder]
