@@ -29,16 +29,17 @@ from ..state import (
     set_optimizer_state_dict,
 )
 
-Barrier = Callable[[], None]
+_WHOLE = StateOptions(form=StateForm.FULL_ON_RANK_0)
+_NAMES = ("params", "param_names")
 
 
 def is_remote(path: str | Path) -> bool:
-    """Whether Lightning's own reading and writing of files is asked for something that is no path of this host."""
+    """Whether ``path`` is no path of this host: only Lightning's own reading and writing of files takes it."""
     return "://" in str(path)
 
 
 def is_folder(path: str | Path) -> bool:
-    """Whether ``path`` is such a directory, complete."""
+    """Whether ``path`` is a complete directory of ``polyshard.checkpoint``."""
     return not is_remote(path) and (Path(path) / MARKER).is_file()
 
 
@@ -50,7 +51,7 @@ def save_folder(
     extra: Mapping[str, Any],
     *,
     first: bool,
-    barrier: Barrier,
+    barrier: Callable[[], None],
 ) -> None:
     """Write ``path``, in the place of what it was before, once all is written. Every rank calls it.
 
@@ -65,7 +66,7 @@ def save_folder(
 
     Raises:
         UnsupportedError: ``path`` is no path of this host.
-        PolyshardError, OSError: as ``polyshard.checkpoint.save``; what was there before stays.
+        PolyshardError, OSError: as ``polyshard.checkpoint.save``; the directory from before stays.
     """
     if is_remote(path):
         raise UnsupportedError(
@@ -92,35 +93,10 @@ def save_folder(
     barrier()
 
 
-def load_folder(
-    path: str | Path,
-    module: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    *,
-    weights_only: bool | None = None,
-) -> Mapping[str, Any]:
-    """Read ``path`` into ``module`` and ``optimizers``; returns what ``extra`` was. Every rank calls it.
-
-    Args:
-        path: What ``save_folder`` wrote.
-        module: The outermost sharded module.
-        optimizers: Those that were saved, or none.
-        weights_only: False where the directory is trusted, so that it may be of format 1 or 2, which are pickles.
-
-    Raises:
-        ConfigError: it is of another model or other optimizers, or of pickles; nothing was changed.
-        StateError, RankMismatchError: as ``polyshard.checkpoint.load``.
-    """
-    return checkpoint.load(Path(path), module, list(optimizers) or None, pickles=weights_only is False)
-
-
 def make_room(path: str | Path, *, first: bool, agreed: Callable[[bool], bool]) -> None:
-    """Remove such a directory where a file is to be written. Every rank calls it, with rank 0's ``path``.
+    """Remove a checkpoint's directory where a file is to be written. Every rank calls it, with rank 0's ``path``.
 
-    Args:
-        path: Of the file.
-        first: Whether this is rank 0.
-        agreed: Rank 0's answer, on every rank.
+    ``first``: whether this is rank 0. ``agreed``: returns rank 0's answer on every rank.
 
     Raises:
         ConfigError: there is a directory of something else.
@@ -153,14 +129,8 @@ def require_file(path: str | Path) -> None:
 
 
 def has_optimizers(path: str | Path) -> bool:
-    """Whether optimizers were saved with the model; also where that cannot be known without reading pickles."""
-    directory = Path(path)
-    marker = Marker.read(directory)
-    return marker.pickled or marker.read_manifest(directory).optimizer is not None
-
-
-_WHOLE = StateOptions(form=StateForm.FULL_ON_RANK_0)
-_NAMES = ("params", "param_names")
+    """Whether optimizers were saved with the model."""
+    return Marker.read(Path(path)).read_manifest(Path(path)).optimizer is not None
 
 
 def whole_model_state(module: nn.Module) -> dict[str, Any]:

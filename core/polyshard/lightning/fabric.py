@@ -16,6 +16,7 @@ from lightning.fabric.plugins.precision import HalfPrecision
 from lightning.fabric.strategies import ParallelStrategy
 from torch import nn
 
+from .. import checkpoint
 from ..api import no_sync
 from ..config import ShardConfig
 from ..errors import ConfigError, StateError, UnsupportedError
@@ -25,7 +26,6 @@ from ._private import BackwardSyncControl, FabricLauncher
 from .checkpoints import (
     has_optimizers,
     is_folder,
-    load_folder,
     load_whole_model_state,
     load_whole_optimizer_state,
     make_room,
@@ -278,31 +278,31 @@ class PolyshardFabricStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
         """
         path = self.broadcast(path)
         if is_folder(path):
-            return self._load_folder(path, state, strict, weights_only)
+            return self._load_folder(path, state, strict)
         require_file(path)
-        checkpoint: dict[str, Any] = dict(self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
+        saved: dict[str, Any] = dict(self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
         if isinstance(state, nn.Module):
-            self.load_module_state_dict(state, checkpoint, strict)
+            self.load_module_state_dict(state, saved, strict)
             return {}
         if isinstance(state, torch.optim.Optimizer):
-            load_whole_optimizer_state(self._module_of(state), state, checkpoint)
+            load_whole_optimizer_state(self._module_of(state), state, saved)
             return {}
         if not state:
-            return checkpoint
-        _require_keys(path, state, checkpoint, strict)
+            return saved
+        _require_keys(path, state, saved, strict)
         for name, value in list(state.items()):
-            if name not in checkpoint:
+            if name not in saved:
                 continue
-            saved = checkpoint.pop(name)
+            own = saved.pop(name)
             if isinstance(value, nn.Module):
-                self.load_module_state_dict(value, saved, strict)
+                self.load_module_state_dict(value, own, strict)
             elif isinstance(value, torch.optim.Optimizer):
-                load_whole_optimizer_state(self._module_of(value), value, saved)
+                load_whole_optimizer_state(self._module_of(value), value, own)
             else:
-                _take(state, name, saved)
-        return checkpoint
+                _take(state, name, own)
+        return saved
 
-    def _load_folder(self, path: str | Path, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+    def _load_folder(self, path: str | Path, state: Any, strict: bool) -> dict[str, Any]:
         if isinstance(state, nn.Module):
             state = {"module": state}
             key, strict = "module", False
@@ -320,7 +320,7 @@ class PolyshardFabricStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
                 f"The checkpoint {path} has no optimizer, and {', '.join(map(repr, optimizers))} is to be loaded. Load "
                 "the model alone."
             )
-        extra = load_folder(path, module, list(optimizers.values()), weights_only=weights_only)
+        extra = checkpoint.load(Path(path), module, list(optimizers.values()) or None)
         rest = dict(extra["rest"])
         others = [name for name in state if name != key and name not in optimizers]
         _require_keys(path, others, rest, strict)

@@ -19,6 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from ..api import no_sync, register_forward_method
+from ..checkpoint import load
 from ..checkpoint.encoding import Encoder
 from ..checkpoint.saveable import require_saveable
 from ..config import ShardConfig
@@ -29,7 +30,6 @@ from ._private import TrainerLauncher
 from .checkpoints import (
     has_optimizers,
     is_folder,
-    load_folder,
     load_whole_model_state,
     load_whole_optimizer_state,
     make_room,
@@ -282,7 +282,7 @@ class PolyshardStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
         if is_folder(path):
             loads_optimizers = fits and has_optimizers(path)
             optimizers = self.optimizers if loads_optimizers else ()
-            extra = load_folder(path, self.lightning_module, optimizers, weights_only=weights_only)
+            extra = load(Path(path), self.lightning_module, list(optimizers) or None)
             checkpoint = {**extra, "state_dict": _InFolder()}
             if loads_optimizers:
                 checkpoint["optimizer_states"] = _InFolder()
