@@ -21,11 +21,7 @@ _VARIABLE = "ACCELERATE_MIXED_PRECISION"
 
 
 def refuse_other_engines(arguments: Mapping[str, object]) -> None:
-    """Raise where ``arguments`` ask for an engine beside polyshard.
-
-    Raises:
-        ConfigError: naming the argument.
-    """
+    """Raise ``ConfigError``, naming the argument, where ``arguments`` ask for an engine beside polyshard."""
     for name, value in arguments.items():
         if value is not None:
             raise ConfigError(
@@ -35,10 +31,8 @@ def refuse_other_engines(arguments: Mapping[str, object]) -> None:
 
 
 def refuse_handlers(handlers: Sequence[object]) -> None:
-    """Raise where one of Accelerate's ``KwargsHandler`` asks for what only DDP does, and what changes results.
-
-    Raises:
-        ConfigError: a communication hook.
+    """Raise ``ConfigError`` where one of Accelerate's ``KwargsHandler`` asks for what only DDP does, and what changes
+    results.
     """
     for handler in handlers:
         hook = handler.comm_hook if isinstance(handler, DistributedDataParallelKwargs) else DDPCommunicationHookType.NO
@@ -106,12 +100,9 @@ def refuse_optimizers(
     to_be_cut: Sequence[nn.Module],
     rank: int,
 ) -> None:
-    """Raise where an optimizer is none of ``models``', all that are prepared or about to be.
+    """Raise ``ConfigError`` where an optimizer is none of ``models``', all that are prepared or about to be.
 
     ``to_be_cut``: those of them whose parameters are about to become pieces.
-
-    Raises:
-        ConfigError: an optimizer holds a parameter of no model, or state of whole parameters that are about to be cut.
     """
     remedy = (
         "Make the optimizer over the parameters of the model that is given to prepare(), and after anything that "
@@ -189,11 +180,7 @@ def sharded_in(model: nn.Module) -> nn.Module | None:
 
 
 def refuse_unreduced(parameters: Iterable[torch.Tensor], call: str) -> None:
-    """Raise where gradients of ``parameters`` wait for a backward that reduces them.
-
-    Raises:
-        StateError: naming the unit.
-    """
+    """Raise ``StateError``, naming the unit, where gradients of ``parameters`` wait for a backward that reduces them."""
     for found in inspect.find(list(parameters)):
         if found is not None and found.unit.awaits_reduction:
             raise StateError(
@@ -204,11 +191,7 @@ def refuse_unreduced(parameters: Iterable[torch.Tensor], call: str) -> None:
 
 
 def refuse_flat(parameters: Iterable[torch.Tensor], call: str) -> None:
-    """Raise where ``parameters`` have no gradients of their own, because flat parameters have them.
-
-    Raises:
-        StateError: naming the unit.
-    """
+    """Raise ``StateError`` where ``parameters`` have no gradients of their own, because flat parameters have them."""
     for found in inspect.find(list(parameters)):
         if found is not None and found.position is not None and found.unit.flat_parameter is not None:
             raise StateError(

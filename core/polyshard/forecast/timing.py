@@ -107,25 +107,6 @@ class LinkModel:
                 link["operation"] = link["operation"].value
         return json.dumps(plain, indent=1) + "\n"
 
-    @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any], source: str) -> LinkModel:
-        """From a parsed file; ``source`` names it in messages.
-
-        Raises:
-            ConfigError: a key is missing, unknown, or of another type.
-        """
-        try:
-            kinds = {key: _links_of(mapping.get(key, ())) for key in ("inside", "between")}
-            return cls(**{**mapping, **kinds})
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise ConfigError(
-                f"{source} holds no links: {error}. 'polyshard bench-links --out FILE' writes such a file."
-            ) from error
-
-
-def _links_of(rows: Iterable[Mapping[str, Any]]) -> tuple[Link, ...]:
-    return tuple(Link(**{**row, "operation": Operation(row["operation"])}) for row in rows)
-
 
 def read_links(path: str | Path) -> LinkModel:
     """The links that ``LinkModel.to_json`` wrote to ``path``.
@@ -133,17 +114,27 @@ def read_links(path: str | Path) -> LinkModel:
     Raises:
         ConfigError: there is no such file, or it holds something else.
     """
+    name = repr(str(path))
     try:
         mapping = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"cannot read the links in {str(path)!r}: {error.strerror}. 'polyshard bench-links --out FILE' writes them."
+            f"cannot read the links in {name}: {error.strerror}. 'polyshard bench-links --out FILE' writes them."
         ) from error
     except ValueError as error:
-        raise ConfigError(f"{str(path)!r} is not JSON: {error}") from error
+        raise ConfigError(f"{name} is not JSON: {error}") from error
     if not isinstance(mapping, Mapping):
-        raise ConfigError(f"{str(path)!r} holds no links, but a {type(mapping).__name__}.")
-    return LinkModel.from_mapping(mapping, repr(str(path)))
+        raise ConfigError(f"{name} holds no links, but a {type(mapping).__name__}.")
+    try:
+        return LinkModel(**{**mapping, **{key: _links_of(mapping.get(key, ())) for key in ("inside", "between")}})
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"{name} holds no links: {error}. 'polyshard bench-links --out FILE' writes such a file."
+        ) from error
+
+
+def _links_of(rows: Iterable[Mapping[str, Any]]) -> tuple[Link, ...]:
+    return tuple(Link(**{**row, "operation": Operation(row["operation"])}) for row in rows)
 
 
 def fitted(operation: Operation, ranks: int, timings: Sequence[tuple[int, float]]) -> Link:

@@ -28,10 +28,14 @@ from .kernels import fused_as_on_cuda, note_operation
 from .recording import Issued, Kind, Ledger, MemoryTimeline, Operation, Part, Span, StepRecorder
 from .workload import Batch, OptimizerModel
 
+_BRANCHED = (
+    "The model branches on values of tensors, which are not known: each branch was planned as if its condition held."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """What one step issues, and what it holds meanwhile."""
+    """The operations of one step, and the memory meanwhile."""
 
     issued: tuple[Issued, ...]
     memory: MemoryTimeline
@@ -100,7 +104,7 @@ class TracedModel:
         """
         self._ledger.see(_tensors((batch.args, batch.kwargs)), Kind.BUFFERS)
         with ExitStack() as watching:
-            watching.enter_context(fused_as_on_cuda(self.recorder, self._branched))
+            watching.enter_context(fused_as_on_cuda(self.recorder, lambda: self._note(_BRANCHED)))
             watching.enter_context(_Watch(self.recorder, self._ledger))
             if not self._warm:
                 # The first forward records the order that later ones prefetch by; the first step makes states.
@@ -112,11 +116,7 @@ class TracedModel:
             self._once(batch)
         return TracedStep(tuple(self.recorder.issued), self._ledger.timeline(self.standing_nbytes))
 
-    def _branched(self) -> None:
-        note = (
-            "The model branches on values of tensors, which are not known: each branch was planned as if its condition "
-            "held."
-        )
+    def _note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
 
@@ -186,7 +186,7 @@ class TracedModel:
         }
         if config.reshard_after_forward == "auto":
             changed |= {"reshard_after_forward": None, "memory_budget": None}
-            self.notes.append(
+            self._note(
                 "reshard_after_forward = 'auto' is planned as if every unit were released: the units that a device "
                 "keeps beyond that fill memory which is free."
             )
@@ -194,7 +194,7 @@ class TracedModel:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes each operation and the storages of what it returns."""
+    """Records each operation and the storages of its results."""
 
     def __init__(self, recorder: StepRecorder, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

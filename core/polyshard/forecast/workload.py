@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,7 +51,8 @@ class ShapedBatches:
         Raises:
             ConfigError: a word is none of these, or the first sizes differ.
         """
-        shapes = tuple(_shape_of(word) for word in _words(text))
+        # Spaces may stand inside of brackets.
+        shapes = tuple(_shape_of(word) for word in re.findall(r"[^\s\[]+(?:\[[^\]]*\])?", text) or [text])
         firsts = {shape.sizes[0] for shape in shapes}
         if len(firsts) != 1:
             raise ConfigError(
@@ -89,21 +91,12 @@ def batches_of(factory: Callable[[int], Any], label: str) -> BatchMaker:
                     f"the batch {label!r} raised {type(error).__name__}: {error}. It is called with the number of "
                     "samples, on the meta device, where tensors have no values."
                 ) from error
-        made = tree_map(_on_meta, made)
+        made = tree_map(lambda each: each.to("meta") if isinstance(each, torch.Tensor) else each, made)
         if isinstance(made, Mapping):
             return Batch((), dict(made))
         return Batch(tuple(made) if isinstance(made, tuple | list) else (made,), {})
 
     return make
-
-
-def _on_meta(value: Any) -> Any:
-    return value.to("meta") if isinstance(value, torch.Tensor) else value
-
-
-def _words(text: str) -> list[str]:
-    # Spaces may stand inside of brackets.
-    return re.findall(r"[^\s\[]+(?:\[[^\]]*\])?", text) or [text]
 
 
 def _shape_of(word: str) -> _Shape:
@@ -122,20 +115,23 @@ def _shape_of(word: str) -> _Shape:
 _TOGETHER = 32
 
 
-class OptimizerModel(Protocol):
+class OptimizerModel:
     """An optimizer of the parameters' pieces."""
 
     def standing_nbytes(self, parameters: Sequence[nn.Parameter]) -> int:
         """Bytes of its state that no tensor on the meta device stands for."""
-        ...
+        return 0
 
     def step(self, parameters: Sequence[nn.Parameter], recorder: StepRecorder, ledger: Ledger) -> None:
-        """Note one step with the gradients that are there."""
-        ...
+        """Record one step with the gradients that are there."""
+
+
+class NoOptimizer(OptimizerModel):
+    """Parameters are not updated."""
 
 
 @dataclass(frozen=True, slots=True)
-class FusedAdamW:
+class FusedAdamW(OptimizerModel):
     """``torch.optim.AdamW(fused=True)``: two states a parameter, everything read once and written once.
 
     Its kernel does not run on the meta device, so it is counted: 16 bytes a parameter for fp32 master, gradient and
@@ -148,35 +144,21 @@ class FusedAdamW:
         return self.states * sum(parameter.nbytes for parameter in parameters)
 
     def step(self, parameters: Sequence[nn.Parameter], recorder: StepRecorder, ledger: Ledger) -> None:
-        given = [parameter for parameter in parameters if parameter.grad is not None]
+        given = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         # Master and states are read and written, gradients read.
-        nbytes = sum(parameter.nbytes * (2 + 2 * self.states) + _gradient_nbytes(parameter) for parameter in given)
+        nbytes = sum(parameter.nbytes * (2 + 2 * self.states) + gradient.nbytes for parameter, gradient in given)
         launches = -(-len(given) // _TOGETHER)
         for _ in range(launches):
             recorder.kernel("fused_adamw", Bound.NONE, 0, nbytes // launches, 4)
 
 
-@dataclass(frozen=True, slots=True)
-class NoOptimizer:
-    """Parameters are not updated."""
-
-    def standing_nbytes(self, parameters: Sequence[nn.Parameter]) -> int:
-        return 0
-
-    def step(self, parameters: Sequence[nn.Parameter], recorder: StepRecorder, ledger: Ledger) -> None:
-        return None
-
-
-class RunOptimizer:
+class RunOptimizer(OptimizerModel):
     """Any optimizer, made by ``factory`` of the pieces and run on the meta device: what it allocates is seen."""
 
     def __init__(self, factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer], label: str) -> None:
         self._factory = factory
         self._label = label
         self._optimizer: torch.optim.Optimizer | None = None
-
-    def standing_nbytes(self, parameters: Sequence[nn.Parameter]) -> int:
-        return 0
 
     def step(self, parameters: Sequence[nn.Parameter], recorder: StepRecorder, ledger: Ledger) -> None:
         try:
@@ -190,29 +172,15 @@ class RunOptimizer:
                 "'adamw' stands for."
             ) from error
         states = self._optimizer.state.values()
-        ledger.see([value for state in states for value in state.values() if _is_tensor(value)], Kind.OPTIMIZER)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _gradient_nbytes(parameter: nn.Parameter) -> int:
-    return 0 if parameter.grad is None else parameter.grad.nbytes
-
-
-def _foreach_adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, foreach=True)
-
-
-def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, foreach=True)
+        ledger.see(
+            [value for state in states for value in state.values() if isinstance(value, torch.Tensor)], Kind.OPTIMIZER
+        )
 
 
 _NAMED: dict[str, Callable[[], OptimizerModel]] = {
     "adamw": FusedAdamW,
-    "adamw-foreach": lambda: RunOptimizer(_foreach_adamw, "adamw-foreach"),
-    "sgd": lambda: RunOptimizer(_sgd, "sgd"),
+    "adamw-foreach": lambda: RunOptimizer(partial(torch.optim.AdamW, foreach=True), "adamw-foreach"),
+    "sgd": lambda: RunOptimizer(partial(torch.optim.SGD, lr=0.1, foreach=True), "sgd"),
     "none": NoOptimizer,
 }
 

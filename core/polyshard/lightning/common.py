@@ -322,11 +322,7 @@ def refuse_optimizer(
 
 
 def refuse_module(module: nn.Module, rank: int) -> None:
-    """Raise where something else divides the parameters of ``module``, or did.
-
-    Raises:
-        AlreadyShardedError: naming the module inside, and what it is.
-    """
+    """Raise ``AlreadyShardedError`` where something else divides the parameters of ``module``, or did."""
     refuse_wrapped(module, rank, "Give the model to Lightning as it is: the strategy shards it.")
     if trainers.is_sharded(module) and not is_sharded(module):
         raise AlreadyShardedError(

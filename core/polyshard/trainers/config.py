@@ -57,10 +57,8 @@ def with_ranks(config: ShardConfig) -> ShardConfig:
 
 
 def refuse_other_ranks(config: ShardConfig, trainer: str, world_size: int) -> None:
-    """Raise where ``config`` shards over other ranks than the ``world_size`` between which ``trainer`` divides data.
-
-    Raises:
-        ConfigError: its mesh, process group or collectives are of another number of ranks.
+    """Raise ``ConfigError`` where ``config`` shards over other ranks than the ``world_size`` between which ``trainer``
+    divides data.
     """
     for name, given in (("mesh", config.mesh), ("collectives", config.collectives)):
         size = getattr(given, "size", None)
@@ -74,10 +72,8 @@ def refuse_other_ranks(config: ShardConfig, trainer: str, world_size: int) -> No
 
 
 def refuse_engines(environ: Mapping[str, str], trainer: str) -> None:
-    """Raise where ``environ`` asks Accelerate for an engine beside polyshard. ``trainer``: whose models are sharded.
-
-    Raises:
-        ConfigError: naming the variable.
+    """Raise ``ConfigError``, naming the variable, where ``environ`` asks Accelerate for an engine beside polyshard.
+    ``trainer``: whose models are sharded.
     """
     for variable, engine in _ENGINES.items():
         if environ.get(variable, "false").lower() in _TRUE:

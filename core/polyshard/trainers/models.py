@@ -45,12 +45,10 @@ def parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def refuse_wrapped(model: nn.Module, rank: int, remedy: str) -> None:
-    """Raise where ``model`` or a module in it is wrapped by another engine, or was sharded by a drop-in of polyshard's.
+    """Raise ``AlreadyShardedError`` where ``model`` or a module in it is wrapped by another engine, or was sharded by a
+    drop-in of polyshard's.
 
     ``remedy``: what to do, as sentences.
-
-    Raises:
-        AlreadyShardedError: naming the module, or the parameter that is a DTensor, and by what.
     """
     for name, module in model.named_modules():
         by = _wrapper_of(module)
@@ -79,16 +77,14 @@ def _wrapper_of(module: nn.Module) -> str | None:
 
 
 def refuse_strangers(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], rank: int, remedy: str) -> None:
-    """Raise where ``optimizer`` holds a parameter of none of ``models``: nothing would reduce its gradient.
+    """Raise ``ConfigError``, naming the parameter, where ``optimizer`` holds a parameter of none of ``models``: nothing
+    would reduce its gradient.
 
     Args:
         optimizer: As the user made it.
         models: Sharded, or about to be.
         rank: Of this process.
         remedy: What to do, as sentences.
-
-    Raises:
-        ConfigError: naming the parameter.
     """
     known = {parameter for model in models for parameter in parameters_of(model)}
     for index, group in enumerate(optimizer.param_groups):
@@ -115,12 +111,10 @@ def refuse_strangers(optimizer: torch.optim.Optimizer, models: Sequence[nn.Modul
 
 
 def refuse_stepped(optimizer: torch.optim.Optimizer, to_be_cut: Iterable[nn.Module], rank: int, remedy: str) -> None:
-    """Raise where ``optimizer`` has state of whole parameters of which each rank is about to keep a piece.
+    """Raise ``ConfigError``, naming the parameter, where ``optimizer`` has state of whole parameters of which each rank
+    is about to keep a piece.
 
     ``to_be_cut``: models that are not sharded yet. The other arguments are those of ``refuse_strangers``.
-
-    Raises:
-        ConfigError: naming the parameter.
     """
     cut = {parameter: name for model in to_be_cut for name, parameter in model.named_parameters()}
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):

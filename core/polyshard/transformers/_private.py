@@ -92,10 +92,8 @@ class TrainerHooks(_Trainer):  # type: ignore[misc]
 
 
 def refuse_other_trainers(trainer: TrainerHooks) -> None:
-    """Raise where the class behind ``TrainerHooks`` has not all of the methods: its own would wrap the model unseen.
-
-    Raises:
-        UnsupportedError: naming them.
+    """Raise ``UnsupportedError``, naming them, where the class behind ``TrainerHooks`` has not all of the methods: its
+    own would wrap the model unseen.
     """
     order = type(trainer).__mro__
     behind = order[order.index(TrainerHooks) + 1 :]

@@ -27,10 +27,8 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def refuse_arguments(args: Any) -> None:
-    """Raise where ``TrainingArguments`` ask for what another engine does, or what sharded parameters cannot do.
-
-    Raises:
-        ConfigError: two engines are asked for, or a setting that needs whole parameters.
+    """Raise ``ConfigError`` where ``TrainingArguments`` ask for what another engine does, or what sharded parameters
+    cannot do.
     """
     for name in ("fsdp", "deepspeed", "parallelism_config"):
         if getattr(args, name, None):
@@ -68,10 +66,8 @@ def refuse_arguments(args: Any) -> None:
 
 
 def refuse_whole_optimizers(optim: Any) -> None:
-    """Raise where ``optim``, of ``TrainingArguments``, names an optimizer that computes with whole parameters.
-
-    Raises:
-        UnsupportedError: it does.
+    """Raise ``UnsupportedError`` where ``optim``, of ``TrainingArguments``, names an optimizer that computes with whole
+    parameters.
     """
     name = str(getattr(optim, "value", optim))
     if any(name.startswith(each) for each in _WHOLE):
@@ -126,10 +122,8 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module, 
 
 
 def refuse_other_precision(model: nn.Module, mixed_precision: str) -> None:
-    """Raise where a model that is sharded already computes in another dtype than ``TrainingArguments`` ask for.
-
-    Raises:
-        ConfigError: naming both.
+    """Raise ``ConfigError``, naming both, where a model that is sharded already computes in another dtype than
+    ``TrainingArguments`` ask for.
     """
     units = outermost_model(model, "PolyshardTrainer").units
     computes = {_NAMES.get(unit.compute_dtype, "fp32"): unit.compute_dtype != unit.master.dtype for unit in units}
@@ -143,10 +137,8 @@ def refuse_other_precision(model: nn.Module, mixed_precision: str) -> None:
 
 
 def refuse_dropped_layers(model: nn.Module) -> None:
-    """Raise where ranks would drop different layers at random: each waits for the others in a gather.
-
-    Raises:
-        UnsupportedError: naming the setting.
+    """Raise ``UnsupportedError``, naming the setting, where ranks would drop different layers at random: each waits for
+    the others in a gather.
     """
     config = getattr(model, "config", None)
     for name, value in _settings(config):
