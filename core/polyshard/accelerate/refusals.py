@@ -180,7 +180,7 @@ def sharded_in(model: nn.Module) -> nn.Module | None:
 
 
 def refuse_unreduced(parameters: Iterable[torch.Tensor], call: str) -> None:
-    """Raise ``StateError``, naming the unit, where gradients of ``parameters`` wait for a backward that reduces them."""
+    """Raise ``StateError``, naming the unit, where gradients of ``parameters`` wait for their reduction."""
     for found in inspect.find(list(parameters)):
         if found is not None and found.unit.awaits_reduction:
             raise StateError(

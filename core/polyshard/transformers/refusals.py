@@ -19,6 +19,19 @@ from ..trainers.models import is_sharded, refuse_stepped, refuse_strangers, refu
 #: How values of ``TrainingArguments.optim`` begin whose update of an element depends on others of its parameter.
 _WHOLE = ("adafactor", "galore", "apollo", "lomo", "adalomo", "stable_adamw", "grokadamw")
 
+_EVALUATION = (
+    "would change the dtype of sharded parameters. Leave it out: evaluation computes in the precision of training."
+)
+#: Settings of ``TrainingArguments``, and why each is refused.
+_REFUSED = {
+    "enable_jit_checkpoint": "saves on each rank behind its own signal: one that was signalled alone, or a step "
+    "earlier, would wait for the others in the save. Leave it out, and give the trainer "
+    "callbacks=[polyshard.transformers.PreemptionCallback()].",
+    "bf16_full_eval": _EVALUATION,
+    "fp16_full_eval": _EVALUATION,
+    "torch_compile": "is set, and PolyshardTrainer does not compile. Compile the model's blocks before you give it to "
+    "the trainer: for block in model.model.layers: block.compile().",
+}
 _PLAIN = (
     "Give PolyshardTrainer the plain model, loaded without distributed_config= and tp_plan=; do not call "
     "accelerator.prepare(model) before."
@@ -36,27 +49,13 @@ def refuse_arguments(args: Any) -> None:
                 f"TrainingArguments.{name} is set, and PolyshardTrainer shards the model itself. Leave {name} out, or "
                 "use transformers.Trainer."
             )
-    if getattr(args, "enable_jit_checkpoint", False):
-        raise ConfigError(
-            "TrainingArguments.enable_jit_checkpoint saves on each rank behind its own signal: one that was signalled "
-            "alone, or a step earlier, would wait for the others in the save. Leave it out, and give the trainer "
-            "callbacks=[polyshard.transformers.PreemptionCallback()]."
-        )
+    for name, why in _REFUSED.items():
+        if getattr(args, name, False):
+            raise ConfigError(f"TrainingArguments.{name} {why}")
     if args.n_gpu > 1:
         raise ConfigError(
             f"One process sees {args.n_gpu} GPUs, over which Trainer would replicate the model. Start one process a "
             "GPU: torchrun --nproc-per-node=... script.py."
-        )
-    for name in ("bf16_full_eval", "fp16_full_eval"):
-        if getattr(args, name, False):
-            raise ConfigError(
-                f"TrainingArguments.{name} would change the dtype of sharded parameters. Leave it out: evaluation "
-                "computes in the precision of training."
-            )
-    if args.torch_compile:
-        raise ConfigError(
-            "TrainingArguments.torch_compile is set, and PolyshardTrainer does not compile. Compile the model's blocks "
-            "before you give it to the trainer: for block in model.model.layers: block.compile()."
         )
     if args.save_only_model and args.load_best_model_at_end:
         raise ConfigError(
