@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from parity import Block, Net, assert_parity, seeded, square_step
 from polyshard.errors import ConfigError
 from polyshard.interfaces import PluginContext, PolicyContext, WrapPolicy
-from polyshard.planning.plan import plan_module_states
+from polyshard.planning.plan import plan_modules
 from polyshard.testing import PolicySuite
 from polyshard_policies.budget import Budget
 from polyshard_policies.gather_time import Link
@@ -269,7 +269,7 @@ def test_every_unit_fits_or_cannot_be_divided_and_is_named(
         plan = Budget(CONTEXT, **options).plan(model, PolicyContext(shards=2))
         again = Budget(CONTEXT, **options).plan(model, PolicyContext(shards=2))
     assert list(plan) == list(again)
-    module_states = plan_module_states(model, plan)
+    module_states = plan_modules(model, plan)
     if of_all and not told:
         root, *others = [
             sum(each.original.nbytes for group in stage.groups for each in group) for stage in module_states

@@ -22,9 +22,9 @@ from .planning.plan import MODULE_STATE_ATTRIBUTE
 from .runtime.hooks import Forward
 from .runtime.module_state import ModuleState
 from .runtime.root import Root, root_of
-from .setup.build import refuse_broken
+from .setup.build import Request, refuse_broken
 from .setup.materialize import Initializer
-from .setup.shard import Request, plugins_of, shard_module
+from .setup.shard import plugins_of, shard_module
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -32,11 +32,12 @@ from ..errors import (
 from ..events import Events
 from ..interfaces import MOST_RANKS, Collectives, Group, PluginContext, UnitPlan, WrapPolicy
 from ..planning.answers import refuse_unable
-from ..planning.draft import Draft, DraftedUnit
-from ..planning.groups import rank_lists_for, strategy_for
+from ..planning.groups import group_of, rank_lists_for, strategy_for
 from ..planning.layout import NamedLayout
-from ..setup.plugins import ChosenPlugins, compute_device, group_of, policy_choice, refuse_unserved
-from ..setup.shard import Drafted, Request, draft_module
+from ..planning.units import PlannedModule, PlannedUnit
+from ..setup.build import Request
+from ..setup.plugins import ChosenPlugins, compute_device, policy_choice, refuse_unserved
+from ..setup.shard import planned_modules
 from .explanation import ExplainedParameter, ExplainedPlugin, ExplainedUnit, Explanation, Value
 
 
@@ -115,13 +116,13 @@ def explain(
     shards = len(shard_lists[0])
     # Nothing is initialised: with an initializer, modules are taken that cannot initialise themselves.
     request = Request(model, placed, lambda module: None, ignored_modules, ignored_parameters, composes=False)
-    drafted = draft_module(request, plugins, strategy, shards)
+    planned = planned_modules(request, plugins, strategy, shards)
     units: list[ExplainedUnit] = []
-    for each in drafted:
-        own = each.overrides.get("layout")
+    for each in planned:
+        own = each.plugins.overrides.get("layout")
         arranged_by = (layout if own is None else own).resolved.name
-        reason = _reason(each.draft, policy, model)
-        units += [_unit(each.draft, unit, arranged_by, reason) for unit in each.draft.units]
+        reason = _reason(each, policy, model)
+        units += [_unit(each, unit, arranged_by, reason) for unit in each.units]
     return Explanation(
         model=type(model).__name__,
         world_size=world_size,
@@ -132,7 +133,7 @@ def explain(
         plugins=(
             *(_plugin(each, setting, partial(config.source_of, setting)) for setting, each in made.items()),
             *listeners,
-            *(plugin for each in drafted for plugin in _overriding(each)),
+            *(plugin for each in planned for plugin in _overriding(each)),
         ),
         units=tuple(units),
     )
@@ -166,12 +167,12 @@ def _settings(config: ShardConfig, device: torch.device | str | None) -> tuple[V
     return tuple(values)
 
 
-def _overriding(each: Drafted) -> list[ExplainedPlugin]:
-    label = each.draft.module_state.name or "(root)"
+def _overriding(each: PlannedModule) -> list[ExplainedPlugin]:
+    label = each.name or "(root)"
     source = Source(Origin.CODE, "the policy")
     return [
         _plugin(constructed, f"{label}: {setting}", lambda option: source)
-        for setting, constructed in each.overrides.items()
+        for setting, constructed in each.plugins.overrides.items()
     ]
 
 
@@ -343,7 +344,7 @@ class StoodInPlugins(ChosenPlugins):
         return self.workbench.construct(group, choice, self.context)
 
 
-def _unit(draft: Draft, unit: DraftedUnit, layout: str, reason: str) -> ExplainedUnit:
+def _unit(module: PlannedModule, unit: PlannedUnit, layout: str, reason: str) -> ExplainedUnit:
     spec, flat, dtypes = unit.spec, unit.layout, unit.dtypes
     elements = sum(slot.numel for slot in flat.slots)
     if flat.world_size == 1:
@@ -352,10 +353,10 @@ def _unit(draft: Draft, unit: DraftedUnit, layout: str, reason: str) -> Explaine
         gather_nbytes = flat.shard_numel * dtypes.compute.itemsize
     else:
         gather_nbytes = unit.wire.nbytes_per_rank
-    group = next(group for group in draft.module_state.groups if group[0].names[0] in spec.parameter_names)
+    group = next(group for group in module.groups if group[0].names[0] in spec.parameter_names)
     return ExplainedUnit(
         name=spec.label,
-        module_class=type(draft.module_state.module).__name__,
+        module_class=type(module.module).__name__,
         parameters=tuple(
             ExplainedParameter(name, slot.shape, slot.offset, slot.by_rows)
             for name, slot in zip(spec.parameter_names, flat.slots, strict=True)
@@ -372,22 +373,21 @@ def _unit(draft: Draft, unit: DraftedUnit, layout: str, reason: str) -> Explaine
         gather_nbytes=gather_nbytes,
         encoded=unit.wire is not None,
         layout=layout,
-        overrides=dict(draft.module_state.overrides),
+        overrides=dict(module.overrides),
         reason=reason,
     )
 
 
-def _reason(draft: Draft, policy: WatchedPolicy, root: nn.Module) -> str:
-    state = draft.module_state
-    if state.module is root:
+def _reason(module: PlannedModule, policy: WatchedPolicy, root: nn.Module) -> str:
+    if module.module is root:
         return "what no unit inside of it holds"
-    if state.parent is not None:
+    if module.parent is not None:
         return "a large module before or behind all units (split_root)"
-    if state.module not in policy.chosen:
+    if module.module not in policy.chosen:
         return "the precision leaves it alone"
-    where = f"reason of {type(policy.policy).__module__}:{type(policy.policy).__qualname__} for '{state.name}'"
+    where = f"reason of {type(policy.policy).__module__}:{type(policy.policy).__qualname__} for '{module.name}'"
     try:
-        answer: object = policy.policy.reason(state.module, state.name)
+        answer: object = policy.policy.reason(module.module, module.name)
     except Exception as error:
         raise PluginContractError(f"{where} failed: {type(error).__name__}: {error}") from error
     if not isinstance(answer, str):

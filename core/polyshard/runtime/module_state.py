@@ -401,7 +401,7 @@ def unshard_ahead(batches: Sequence[Sequence[ModuleState]]) -> None:
 # *parent*, the module state that it was taken from, owns its units.
 
 
-def lend(module_state: ModuleState, parent: ModuleState) -> None:
+def merge_on_use(module_state: ModuleState, parent: ModuleState) -> None:
     """Let the units of ``module_state`` go back to ``parent`` as soon as somebody else computes with them."""
     for unit in module_state.units:
         unit.lender = partial(_give_back, module_state, parent)

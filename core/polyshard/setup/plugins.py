@@ -1,12 +1,13 @@
-"""On which device a model computes."""
+"""The plugins and the device that a configuration names, for one model."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib.metadata import EntryPoints
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,11 +22,13 @@ from ..interfaces import (
     OffloadManager,
     PluginContext,
     PrecisionCaster,
-    RankAndSize,
     WrapPolicy,
 )
 from ..planning.answers import refuse_unable
+from ..planning.groups import group_of
 from ..planning.layout import NamedLayout
+from .agree import Agreement
+from .build import Request
 
 
 def compute_device(config: ShardConfig, module: nn.Module, ignored_modules: Collection[nn.Module]) -> torch.device:
@@ -54,9 +57,6 @@ def compute_device(config: ShardConfig, module: nn.Module, ignored_modules: Coll
     return device
 
 
-# The plugins that a configuration names, constructed for one model.
-
-
 @dataclass(frozen=True, slots=True)
 class ChosenPlugins:
     """What a configuration's names stand for."""
@@ -83,6 +83,29 @@ class ChosenPlugins:
     def told(self) -> str:
         """All of them, in words."""
         return ", ".join(f"{each.resolved.group.value} {catalog.used(each)}" for each in self.used)
+
+
+def choose_plugins(request: Request, agreement: Agreement) -> ChosenPlugins:
+    """Every plugin that the configuration names, constructed. ``agreement`` knows the collectives as soon as they are.
+
+    Raises:
+        ConfigError, PluginError: a name cannot be resolved, or a plugin not be constructed.
+        DeviceError, WorldSizeError: the collectives do not serve the device or the number of ranks.
+    """
+    config = request.config
+    choice, process_group, mesh = group_of(config)
+    entry_points = catalog.scan()
+    context = PluginContext(
+        name="",
+        device=compute_device(config, request.module, request.ignored_modules),
+        process_group=process_group,
+        mesh=mesh,
+        timeout=timedelta(seconds=config.timeout_s),
+    )
+    resolved = catalog.resolve(Group.COLLECTIVES, choice, entry_points)
+    constructed = catalog.construct(resolved, context, entry_points)
+    agreement.collectives = constructed.instance
+    return construct_plugins(config, context, constructed, entry_points)
 
 
 def construct_plugins(
@@ -143,21 +166,6 @@ def refuse_unserved(constructed: catalog.Constructed[Collectives], context: Plug
             f"there are {world_size} (rank {collectives.rank}). Start another number of them, or choose "
             "other collectives."
         )
-
-
-def group_of(config: ShardConfig) -> tuple[PluginChoice, Any | None, Any | None]:
-    """The collectives' choice, the process group and the mesh that the configuration names."""
-    choice, mesh = config.collectives, config.mesh
-    if isinstance(choice, (str, Mapping, Collectives)):
-        group = mesh.get_group() if mesh is not None and mesh.ndim == 1 else None
-        return choice, group, mesh
-    if isinstance(choice, torch.distributed.ProcessGroup):
-        return "auto", choice, mesh
-    if type(choice).__name__ == "DeviceMesh":
-        return "auto", cast("Any", choice).get_group(), choice
-    if isinstance(choice, RankAndSize):
-        return "auto", choice, mesh
-    return choice, None, mesh
 
 
 def policy_choice(choice: PluginChoice) -> PluginChoice:
