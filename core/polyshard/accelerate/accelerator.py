@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """``accelerate.Accelerator`` with polyshard in the place of DDP; what is not told here is theirs.
+    """``accelerate.Accelerator`` with polyshard in the place of DDP; everything else is theirs.
 
     ``prepare`` shards each model in place and returns it, or what ``torch.compile`` made of it. Parameters stay the
-    same objects, so optimizers may be made before or after. Every rank calls what it calls of a sharded model.
+    same objects, so optimizers may be made before or after. Every rank makes the calls that involve a sharded model.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         models = [each for each in args if isinstance(each, nn.Module)]
         refusals.refuse_models(models, self.process_index)
         self._refuse_optimizers([each for each in args if isinstance(each, torch.optim.Optimizer)], models)
-        # What cannot fail half way comes last.
+        # Preparations that cannot fail half way come last.
         order = sorted(range(len(args)), key=lambda index: _preparation_rank(args[index]))
         places = None if device_placement is None else [device_placement[index] for index in order]
         with _private.forgotten_on_failure(self):

@@ -1,4 +1,4 @@
-"""What the Accelerator is given, looked at before anything changes: engines, precision, models, optimizers."""
+"""Arguments of the Accelerator, refused before anything changes: engines, precision, models, optimizers."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def refuse_optimizers(
     to_be_cut: Sequence[nn.Module],
     rank: int,
 ) -> None:
-    """Raise ``ConfigError`` where an optimizer is none of ``models``', all that are prepared or about to be.
+    """Raise ``ConfigError`` where an optimizer belongs to no model of ``models``, all that are prepared or about to be.
 
     ``to_be_cut``: those of them whose parameters are about to become pieces.
     """
@@ -116,7 +116,7 @@ def refuse_optimizers(
 
 
 def asked_for(mixed_precision: str | None, config: ShardConfig, environ: Mapping[str, str]) -> str | None:
-    """What Accelerate is to be told: the argument, the environment, or what ``config`` computes in; None for nothing.
+    """The ``mixed_precision`` for Accelerate: the argument, the environment, or that of ``config``; None for neither.
 
     Raises:
         ConfigError: ``config`` computes in something else.
@@ -173,7 +173,7 @@ def uncompiled(model: nn.Module) -> nn.Module:
 def sharded_in(model: nn.Module) -> nn.Module | None:
     """The outermost sharded module that ``model`` is: itself, in ``torch.compile``, or in polyshard's wrapper.
 
-    None where it is none, also where modules inside of it are.
+    None for others, also for those with sharded modules inside.
     """
     module = trainers.sharded_in(uncompiled(model))
     return module if module is not None and _model_of(module).module is module else None

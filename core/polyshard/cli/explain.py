@@ -40,7 +40,7 @@ def add_explain(commands: Commands) -> None:
 
 def _explain(arguments: argparse.Namespace) -> int:
     config = ShardConfig.from_toml(arguments.file, arguments.table)
-    # What modules of the user's print stays out of the output.
+    # Prints of the user's modules stay out of the output.
     with importing_beside(arguments.file), redirect_stdout(sys.stderr):
         explanation = explain(config, model_of(arguments), arguments.world_size, device=arguments.device)
     if arguments.json:
@@ -108,7 +108,7 @@ def _unit_rows(explanation: Explanation, *, unfolded: bool) -> list[tuple[str, .
     folds = [Fold((unit,)) for unit in units] if unfolded else folded(units, [_cells(unit) for unit in units])
     rows: list[tuple[str, ...]] = [("unit", *_HEADER)]
     rows += [(_names(fold), *_cells(fold.items[0])) for fold in folds]
-    # What none of them has would be a column of nothing.
+    # A column that is empty in every row is left out.
     kept = [index for index in range(len(rows[0])) if index < _ALWAYS or any(row[index] for row in rows[1:])]
     return [tuple(row[index] for index in kept) for row in rows]
 
@@ -232,9 +232,9 @@ def _set_by(config: ShardConfig, setting: str) -> str:
 
 def _found_in(group: Group, choice: PluginChoice) -> str:
     resolved = catalog.resolve(group, choice)
-    # What it takes to see a misspelt option. Of those that only choose, values as well: the classes that a policy names
-    # are imported when it is constructed. So of collectives, which communicate at first use, where they need no ranks
-    # and no device. A manager may want room on a disk.
+    # Enough to see a misspelt option. Plugins that only choose show wrong values as well, once they are constructed: a
+    # policy then imports the classes that it names. So do collectives, where they need no ranks and no device, for they
+    # communicate at first use. A manager may want room on a disk.
     resolved.check_options()
     context = PluginContext(resolved.name, torch.device("cpu"))
     if group in _CHOOSE:

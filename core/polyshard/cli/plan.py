@@ -104,7 +104,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise ConfigError("--batch-size is of no use without --batch, which says what a sample is.")
     if arguments.microbatches != 1 and not arguments.batch:
         raise ConfigError("--microbatches is of no use without --batch: no forward is run.")
-    # What modules of the user's print would stand in front of the JSON.
+    # Prints of the user's modules would stand in front of the JSON.
     with importing_beside(arguments.file), redirect_stdout(sys.stderr):
         batch, samples = _batch_of(arguments)
         device = find_device(arguments.device) if arguments.device else None

@@ -403,8 +403,8 @@ def _found(outcomes: Sequence[Outcome], ended: str, output: str) -> SuiteRun:
     made = {each.where: each for each in outcomes if each.rule == MADE}
     devices = tuple(_device(each.where) for each in made.values() if each.stage is Stage.PASSED)
     if not devices:
-        told = [each.message for each in made.values() if each.message]
-        return SuiteRun((), "; ".join(told) or f"{ended or 'nothing was tried'}\n{output[-2000:]}".strip(), ())
+        reasons = [each.message for each in made.values() if each.message]
+        return SuiteRun((), "; ".join(reasons) or f"{ended or 'nothing was tried'}\n{output[-2000:]}".strip(), ())
     broken = [f"on {_device(each.where)}: {each.message}" for each in made.values() if each.stage is Stage.FAILED]
     by_rule: dict[str, list[Outcome]] = {}
     for each in outcomes:

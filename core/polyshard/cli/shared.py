@@ -1,4 +1,4 @@
-"""What several commands share: the configuration's file, the user's model and functions, tables."""
+"""Shared by several commands: the configuration's file, the user's model and functions, tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..config import did_you_mean
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
-    #: What ``ArgumentParser.add_subparsers`` returns.
+    #: The result of ``ArgumentParser.add_subparsers``.
     Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
 else:
     Commands = Any

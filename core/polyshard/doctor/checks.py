@@ -72,7 +72,7 @@ def _installation(machine: Machine) -> Iterator[Finding]:
 
 
 def _torch_build(machine: Machine) -> Iterator[Finding]:
-    # Of hidden devices the variable is told.
+    # Hidden devices are reported under the variable.
     hidden = machine.cuda is not None and "CUDA_VISIBLE_DEVICES" in machine.environ
     if not machine.nvidia_devices or machine.devices or hidden:
         return

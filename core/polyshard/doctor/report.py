@@ -27,18 +27,18 @@ class Finding:
     about: str
     """The variable, package, device or limit."""
     what: str
-    """What was found."""
+    """The observation."""
     why: str = ""
     """Why it matters; empty where nothing is wrong."""
     cure: str = ""
-    """What to do about it."""
+    """The remedy."""
     source: str = ""
     """Where the reason is written down."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """What was looked at under one heading."""
+    """Facts and findings under one heading."""
 
     title: str
     facts: tuple[tuple[str, str], ...] = ()
@@ -62,7 +62,7 @@ _WIDTH = 26
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the doctor found."""
+    """All sections."""
 
     sections: tuple[Section, ...]
 
@@ -98,7 +98,7 @@ class Report:
             for name, value in section.facts:
                 yield f"  {name:{_WIDTH}}  {value}"
             for finding in section.findings:
-                yield from _told(finding)
+                yield from _lines(finding)
             yield ""
         counts = {level: sum(finding.level is level for finding in self.findings) for level in Level}
         problems, hints = counts[Level.PROBLEM], counts[Level.HINT]
@@ -116,7 +116,7 @@ def _as_json(finding: Finding) -> dict[str, str]:
     }
 
 
-def _told(finding: Finding) -> Iterator[str]:
+def _lines(finding: Finding) -> Iterator[str]:
     yield f"  {finding.level.value}: {finding.about} {finding.what}"
     why = finding.why + (f" ({finding.source})" if finding.source else "")
     for label, text in (("why", why), ("do", finding.cure)):

@@ -54,7 +54,7 @@ class RankSettings:
     world_size: int
     backend: str
     device: str
-    """``cpu``, or ``cuda``, of which rank n takes device n."""
+    """``cpu``, or ``cuda``: rank n takes device n."""
     folder: str
     """Where ranks meet, and where each writes how far it came."""
     limit_s: float

@@ -50,7 +50,7 @@ def explain(
     ignored_modules: Collection[nn.Module] = (),
     ignored_parameters: Collection[nn.Parameter] = (),
 ) -> Explanation:
-    """What ``config`` means for ``model`` on ``world_size`` ranks.
+    """Explain ``config`` for ``model`` on ``world_size`` ranks.
 
     Needs no other ranks, no device and no memory: parameters may be on the meta device, and stay as they are. The
     factories of plugins are called, listeners' aside; collectives and offload managers that need ranks or a device are
@@ -59,7 +59,7 @@ def explain(
     Args:
         config: What to explain. ``source_of`` tells where its values came from.
         model: Any module that ``polyshard.shard`` takes.
-        world_size: Number of ranks, of which collectives that the configuration names may know another one.
+        world_size: Number of ranks; collectives that the configuration names may have another one.
         device: Where ranks are to compute; None for where ``config`` says or, without that, where the model's
             parameters are. Parameters on the meta device compute on this machine's accelerator, or the CPU. CUDA is
             not asked whether it is there.
@@ -291,7 +291,7 @@ class Workbench:
     entry_points: EntryPoints
 
     def construct(self, group: Group, choice: PluginChoice, context: PluginContext) -> Tried[Any]:
-        """What ``choice`` names, constructed, or a stand-in where it needs ranks or a device.
+        """The plugin of ``choice``, constructed, or a stand-in where it needs ranks or a device.
 
         Raises what ``catalog.resolve`` and ``catalog.construct`` do for whatever else is wrong.
         """
@@ -327,7 +327,7 @@ class Workbench:
         return catalog.construct(resolved, replace(context, process_group=None), self.entry_points).instance
 
 
-#: Of the groups whose plugins may need what is not there. The other groups' only choose.
+#: Replacements of plugins that may need ranks or a device. Plugins of the other groups only choose.
 _STAND_INS: Mapping[Group, Mapping[str, Any]] = {
     Group.COLLECTIVES: {"name": "polyshard:fake", "rank": 0},
     Group.OFFLOAD: {"name": "polyshard:none"},

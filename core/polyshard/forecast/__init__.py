@@ -1,4 +1,4 @@
-"""What training would take, before anything is trained: memory, bytes between ranks, time.
+"""Plans a training step before anything is trained: memory, bytes between ranks, time.
 
 `plan` runs one step of the model on the meta device, through the engine as it is.
 """

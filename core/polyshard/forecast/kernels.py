@@ -122,7 +122,7 @@ def _attention(
 ) -> torch.Tensor:
     if attn_mask is None and query.dtype in _HALVES and query.shape[-1] <= _WIDEST_HEAD and query.ndim == 4:
         return flash_attention(query, key, value, dropout_p, is_causal, scale)
-    # What other kernels take: every head of keys and values by itself, and a mask of floats.
+    # Other kernels take every head of keys and values by itself, and a mask of floats.
     heads = query.shape[-3]
     if enable_gqa and key.shape[-3] != heads:
         key, value = (each.repeat_interleave(heads // each.shape[-3], -3) for each in (key, value))

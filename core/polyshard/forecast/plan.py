@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import enum
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import nn
 from ..api import report
 from ..config import ShardConfig
 from ..errors import ConfigError
+from ..explaining.explanation import plain
 from ..inspect import ShardedModel, ShardedUnit, Stream
 from .recording import Issued, Kind, MemoryTimeline, Operation, Part, Transfer
 from .timing import Device, LinkModel, StepTime, find_links, timed
@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak fits the device; None where its memory is not known, or what a forward would take."""
+        """Whether the peak fits the device; None where its memory is not known, or no forward was run."""
         if self.memory_nbytes is None:
             return None
         fits = self.peak_nbytes <= self.memory_nbytes
@@ -92,20 +92,9 @@ class Plan:
         time = None
         if self.time is not None:
             shown = ("device_s", "host_s", "launches", "flops", "parts_s", "busy_s", "waited_s", "delayed_s")
-            time = {"step_s": self.time.total_s, **{name: _plain(getattr(self.time, name)) for name in shown}}
-        own = {name: _plain(getattr(self, name)) for name in names}
+            time = {"step_s": self.time.total_s, **{name: plain(getattr(self.time, name)) for name in shown}}
+        own = {name: plain(getattr(self, name)) for name in names}
         return {**own, "peak_nbytes": self.peak_nbytes, "fits": self.fits, "time": time}
-
-
-def _plain(value: Any) -> Any:
-    """``value`` as JSON holds it: enums by their values, dataclasses and mappings as dicts."""
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, Mapping):
-        return {_plain(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, tuple):
-        return [_plain(each) for each in value]
-    return {field.name: _plain(getattr(value, field.name)) for field in fields(value)} if is_dataclass(value) else value
 
 
 def plan(
@@ -267,7 +256,7 @@ def _next_to_try(known: Mapping[int, int], fitting: int, above: int | None, limi
 
 
 def _wire_of_step(issued: Iterable[Issued]) -> tuple[Wire, ...]:
-    """Added up over what a step issued, by operation and number of ranks."""
+    """The collectives of a step, by operation and number of ranks."""
     found: dict[tuple[Operation, int], Wire] = {}
     for each in issued:
         if isinstance(each, Transfer):
@@ -391,7 +380,7 @@ def _positions(plan: Plan) -> list[float]:
     moments = plan.timeline.moments
     if plan.time is None:
         return [float(moment.position) for moment in moments]
-    # What a moment follows is the last of compute's kernels that was issued before it.
+    # A moment comes behind the last of compute's kernels that was issued before it.
     ends = [(index, each.end_s * 1e3) for index, each in plan.time.issued_at if each.stream is Stream.COMPUTE]
     order = [index for index, _ in ends]
     found = [bisect_right(order, moment.position - 1) for moment in moments]

@@ -83,7 +83,7 @@ class Kernel:
     nbytes: int
     """Read and written, each operand once."""
     itemsize: int
-    """Bytes of an element of what it multiplies, or of the widest operand."""
+    """Bytes of an element of the matrices that it multiplies, or of the widest operand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Transfer:
     part: Part
     operation: Operation
     nbytes: int
-    """Bytes of the whole buffers: ``ranks`` slices each, or what an all-reduce reduces."""
+    """Bytes of the whole buffers: ``ranks`` slices each, or the operand of an all-reduce."""
     span: Span
     members: int
     """How many collectives went in the launch."""
@@ -173,7 +173,7 @@ class StepRecorder:
         self.issued.append(Wait(stream, event))
 
     def clear(self) -> None:
-        """Forget what was issued; events stay known."""
+        """Forget the operations so far; events stay known."""
         self.issued.clear()
 
 
@@ -182,12 +182,12 @@ BLOCK_NBYTES = 512
 
 
 class Kind(enum.Enum):
-    """What memory is for."""
+    """The use of memory."""
 
     PARAMETERS = "parameters"
     """Master shards, and parameters that are not sharded."""
     OPTIMIZER = "optimizer"
-    """The optimizer's state, and what its step takes for a moment."""
+    """The optimizer's state, and temporaries of its step."""
     GRADIENTS = "gradients"
     """Gradient shards, from their reduction to ``zero_grad``."""
     GATHERED = "gathered"
@@ -195,9 +195,9 @@ class Kind(enum.Enum):
     REDUCTION = "reduction"
     """Inputs of reductions, what receives them, merged ones, and whole gradients that wait for further microbatches."""
     ACTIVATIONS = "activations"
-    """What a forward makes: saved for the backward, or gone by its end."""
+    """Results of a forward: saved for the backward, or gone by its end."""
     TEMPORARIES = "temporaries"
-    """What a backward makes: gradients before they are reduced, of activations, and activations computed anew."""
+    """Results of a backward: gradients before they are reduced, of activations, and activations computed anew."""
     BUFFERS = "buffers"
     """Buffers of the model, inputs, and the workspaces of libraries."""
 
@@ -221,7 +221,7 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What is alive at one moment."""
+    """The memory that is alive at one moment."""
 
     position: int
     """How much was issued before it."""
@@ -261,7 +261,7 @@ class Ledger:
     _saved: int = 0
 
     def see(self, tensors: Iterable[torch.Tensor], kind: Kind | None = None) -> None:
-        """Note the storages of ``tensors``; ``kind``: None for what the current stream and part make."""
+        """Note the storages of ``tensors``; ``kind``: None for the one of the current stream and part."""
         for tensor in tensors:
             if not tensor.is_meta:
                 continue
@@ -293,12 +293,12 @@ class Ledger:
                 self._resized.add(key)
 
     def restart(self) -> None:
-        """Forget what came and went; keep what is there."""
+        """Forget storages that are gone; keep those that are alive."""
         self.look_again()
         self._changes = [(held.holding, True, 0, Part.FORWARD) for held in self._held.values()]
 
     def end_forward(self) -> None:
-        """Note what the forward leaves."""
+        """Note the activations that the forward leaves."""
         self.look_again()
         holdings = (self._holdings[held.holding] for held in self._held.values())
         self._saved = sum(holding.nbytes for holding in holdings if holding.kind is Kind.ACTIVATIONS)

@@ -27,24 +27,20 @@ class Link:
     bandwidth: float
     """Bytes a second that each rank receives."""
     member_s: float = 0.0
-    """What each further collective of a launch adds."""
+    """Added by each further collective of a launch."""
     interference: float = 0.0
     """By which part of its own time it delays compute beside it."""
 
     def __post_init__(self) -> None:
         if self.ranks < 2:
             raise ConfigError(f"A link of {self.operation.value} is among {self.ranks} ranks; it takes 2 or more.")
-        for name in ("latency_s", "member_s", "interference"):
+        for name in ("latency_s", "member_s", "interference", "bandwidth"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
+            if not math.isfinite(value) or value < 0 or (name == "bandwidth" and value == 0):
                 raise ConfigError(
-                    f"{name} of {self.operation.value} among {self.ranks} ranks is {value!r}; give 0 or more."
+                    f"{name} of {self.operation.value} among {self.ranks} ranks is {value!r}; give 0 or more, and bytes "
+                    "a second above 0."
                 )
-        if not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
-            raise ConfigError(
-                f"bandwidth of {self.operation.value} among {self.ranks} ranks is {self.bandwidth!r}; give bytes a "
-                "second, above 0."
-            )
 
     def seconds(self, received: int, ranks: int, members: int) -> float:
         """For ``received`` bytes among ``ranks``.
@@ -246,7 +242,7 @@ class Device:
 
     name: str
     memory_nbytes: int
-    """What tensors may take at most: what the driver reports, less what CUDA and NCCL take beside the allocator."""
+    """The most that tensors may take: the driver's figure, less the memory of CUDA and NCCL beside the allocator."""
     peak_flops: float
     """Multiplications, additions a second in 16-bit dtypes, dense. Wider ones take ``itemsize / 2`` times as long."""
     matmul_share: float
@@ -258,13 +254,13 @@ class Device:
     bandwidth_share: float
     """Of ``bandwidth``, what element-wise kernels reach."""
     kernel_s: float
-    """What a kernel takes at least, from one launch to the next."""
+    """The least time of a kernel, from one launch to the next."""
     launch_s: float
-    """What a launch takes the host: Python, dispatch and driver, of an operation launched by itself."""
+    """Host time of a launch: Python, dispatch and driver, of an operation launched by itself."""
     unit_s: float
-    """What gathering or reducing one unit takes the host beside that: hooks, views, streams and events."""
+    """Further host time of gathering or reducing one unit: hooks, views, streams and events."""
     workspace_nbytes: int
-    """What the matrix library takes of the allocator, for good."""
+    """Memory that the matrix library takes of the allocator, for good."""
     links: str
     """Name of the links of a host of them."""
     links_between: str
@@ -356,12 +352,12 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """What a step takes, in seconds."""
+    """The time of a step, in seconds."""
 
     device_s: float
     """Until everything has run, on a device that never waits for the host."""
     parts_s: Mapping[Part, float]
-    """The same, by part: compute's own and what it waits for."""
+    """The same, by part: compute's own time and its waits."""
     busy_s: Mapping[Stream, float]
     """How long each stream has something to run. Compute's contains what others delay it by."""
     delayed_s: float
@@ -373,11 +369,11 @@ class StepTime:
     units: int
     """Gathers and reductions of one unit, however many go in a launch."""
     host_s: float
-    """What issuing all of it takes the host; a step that is one CUDA graph does not have it."""
+    """Host time of issuing all of it; a step that is one CUDA graph has none."""
     flops: int
     """Of matrix products and attention."""
     issued_at: tuple[tuple[int, Interval], ...]
-    """When what was issued runs: its index among what was issued, and its interval."""
+    """The interval of each operation, with its index among all that were issued."""
 
     @property
     def total_s(self) -> float:
@@ -386,7 +382,7 @@ class StepTime:
 
 
 def timed(issued: Sequence[Issued], device: Device, links: LinkModel) -> StepTime:
-    """Run what was ``issued`` on a pretended clock.
+    """Run the operations on a pretended clock.
 
     Raises:
         ConfigError: ``links`` do not know a group of ranks.
@@ -405,7 +401,7 @@ class _Clock:
         self._busy = dict.fromkeys(Stream, 0.0)
         self._events: dict[int, float] = {}
         self._begins: list[tuple[Part, float]] = []
-        # What runs beside compute: from, to, and by which part of it compute is delayed.
+        # Operations beside compute: from, to, and by which part of it compute is delayed.
         self._beside: deque[tuple[float, float, float]] = deque()
         self._delayed = self._waited = 0.0
         self._launches = self._flops = self._units = 0
@@ -426,7 +422,7 @@ class _Clock:
         elif isinstance(each, Signal):
             self._events[each.event] = self._now[each.stream]
         elif isinstance(each, Wait):
-            # What came before the step has run.
+            # Operations before the step have run.
             until = self._events.get(each.event, 0.0)
             if each.stream is Stream.COMPUTE:
                 self._waited += max(0.0, until - self._now[each.stream])
@@ -435,7 +431,7 @@ class _Clock:
             self._begins.append((each.part, self._now[Stream.COMPUTE]))
 
     def result(self) -> StepTime:
-        """What all of it took."""
+        """The times so far."""
         end = max(self._now.values())
         ends = [begin for _, begin in self._begins[1:]] + [end]
         parts: dict[Part, float] = {}

@@ -99,7 +99,7 @@ class TracedModel:
         """Forward, backward, optimizer and ``zero_grad``, as they repeat.
 
         Raises:
-            UnsupportedError: the model reads values, or does what the meta device cannot.
+            UnsupportedError: the model reads values, or runs an operation that the meta device does not have.
             ConfigError: its forward does not take the batch, or returns no loss.
         """
         self._ledger.see(_tensors((batch.args, batch.kwargs)), Kind.BUFFERS)
@@ -227,7 +227,7 @@ def _untraceable(what: str, model: nn.Module, error: Exception) -> UnsupportedEr
 
 
 def _loss_of(output: Any, model: str) -> torch.Tensor:
-    """The loss in what a forward returned: itself, its ``loss``, or its first value; summed where it has elements."""
+    """The loss in a forward's output: itself, its ``loss``, or its first value; summed where it has elements."""
     found = output
     if not isinstance(found, torch.Tensor):
         if isinstance(output, Mapping) and "loss" in output:

@@ -113,7 +113,7 @@ def make_room(path: str | Path, *, first: bool, agreed: Callable[[bool], bool]) 
 
 
 def require_file(path: str | Path) -> None:
-    """Refuse what is neither a file nor elsewhere.
+    """Refuse a path of this host that is no file.
 
     Raises:
         ConfigError: there is no file.
@@ -136,7 +136,7 @@ def has_optimizers(path: str | Path) -> bool:
 def whole_model_state(module: nn.Module) -> dict[str, Any]:
     """``module.state_dict()`` of the unsharded model, in host memory, on rank 0; empty on others. Every rank calls it.
 
-    What is in it beside parameters and buffers, as extra state and metrics, is rank 0's.
+    Other entries, such as extra state and metrics, are rank 0's.
 
     Raises:
         UnsupportedError: the state dict does not have the parameters under their names, or ranks are pretended.
@@ -149,7 +149,7 @@ def whole_model_state(module: nn.Module) -> dict[str, Any]:
 
 
 def require_names(module: nn.Module) -> tuple[Mapping[str, Any], Set[str]]:
-    """``module.state_dict()`` with this rank's pieces, and the names in it of what is sharded.
+    """``module.state_dict()`` with this rank's pieces, and the names in it that are sharded.
 
     Raises:
         UnsupportedError: as ``whole_model_state``.
@@ -199,10 +199,10 @@ def load_whole_model_state(module: nn.Module, state: Mapping[str, Any], *, stric
     try:
         module.load_state_dict(state, strict=strict)
     except RuntimeError as error:
-        told = str(error).rstrip(" .")
+        reason = str(error).rstrip(" .")
         raise ConfigError(
-            f"The checkpoint is not of a {type(module).__name__} as it is here: {told}. Load it into the model that it "
-            "was saved from."
+            f"The checkpoint is not of a {type(module).__name__} as it is here: {reason}. Load it into the model "
+            "that it was saved from."
         ) from error
 
 
@@ -240,7 +240,7 @@ def load_whole_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def _names_by_group(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """What each group holds, in the order in which an optimizer of the unsharded model would."""
+    """The parameters of each group, in the order of an optimizer of the unsharded model."""
     order = {name: index for index, (name, _) in enumerate(module.named_parameters())}
     by_group = [list(group["params"]) for group in get_optimizer_state_dict(module, optimizer)["param_groups"]]
     for names, group in zip(by_group, optimizer.param_groups, strict=True):
@@ -255,7 +255,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _switches(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What is on or off. Files of an earlier torch lack what later ones have added, as torch's own loading allows."""
+    """The settings that are on or off. Files of an earlier torch may lack some, as torch's own loading allows."""
     return {name: value for name, value in _settings(group).items() if value is None or isinstance(value, bool)}
 
 
@@ -271,6 +271,6 @@ def random_states(device: torch.device) -> list[dict[str, Any]]:
 
 
 def restore_random_state(states: list[dict[str, Any]], device: torch.device) -> None:
-    """Go on with this rank's; with what there is where the number of ranks is another."""
+    """Go on with this rank's; nothing changes where the number of ranks is another."""
     if len(states) == dist.get_world_size():
         restore_own_state(states[dist.get_rank()], device)

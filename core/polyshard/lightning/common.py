@@ -1,4 +1,4 @@
-"""What the strategies for the Trainer and for Fabric share: settings, processes, precision, sharding."""
+"""Shared by the strategies for the Trainer and for Fabric: settings, processes, precision, sharding."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _BATCH_NORMS = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 class StateDictType(enum.Enum):
-    """What a checkpoint is."""
+    """The form of a checkpoint."""
 
     FULL = "full"
     """One file of whole tensors, written by rank 0, as Lightning writes it without shards."""
     SHARDED = "sharded"
-    """A directory of ``polyshard.checkpoint``, of which each rank writes its part."""
+    """A directory of ``polyshard.checkpoint``, each rank writes its part."""
 
     @classmethod
     def parse(cls, value: StateDictType | str) -> StateDictType:
@@ -67,7 +67,7 @@ class StateDictType(enum.Enum):
 
 
 class Strategy:
-    """What both strategies share. Stands before a base of Lightning's, which gives ranks and devices."""
+    """The base of both strategies. Stands before a base of Lightning's, which gives ranks and devices."""
 
     strategy_name = "polyshard"
     parallel_devices: list[torch.device] | None
@@ -168,7 +168,7 @@ class Strategy:
 
     @property
     def process_group_backend(self) -> str:
-        """What Lightning's own messages go through; gradients and parameters go through ``ShardConfig.collectives``."""
+        """For Lightning's own messages; gradients and parameters go through ``ShardConfig.collectives``."""
         return self._process_group_backend or dist.get_default_backend_for_device(self.root_device)
 
     def set_world_ranks(self) -> None:
@@ -255,7 +255,7 @@ def _leave(live: WeakSet[nn.Module]) -> None:
 def with_precision(config: ShardConfig, plugin: object, served: tuple[type, ...]) -> ShardConfig:
     """``config`` with the precision that Lightning's ``plugin`` stands for, where it names none itself.
 
-    Lightning's ``32-true`` cannot be told from no precision at all, and leaves the choice to ``config``.
+    Lightning's ``32-true`` looks like no precision at all, and leaves the choice to ``config``.
 
     Args:
         config: What the user gave to the strategy.
@@ -369,7 +369,7 @@ _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 
 
 def with_children(choice: PluginChoice) -> PluginChoice:
-    """The policy ``choice``, and beside what it chooses the children of the outermost module."""
+    """The policy ``choice``, whose plan also has the children of the outermost module."""
     if not isinstance(choice, (str, Mapping, WrapPolicy)) and callable(choice):
         choice = {"name": "custom", "fn": choice}
     return Children(choice)

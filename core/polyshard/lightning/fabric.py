@@ -99,7 +99,7 @@ class PolyshardFabricStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
         Args:
             config: How to shard; ``ShardConfig()`` where None. ``device`` is Lightning's, and ``timeout_s`` is that of
                 Lightning's own messages, too.
-            state_dict_type: What ``fabric.save`` writes. ``"sharded"``: a directory, of which each rank writes its
+            state_dict_type: The form of ``fabric.save``. ``"sharded"``: a directory to which each rank writes its
                 part. ``"full"``: one file, as Fabric writes it without shards.
             initializer: Of modules on the meta device, as for ``polyshard.shard``.
             process_group_backend: Of Lightning's own messages; by device where None.
@@ -154,7 +154,7 @@ class PolyshardFabricStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any | None = None
     ) -> tuple[ShardedModule, list[torch.optim.Optimizer], Any | None]:
-        """Shard ``module`` in place; optimizers of its parameters go on with what is left of them.
+        """Shard ``module`` in place; its optimizers go on with this rank's pieces.
 
         Raises:
             ConfigError: an optimizer holds other parameters; the module is as it was.
@@ -207,7 +207,7 @@ class PolyshardFabricStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
         storage_options: Any | None = None,
         filter: dict[str, Filter] | None = None,
     ) -> None:
-        """Write a directory or a file, as ``state_dict_type`` says, in the place of what was there.
+        """Write a directory or a file, as ``state_dict_type`` says; it replaces an earlier one.
 
         ``state`` has one sharded module, and what else there is: its optimizers, objects with ``state_dict()``, values.
         Of those rank 0's are kept.
@@ -267,7 +267,7 @@ class PolyshardFabricStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read what ``save_checkpoint`` wrote into the objects of ``state``; returns what it does not name.
+        """Read what ``save_checkpoint`` wrote into the objects of ``state``; returns the other entries.
 
         ``state`` may be a sharded module by itself, for a file or directory with its state.
 

@@ -52,7 +52,7 @@ from .common import (
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
-#: What a checkpoint has beside Lightning's own.
+#: The entry of a checkpoint beside Lightning's own.
 _OWN = "polyshard"
 
 
@@ -64,7 +64,7 @@ class PolyshardStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
     """Shards the ``LightningModule`` as ``polyshard.shard`` does: ``Trainer(strategy=PolyshardStrategy(config))``.
 
     The module stays sharded after ``fit``, for the next call of this Trainer or of another one with an equal strategy.
-    ``polyshard.close(module)`` releases what it holds.
+    ``polyshard.close(module)`` releases it.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class PolyshardStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
             config: How to shard; ``ShardConfig()`` where None. ``device`` is Lightning's, and ``timeout_s`` is that of
                 Lightning's own messages, too.
             state_dict_type: What checkpoints are. ``"full"``: one file, as Lightning writes it without shards.
-                ``"sharded"``: a directory, of which each rank writes its part.
+                ``"sharded"``: a directory to which each rank writes its part.
             initializer: Of modules on the meta device, as for ``polyshard.shard``.
             process_group_backend: Of Lightning's own messages; by device where None.
 
@@ -140,7 +140,7 @@ class PolyshardStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
         new = not is_sharded(model)
         self.shard(model, calls_children=manual)
         for name in _STEPS if new else ():
-            # Its optimizers step inside, where a forward around them would go on with what it gathered before.
+            # Its optimizers step inside, where a forward around them would go on with parameters from before.
             if not (manual and name == "training_step") and callable(getattr(model, name, None)):
                 register_forward_method(model, name)
         return model
@@ -233,7 +233,7 @@ class PolyshardStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write a file, or a directory where ``state_dict_type`` says so, in the place of what was there.
+        """Write a file, or a directory where ``state_dict_type`` says so; it replaces an earlier one.
 
         Raises:
             UnsupportedError: a directory is to be written with ``storage_options``, or a hook changed its tensors.
@@ -271,7 +271,7 @@ class PolyshardStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
         )
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """What was saved; of a directory the tensors are taken into module and optimizers at once.
+        """The saved checkpoint; tensors of a directory go into module and optimizers at once.
 
         Raises:
             ConfigError: there is neither a file nor such a directory, or it is of another model.
@@ -356,7 +356,7 @@ class PreemptionCallback(Callback):  # type: ignore[misc]
         Args:
             folder: Where the checkpoint is written; made where missing, and seen by all ranks.
             signals: What asks for an end.
-            every: At every how many steps of optimizers ranks exchange what they know, 1 or more.
+            every: Ranks exchange their requests at every so many steps of optimizers, 1 or more.
         """
         self._folder = Path(folder)
         self._signals = tuple(signals)
@@ -368,7 +368,7 @@ class PreemptionCallback(Callback):  # type: ignore[misc]
 
     @staticmethod
     def newest(folder: str | Path) -> str | None:
-        """What ``fit`` takes as ``ckpt_path``: the checkpoint of the latest step in ``folder``; None without one."""
+        """The ``ckpt_path`` for ``fit``: the checkpoint of the latest step in ``folder``; None without one."""
         found = sorted(Path(folder).glob("preempted-step=*.ckpt"))
         return str(found[-1]) if found else None
 
@@ -401,7 +401,7 @@ class PreemptionCallback(Callback):  # type: ignore[misc]
         """
         # A loader that goes on behind its last batch has none for the next epoch: Lightning would leave that one out.
         if not trainer.is_last_batch:
-            self._end_if_told(trainer)
+            self._end_if_requested(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As ``on_train_batch_end``, behind the last batch of an epoch.
@@ -409,7 +409,7 @@ class PreemptionCallback(Callback):  # type: ignore[misc]
         Raises:
             SystemExit: on every rank, with ``exit_code``.
         """
-        self._end_if_told(trainer)
+        self._end_if_requested(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put back who took the signals before."""
@@ -430,7 +430,7 @@ class PreemptionCallback(Callback):  # type: ignore[misc]
                     signal.signal(number, former)
         self._running = preemption.__enter__()
 
-    def _end_if_told(self, trainer: Trainer) -> None:
+    def _end_if_requested(self, trainer: Trainer) -> None:
         # Between batches whose gradients are accumulated there is nothing that a checkpoint could go on from.
         if self._running is None or trainer.global_step == self._step:
             return

@@ -31,7 +31,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def sharded_in(module: nn.Module) -> nn.Module | None:
-    """The sharded module that ``module`` is, by itself or in polyshard's wrapper; None where it is none."""
+    """The sharded module that ``module`` is, by itself or in polyshard's wrapper; None for others."""
     inner = module._modules.get("module")
     return next((each for each in (module, inner) if each is not None and is_sharded(each)), None)
 

@@ -107,7 +107,7 @@ def refuse_other_trainers(trainer: TrainerHooks) -> None:
 
 
 def init_weights_of(module: nn.Module) -> Callable[[nn.Module], None] | None:
-    """How a model of Transformers fills what a module in it holds; None where ``module`` is no such model."""
+    """The initializer of a model of Transformers for modules inside of it; None where ``module`` is no such model."""
     initialize = getattr(module, "_init_weights", None)
     return initialize if callable(initialize) else None
 

@@ -66,7 +66,7 @@ def export(model: nn.Module, folder: Path, *, writes: bool, one_folder: bool) ->
         huggingface.save(model, folder)
         return
     sharded = idle_model(model, "export()")
-    # Several ranks may write, each on a machine of its own; which do is not told to the others.
+    # Several ranks may write, each on a machine of its own, and none knows which others do.
     state = get_model_state_dict(
         model, StateOptions(form=StateForm.FULL if not one_folder else StateForm.FULL_ON_RANK_0)
     )

@@ -48,7 +48,7 @@ Initialize = Callable[[nn.Module], None]
 
 
 def initializer_of(model: nn.Module) -> Initialize:
-    """What fills a module's own parameters and buffers, to be given to ``polyshard.shard``.
+    """A function that fills a module's own parameters and buffers, for ``polyshard.shard``.
 
     A module that is in a model of Transformers is initialised by the innermost one around it, others by their
     ``reset_parameters()``. Some classes, T5's, choose values of a layer by the module around it, and Transformers asks

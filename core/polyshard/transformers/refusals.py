@@ -1,4 +1,4 @@
-"""What ``PolyshardTrainer`` is given, looked at before anything changes: arguments, precision, model, optimizer."""
+"""Inputs of ``PolyshardTrainer``, refused before anything changes: arguments, precision, model, optimizer."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def refuse_arguments(args: Any) -> None:
-    """Raise ``ConfigError`` where ``TrainingArguments`` ask for what another engine does, or what sharded parameters
-    cannot do.
+    """Raise ``ConfigError`` where ``TrainingArguments`` ask for another engine, or for something that sharded
+    parameters cannot do.
     """
     for name in ("fsdp", "deepspeed", "parallelism_config"):
         if getattr(args, name, None):

@@ -86,7 +86,7 @@ class PolyshardMixin(TrainerHooks):
         ShardedAccelerator.adopt(self.accelerator, scales_loss=self.args.mixed_precision == "fp16")
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``Trainer``, whose callbacks are not told where training fails."""
+        """As ``Trainer``, and a callback puts signals back where training fails."""
         try:
             return super().train(*args, **kwargs)
         except BaseException as error:
@@ -98,7 +98,7 @@ class PolyshardMixin(TrainerHooks):
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """As ``Trainer``: six for each number of the main input and parameter, embeddings aside, of the whole model."""
         name = getattr(self.model, "main_input_name", "input_ids")
-        # Trainers that generate what they learn from pass lists of samples, which have none.
+        # Trainers that generate their samples pass lists of them, which have no such entry.
         if name not in inputs:
             return 0
         main: torch.Tensor = inputs[name]
@@ -240,10 +240,10 @@ class PreemptionCallback(transformers.TrainerCallback):  # type: ignore[misc]
     """
 
     exit_code: ClassVar[int] = Preemption.exit_code
-    """What a program should exit with that was ended so and can be taken up."""
+    """The exit code for a program that was ended so and can be taken up."""
 
     def __init__(self, signals: Iterable[signal.Signals] = (signal.SIGTERM,), *, every: int = 1) -> None:
-        """As ``polyshard.Preemption``: what asks for an end, and at every how many steps ranks exchange what they know.
+        """As ``polyshard.Preemption``: the signals, and at every how many steps ranks exchange their requests.
 
         Raises:
             ConfigError: ``every`` is below 1; when training begins.
@@ -264,7 +264,7 @@ class PreemptionCallback(transformers.TrainerCallback):  # type: ignore[misc]
         self._running = Preemption(model, self._signals, every=self._every).__enter__()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Ask for a checkpoint and the end, where a rank was told to end."""
+        """Ask for a checkpoint and the end, where a rank was asked to end."""
         if self._running is not None and self._running.requested():
             self.preempted = True
             control.should_training_stop = True
@@ -273,13 +273,13 @@ class PreemptionCallback(transformers.TrainerCallback):  # type: ignore[misc]
         return control
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Ask for what is missing; for nothing of what ``Trainer`` does behind an epoch where this is inside of one."""
+        """Ask for a checkpoint where none was written; inside of an epoch, for nothing that belongs to its end."""
         if not self.preempted:
             return control
         if not _ends_epoch(state):
             control.should_evaluate = False
         elif control.should_evaluate and args.save_strategy == SaveStrategy.BEST:
-            # What the evaluation finds decides whether there is a checkpoint. Behind the next step one can be had.
+            # The evaluation decides whether there is a checkpoint. Behind the next step one can be had.
             self.preempted = False
             control.should_training_stop = state.global_step >= state.max_steps
             return control
