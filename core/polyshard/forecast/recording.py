@@ -303,12 +303,6 @@ class Ledger:
         holdings = (self._holdings[held.holding] for held in self._held.values())
         self._saved = sum(holding.nbytes for holding in holdings if holding.kind is Kind.ACTIVATIONS)
 
-    def pass_through(self, kind: Kind, nbytes: int) -> None:
-        """Memory that is taken and given back at once."""
-        self._holdings.append(_Holding(kind, nbytes))
-        for comes in (True, False):
-            self._change(len(self._holdings) - 1, comes)
-
     def timeline(self, standing: Mapping[Kind, int]) -> MemoryTimeline:
         """All changes since ``restart``; ``standing``: bytes that are there throughout, and no storage knows."""
         alive = {kind: standing.get(kind, 0) for kind in Kind}

@@ -223,7 +223,15 @@ class PolyshardFabricStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
         optimizers = {name: each for name, each in state.items() if isinstance(each, torch.optim.Optimizer)}
         rest = {name: _converted(value) for name, value in state.items() if name != key and name not in optimizers}
         if self._saves_folders:
-            self._save_folder(path, key, module, optimizers, rest, storage_options, filter)
+            own_io: CheckpointIO | None = self._checkpoint_io
+            if storage_options is not None or filter or type(own_io) not in (type(None), TorchCheckpointIO):
+                raise UnsupportedError(
+                    "A sharded checkpoint is a directory that polyshard writes, of all that the model has, without "
+                    "storage_options, filter and CheckpointIO. Leave them out, or set state_dict_type='full'."
+                )
+            extra = {"module": key, "optimizers": list(optimizers), "rest": rest}
+            steps = list(optimizers.values())
+            save_folder(path, 0, module, steps, extra, first=self.is_global_zero, barrier=self.barrier)
             return
         make_room(path, first=self.is_global_zero, agreed=self.broadcast)
         whole: dict[str, Any] = {}
@@ -240,25 +248,6 @@ class PolyshardFabricStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
             whole[name] = value
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint=whole, path=path, storage_options=storage_options)
-
-    def _save_folder(
-        self,
-        path: str | Path,
-        key: str,
-        module: nn.Module,
-        optimizers: Mapping[str, torch.optim.Optimizer],
-        rest: Mapping[str, Any],
-        storage_options: Any | None,
-        filter: Mapping[str, Filter] | None,
-    ) -> None:
-        own_io: CheckpointIO | None = self._checkpoint_io
-        if storage_options is not None or filter or type(own_io) not in (type(None), TorchCheckpointIO):
-            raise UnsupportedError(
-                "A sharded checkpoint is a directory that polyshard writes, of all that the model has, without "
-                "storage_options, filter and CheckpointIO. Leave them out, or set state_dict_type='full'."
-            )
-        extra = {"module": key, "optimizers": list(optimizers), "rest": dict(rest)}
-        save_folder(path, 0, module, list(optimizers.values()), extra, first=self.is_global_zero, barrier=self.barrier)
 
     def load_checkpoint(
         self,
