@@ -38,8 +38,8 @@ class Link:
             value = getattr(self, name)
             if not math.isfinite(value) or value < 0 or (name == "bandwidth" and value == 0):
                 raise ConfigError(
-                    f"{name} of {self.operation.value} among {self.ranks} ranks is {value!r}; give 0 or more, and bytes "
-                    "a second above 0."
+                    f"{name} of {self.operation.value} among {self.ranks} ranks is {value!r}; give 0 or more, and a "
+                    "bandwidth above 0."
                 )
 
     def seconds(self, received: int, ranks: int, members: int) -> float:

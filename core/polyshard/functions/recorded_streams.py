@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from ..runtime.gather import Gatherable
+from ..runtime.gather import GatherRecord
 from ..runtime.streams import HostStreams, Reduction
 
 
@@ -48,7 +48,7 @@ class RecordedStreams(HostStreams):
     def __init__(self, streams: StreamRecorder) -> None:
         super().__init__()
         self._streams = streams
-        self._arriving: dict[Gatherable, int] = {}
+        self._arriving: dict[GatherRecord, int] = {}
         # The last use of gathered memory since the gather stream was ordered behind compute.
         self._released: int | None = None
 
@@ -56,23 +56,23 @@ class RecordedStreams(HostStreams):
         self._released = None
         self._order(Stream.COMPUTE, Stream.GATHER)
 
-    def gather(self, units: Sequence[Gatherable]) -> None:
+    def gather(self, records: Sequence[GatherRecord]) -> None:
         if self._released is not None:
             self._streams.wait(Stream.GATHER, self._released)
             self._released = None
         with self._streams.on(Stream.GATHER):
-            super().gather(units)
+            super().gather(records)
         event = self._streams.signal(Stream.GATHER)
-        self._arriving.update(dict.fromkeys(units, event))
+        self._arriving.update(dict.fromkeys(records, event))
 
-    def arrive(self, unit: Gatherable) -> None:
-        event = self._arriving.pop(unit, None)
+    def arrive(self, record: GatherRecord) -> None:
+        event = self._arriving.pop(record, None)
         if event is not None:
             self._streams.wait(Stream.COMPUTE, event)
-        super().arrive(unit)
+        super().arrive(record)
 
-    def release(self, unit: Gatherable) -> None:
-        super().release(unit)
+    def release(self, record: GatherRecord) -> None:
+        super().release(record)
         self._released = self._streams.signal(Stream.COMPUTE)
 
     def reduce(self, reduction: Reduction, taken_at: Sequence[object]) -> None:

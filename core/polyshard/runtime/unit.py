@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -14,24 +13,19 @@ import torch
 
 from ..errors import CollectiveError, StateError, UnshardedUseError
 from ..interfaces import (
-    COMPLETED,
-    BufferRole,
-    Collectives,
     Observer,
     OffloadManager,
     PrecisionCaster,
     UnitDtypes,
     UnitSpec,
     WireSpec,
-    Work,
 )
 from ..nested import iter_hidden_tensors, iter_tensors
-from ..planning.answers import issued
 from ..planning.groups import RankGrid
 from ..planning.layout import FlatLayout
 from ..planning.plan import ManagedParameter
 from .bindings import Bindings, Shown
-from .gather import EncodedGather, FlatBuffer
+from .gather import FlatBuffer, GatherRecord
 from .gradients import Gradients, write_directly
 from .parameters import FlatMaster, MasterViews, Originals
 from .peers import Audit
@@ -120,8 +114,11 @@ class Unit:
         self.flat: FlatMaster | None = None
         self.pieces = layout.pieces(grid.shard_rank)
         self._expired = False
-        self.encoded = EncodedGather(wire.nbytes_per_rank, caster) if wire is not None else None
+        #: How the unit travels where its caster encodes it; None for as it computes.
+        self.wire = wire
         self.buffer: FlatBuffer
+        #: What gathers know of the unit; made anew whenever something in it changes.
+        self.record: GatherRecord
         self.leaves: list[torch.Tensor] = []
         self._no_gradients: list[None] = []
         self.bindings: Bindings
@@ -136,9 +133,9 @@ class Unit:
         self.ahead = False
         #: Whole for this rank's recomputation alone: to whoever gathers it in the ranks' common order it is released.
         self.kept = False
-        self._settle(master)
+        self._use_master(master)
 
-    def _settle(self, master: torch.Tensor) -> None:
+    def _use_master(self, master: torch.Tensor) -> None:
         """Build what depends on the master: its dtype, its place, and the parameters that view it."""
         dtypes = self.dtypes
         self.master = master
@@ -153,7 +150,7 @@ class Unit:
         self._full_precision_in_eval = (
             not self.permanent
             and dtypes.compute != self.spec.master_dtype
-            and self.encoded is None
+            and self.wire is None
             and self.caster.full_precision_in_eval(self.spec)
         )
         self.state = UnitState.UNSHARDED if self.permanent else UnitState.SHARDED
@@ -199,6 +196,7 @@ class Unit:
     def watch(self, observers: tuple[Observer, ...]) -> None:
         """Tell ``observers`` what the unit does from now on."""
         self.observers = observers
+        self._renew_record()
 
     def flatten(self) -> list[torch.nn.Parameter]:
         """What an optimizer that treats all elements alike needs: one 1-D parameter over the whole master.
@@ -235,11 +233,6 @@ class Unit:
             write_directly(self.parameters, self.layout, self.claim_gradient)
         self.prepared = True
 
-    @property
-    def allocation(self) -> AbstractContextManager[Any]:
-        """The backend's memory for gathers."""
-        return (self.grid.shard or self.grid.world).allocation(BufferRole.GATHER, self.buffer.nbytes)
-
     def _make_buffer(self, dtype: torch.dtype) -> FlatBuffer:
         if self.permanent:
             return FlatBuffer.over(self.master, self.layout)
@@ -248,12 +241,35 @@ class Unit:
             return FlatBuffer.lease(self.layout, dtype, shard)
         return FlatBuffer.allocate(self.layout, dtype, self.spec.device, rank=self.grid.shard_rank, leaves=True)
 
+    def _renew_record(self) -> None:
+        """Let gathers know of a change. Before ``prepare`` there is nothing to gather."""
+        if self._training_buffer is not None:
+            shard = self.grid.shard
+            self.record = GatherRecord(
+                self.spec,
+                shard,
+                self.master,
+                self.buffer,
+                shard or self.grid.world,
+                self.keeper,
+                self.caster,
+                self.wire,
+                self.observers,
+                self.places,
+            )
+
     def _bind(self, buffer: FlatBuffer) -> None:
         self.buffer = buffer
+        self._renew_record()
         self.leaves = list[torch.Tensor](self.originals.tensors) if self.resident else buffer.views
         self._no_gradients = [None] * len(self.leaves)
         self.bindings = self._make_bindings()
         self.follow_requires_grad()
+
+    def use_grid(self, grid: RankGrid) -> None:
+        """Communicate over ``grid`` from now on, whose sizes are those of the grid before."""
+        self.grid = grid
+        self._renew_record()
 
     def join(
         self, module_name: str, names_of: Callable[[ManagedParameter], tuple[str, ...]], grid: RankGrid | None
@@ -262,7 +278,8 @@ class Unit:
 
         Nothing else keeps what changes here: whoever needs ``spec`` or ``grid`` asks the unit.
         """
-        self.grid = grid or self.grid
+        if grid is not None:
+            self.use_grid(grid)
         for each in self.parameters:
             each.names = names_of(each)
         self.spec = dataclasses.replace(
@@ -271,6 +288,7 @@ class Unit:
             parameter_names=tuple(each.names[0] for each in self.parameters),
             is_root=False,
         )
+        self._renew_record()
 
     @property
     def pending(self) -> bool:
@@ -350,54 +368,11 @@ class Unit:
             self._bind(wanted)
 
     @property
-    def gather_group(self) -> Collectives | None:
-        """The ranks over which the gather buffer is gathered; None where it is local."""
-        return self.grid.shard
-
-    @property
-    def source(self) -> torch.Tensor:
-        """The master on the device: a parked one is fetched. Called by communication streams."""
-        if not self.parks:
-            return self.master
-        source = torch.empty(self.layout.shard_numel, dtype=self.master.dtype, device=self.spec.device)
-        self.offload.fetch(self.spec, self.master, source)
-        return source
-
-    def fetch(self) -> None:
-        """Write the own slice from a parked master. Called by communication streams."""
-        self.offload.fetch(self.spec, self.master, self.buffer.own)
-
-    @property
     def gathered(self) -> tuple[int, torch.dtype]:
         """Elements that a gather brings together, and their dtype: bytes where they are encoded."""
-        if self.encoded is not None:
-            return self.encoded.nbytes_per_rank * self.grid.shard_size, torch.uint8
+        if self.wire is not None:
+            return self.wire.nbytes_per_rank * self.grid.shard_size, torch.uint8
         return self.layout.padded_numel, self.buffer.dtype
-
-    def filling(self) -> None:
-        """The gather starts at the present point of the current stream. Called by communication streams."""
-        for observer in self.observers:
-            observer.unshard(self.spec)
-
-    def fill(self) -> Work:
-        """Write the own slice and start the gather. Called by communication streams, with the gather stream current."""
-        self.filling()
-        shard = self.grid.shard
-        if self.encoded is not None and shard is not None:
-            return self.encoded.start(self.spec, shard, self.source, self.buffer.flat)
-        if self.parks:
-            self.fetch()
-        else:
-            # The cast is the copy-in: master dtype to compute dtype, straight into the slice that is sent.
-            self.buffer.own.copy_(self.master)
-        if shard is None:
-            return COMPLETED
-        return issued(shard.all_gather(self.buffer.flat, self.buffer.own), "all_gather", shard, self.name)
-
-    def filled(self) -> None:
-        """The gather ends at the present point of the current stream. Called by communication streams."""
-        for observer in self.observers:
-            observer.unsharded(self.spec)
 
     @property
     def due(self) -> bool:
@@ -416,7 +391,7 @@ class Unit:
         if self.state is UnitState.GATHERING:
             for observer in self.observers:
                 observer.wait(self.spec)
-            streams.arrive(self)
+            streams.arrive(self.record)
             if self.step.audit is not None:
                 self._compare_gathered(self.step.audit)
             for observer in self.observers:
@@ -433,7 +408,7 @@ class Unit:
         if audit.done or shard is None or self.name in audit.gathered:
             return
         audit.gathered.add(self.name)
-        sent = None if self.parks or self.encoded is not None else self.master
+        sent = None if self.parks or self.wire is not None else self.master
         assert self.step is not None
         with self.step.recorder.during("comparison of a gather", (self.spec,), self.step.phase is Phase.BACKWARD):
             audit.compare_gathered(shard, self.name, self.buffer.flat, self.buffer.own, sent)
@@ -459,7 +434,7 @@ class Unit:
         if self.permanent or self.state is UnitState.SHARDED:
             return
         assert self.step is not None
-        self.step.streams.release(self)
+        self.step.streams.release(self.record)
         self.places.clear()
         self.state = UnitState.SHARDED
         self._expired = self.kept = False
@@ -547,7 +522,7 @@ def unshard_together(units: Sequence[Unit]) -> None:
         if step.announce is not None and shard is not None:
             # Among those that gather: replicas may evaluate apart.
             step.streams.meet(shard.announce, "all_gather of " + ", ".join(unit.name for unit in units))
-        step.streams.gather(units)
+        step.streams.gather([unit.record for unit in units])
     except BaseException as error:
         if isinstance(error, CollectiveError):
             step.recorder.fail(error, entry)
