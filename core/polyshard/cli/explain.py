@@ -8,9 +8,8 @@ import json
 import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import dataclass
 from itertools import count
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +21,13 @@ from ..explaining.explain import Workbench
 from ..explaining.explanation import plain
 from ..interfaces import Group, PluginContext
 from .shared import Commands, add_file_options, add_model_options, importing_beside, model_of, print_table
+
+_T = TypeVar("_T")
+
+#: The longest pattern that is looked for: the units of one block.
+_LONGEST = 64
+#: Groups whose plugins can be constructed anywhere, to see whether their options are right.
+_CHOOSE = (Group.POLICIES, Group.PRECISION, Group.LAYOUTS)
 
 
 def add_explain(commands: Commands) -> None:
@@ -105,9 +111,9 @@ def _plugin_rows(explanation: Explanation) -> Iterator[tuple[str, ...]]:
 
 def _unit_rows(explanation: Explanation, *, unfolded: bool) -> list[tuple[str, ...]]:
     units = explanation.units
-    folds = [Fold((unit,)) for unit in units] if unfolded else folded(units, [_cells(unit) for unit in units])
+    folds = [(unit,) for unit in units] if unfolded else folded(units, [_cells(unit) for unit in units])
     rows: list[tuple[str, ...]] = [("unit", *_HEADER)]
-    rows += [(_names(fold), *_cells(fold.items[0])) for fold in folds]
+    rows += [(_names(fold), *_cells(fold[0])) for fold in folds]
     # A column that is empty in every row is left out.
     kept = [index for index in range(len(rows[0])) if index < _ALWAYS or any(row[index] for row in rows[1:])]
     return [tuple(row[index] for index in kept) for row in rows]
@@ -137,9 +143,9 @@ def _cells(unit: ExplainedUnit) -> tuple[str, ...]:
     )
 
 
-def _names(fold: Fold[ExplainedUnit]) -> str:
-    first, last = fold.items[0], fold.items[-1]
-    return first.name if first is last else f"{first.name} to {last.name} ({len(fold.items)} units)"
+def _names(fold: Sequence[ExplainedUnit]) -> str:
+    first, last = fold[0], fold[-1]
+    return first.name if first is last else f"{first.name} to {last.name} ({len(fold)} units)"
 
 
 def _value(value: Any) -> str:
@@ -153,29 +159,17 @@ def _value(value: Any) -> str:
     return str(value) if isinstance(value, torch.device) else str(plain(value))
 
 
-_T = TypeVar("_T")
+def folded(items: Sequence[_T], keys: Sequence[Hashable]) -> list[tuple[_T, ...]]:
+    """Runs of items with equal ``keys``: neighbours, or the same place of a pattern that is repeated as a whole.
 
-#: The longest pattern that is looked for: the units of one block.
-_LONGEST = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Fold(Generic[_T]):
-    """Equal items that come again at equal distances."""
-
-    items: tuple[_T, ...]
-    """At least one, in their order."""
-
-
-def folded(items: Sequence[_T], keys: Sequence[Hashable]) -> list[Fold[_T]]:
-    """``items``, of which those with equal ``keys`` are together that follow each other directly, or as part of a
-    pattern of several that is repeated as a whole: a b a b a b is two folds of three."""
-    found: list[Fold[_T]] = []
+    a b a b a b is two runs of three.
+    """
+    found: list[tuple[_T, ...]] = []
     start = 0
     while start < len(items):
         period, times = _longest_repetition(keys, start)
         for position in range(start, start + period):
-            found.append(Fold(tuple(items[position : start + period * times : period])))
+            found.append(tuple(items[position : start + period * times : period]))
         start += period * times
     return found
 
@@ -191,10 +185,6 @@ def _longest_repetition(keys: Sequence[Hashable], start: int) -> tuple[int, int]
         if times > 1 and period * times > best[0] * best[1]:
             best = (period, times)
     return best
-
-
-#: Groups whose plugins can be constructed anywhere, to see whether their options are right.
-_CHOOSE = (Group.POLICIES, Group.PRECISION, Group.LAYOUTS)
 
 
 def add_config(commands: Commands) -> None:

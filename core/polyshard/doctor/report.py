@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
@@ -85,7 +85,7 @@ class Report:
                     "title": section.title,
                     "level": section.level.value,
                     "facts": dict(section.facts),
-                    "findings": [_as_json(finding) for finding in section.findings],
+                    "findings": [asdict(finding) | {"level": finding.level.value} for finding in section.findings],
                 }
                 for section in self.sections
             ],
@@ -103,17 +103,6 @@ class Report:
         counts = {level: sum(finding.level is level for finding in self.findings) for level in Level}
         problems, hints = counts[Level.PROBLEM], counts[Level.HINT]
         yield f"{problems} problem{'s' * (problems != 1)}, {hints} hint{'s' * (hints != 1)}"
-
-
-def _as_json(finding: Finding) -> dict[str, str]:
-    return {
-        "level": finding.level.value,
-        "about": finding.about,
-        "what": finding.what,
-        "why": finding.why,
-        "cure": finding.cure,
-        "source": finding.source,
-    }
 
 
 def _lines(finding: Finding) -> Iterator[str]:

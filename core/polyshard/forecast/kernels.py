@@ -94,10 +94,19 @@ def fused_as_on_cuda(recorder: StepRecorder, branched: Callable[[], None]) -> It
         branched()
         return True
 
+    def rms_norm(
+        input: torch.Tensor,
+        normalized_shape: Sequence[int],
+        weight: torch.Tensor | None = None,
+        eps: float | None = None,
+    ) -> torch.Tensor:
+        normed: torch.Tensor = _RmsNorm.apply(input, weight, len(normalized_shape), recorder)  # type: ignore[no-untyped-call]
+        return normed
+
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     stand_ins = {
         "scaled_dot_product_attention": _attention,
-        "rms_norm": _RmsNorms(recorder),
+        "rms_norm": rms_norm,
         "is_nonzero": is_nonzero,
     }
     for name, stand_in in stand_ins.items():
@@ -134,25 +143,8 @@ def _attention(
     return efficient_attention(query, key, value, bias, dropout_p, is_causal, scale)
 
 
-class _RmsNorms:
-    """``rms_norm`` as one kernel."""
-
-    def __init__(self, recorder: StepRecorder) -> None:
-        self._recorder = recorder
-
-    def __call__(
-        self,
-        input: torch.Tensor,
-        normalized_shape: Sequence[int],
-        weight: torch.Tensor | None = None,
-        eps: float | None = None,
-    ) -> torch.Tensor:
-        normed: torch.Tensor = _RmsNorm.apply(input, weight, len(normalized_shape), self._recorder)  # type: ignore[no-untyped-call]
-        return normed
-
-
 class _RmsNorm(torch.autograd.Function):
-    """Saves its input, the weight, and fp32 reciprocals of the rows' roots, as the CUDA kernel does."""
+    """``rms_norm`` as one CUDA kernel, which saves its input, the weight, and fp32 reciprocals of the rows' roots."""
 
     @staticmethod
     def forward(
