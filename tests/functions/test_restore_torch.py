@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
-
 import polyshard
+import torch
 from polyshard import ShardConfig
+from torch import nn
 
 EXCHANGED = {
     "torch.amp.grad_scaler.GradScaler._unscale_grads_",

@@ -95,10 +95,7 @@ def refuse_models(models: Sequence[nn.Module], rank: int) -> None:
 
 
 def refuse_optimizers(
-    optimizers: Sequence[torch.optim.Optimizer],
-    models: Sequence[nn.Module],
-    to_be_cut: Sequence[nn.Module],
-    rank: int,
+    optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module], to_be_cut: Sequence[nn.Module], rank: int
 ) -> None:
     """Raise ``ConfigError`` where an optimizer belongs to no model of ``models``, all that are prepared or about to be.
 

@@ -104,11 +104,7 @@ def fused_as_on_cuda(recorder: StepRecorder, branched: Callable[[], None]) -> It
         return normed
 
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    stand_ins = {
-        "scaled_dot_product_attention": _attention,
-        "rms_norm": rms_norm,
-        "is_nonzero": is_nonzero,
-    }
+    stand_ins = {"scaled_dot_product_attention": _attention, "rms_norm": rms_norm, "is_nonzero": is_nonzero}
     for name, stand_in in stand_ins.items():
         library.impl(name, stand_in, "AutogradMeta")  # type: ignore[no-untyped-call]
     try:

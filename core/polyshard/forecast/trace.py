@@ -90,10 +90,7 @@ class TracedModel:
     @property
     def standing_nbytes(self) -> Mapping[Kind, int]:
         """Bytes that are there throughout, and that no tensor on the meta device stands for."""
-        return {
-            Kind.OPTIMIZER: self._optimizer.standing_nbytes(self._parameters),
-            Kind.BUFFERS: self._workspace_nbytes,
-        }
+        return {Kind.OPTIMIZER: self._optimizer.standing_nbytes(self._parameters), Kind.BUFFERS: self._workspace_nbytes}
 
     def step(self, batch: Batch) -> TracedStep:
         """Forward, backward, optimizer and ``zero_grad``, as they repeat.

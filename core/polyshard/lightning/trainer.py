@@ -41,14 +41,7 @@ from .checkpoints import (
     whole_model_state,
     whole_optimizer_state,
 )
-from .common import (
-    StateDictType,
-    Strategy,
-    is_sharded,
-    refuse_module,
-    refuse_optimizer,
-    with_precision,
-)
+from .common import StateDictType, Strategy, is_sharded, refuse_module, refuse_optimizer, with_precision
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
