@@ -334,11 +334,14 @@ def _tests(group: Group, label: str, options: str, attributes: Mapping[str, Any]
 
     ``options`` is text, an inline table of TOML: TOML has values that JSON has not.
     """
+    # Imported with pytest, so that all else of the command works without it.
+    from ..testing import installed, suites
+
     base = _MIXED_IN.get(group, "InstalledPlugin")
     lines = [
         "import torch",
-        f"from polyshard.testing.installed import {base}",
-        "from polyshard.testing.suites import OF_GROUP",
+        f"from {installed.__name__} import {base}",
+        f"from {suites.__name__} import OF_GROUP",
         "from polyshard.interfaces import Group",
     ]
     for device in devices:
@@ -356,7 +359,6 @@ def _tests(group: Group, label: str, options: str, attributes: Mapping[str, Any]
 
 def _run_suite(tests: str, timeout_s: float) -> SuiteRun:
     """Run a file of tests in a process of its own; pytest must be installed."""
-    # Imported with pytest, so that all else of the command works without it.
     from ..testing.check_process import RECORD, TESTS
     from ..testing.outcomes import Record
 
@@ -369,10 +371,12 @@ def _run_suite(tests: str, timeout_s: float) -> SuiteRun:
 
 def _run(folder: str, timeout_s: float) -> tuple[str, str]:
     """How the process ended, empty where as it should; and its output."""
+    from ..testing import check_process
+
     # The packages of this process, and neither pytest's plugins that happen to be there nor the current folder.
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     environ.pop("PYTEST_ADDOPTS", None)
-    command = [sys.executable, "-P", "-m", "polyshard.testing.check_process", folder]
+    command = [sys.executable, "-P", "-m", check_process.__name__, folder]
     written = Path(folder, "output.txt")
     with written.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(

@@ -31,7 +31,7 @@ from .machine import Machine
 from .report import Finding, Level, Section
 
 #: A rank's program; its settings follow as one argument. Files in the working directory do not stand for modules.
-RANK_COMMAND = (sys.executable, "-P", "-c", "from polyshard.doctor.trial import main; main()")
+RANK_COMMAND = (sys.executable, "-P", "-c", f"from {__name__} import main; main()")
 #: Seconds for all. Ten are enough, most of them to import torch; a machine that is busy takes many times as long.
 LIMIT_S = 120.0
 #: Seconds that the other ranks get to report their own failure once one has failed.
