@@ -47,7 +47,7 @@ class StateDictType(enum.Enum):
     FULL = "full"
     """One file of whole tensors, written by rank 0, as Lightning writes it without shards."""
     SHARDED = "sharded"
-    """A directory of ``polyshard.checkpoint``, each rank writes its part."""
+    """A directory of ``polyshard.checkpoint``, to which each rank writes its part."""
 
     @classmethod
     def parse(cls, value: StateDictType | str) -> StateDictType:
