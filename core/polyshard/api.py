@@ -19,7 +19,7 @@ from .functions.norms import clip_grad_norm
 from .functions.torch_functions import follow
 from .functions.whole import state_dicts_of_pieces, unsharded_parameters
 from .planning.plan import MODULE_STATE_ATTRIBUTE
-from .runtime.hooks import Forward
+from .runtime.hooks import ForwardHooks
 from .runtime.module_state import ModuleState
 from .runtime.root import Root, root_of
 from .setup.build import Request, refuse_broken
@@ -256,7 +256,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         )
     # Its methods may compute with an embedding's weight.
     module_state.reads_in_backward = True
-    setattr(module, name, _computing(Forward(module_state), module, method))
+    setattr(module, name, _computing(ForwardHooks(module_state), module, method))
 
 
 def close(model: nn.Module) -> None:
@@ -298,16 +298,16 @@ def plugins(model: nn.Module) -> tuple[UsedPlugin, ...]:
     return plugins_of(model)
 
 
-def _computing(forward: Forward, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+def _computing(hooks: ForwardHooks, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def computes(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = forward.enter(module, args, kwargs)
+        args, kwargs = hooks.pre_forward(module, args, kwargs)
         try:
             output = method(*args, **kwargs)
         except BaseException:
-            forward.leave(module, args, kwargs, None)
+            hooks.post_forward(module, args, kwargs, None)
             raise
-        return forward.leave(module, args, kwargs, output)
+        return hooks.post_forward(module, args, kwargs, output)
 
     return computes
 

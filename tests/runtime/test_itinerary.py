@@ -31,7 +31,7 @@ def test_a_stage_is_gathered_for_its_last_call_and_finished_after_its_first(call
     # As autograd comes by: backwards in time, the last exit and the first entry of each.
     when = {}
     for time, mark in enumerate(points):
-        if mark.act is BackwardAction.PRE_BACKWARD or mark not in when:
+        if mark.action is BackwardAction.PRE_BACKWARD or mark not in when:
             when[mark] = time
     assert [when[mark] for mark in order] == sorted(when.values(), reverse=True)
 

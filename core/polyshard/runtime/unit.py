@@ -124,10 +124,10 @@ class Unit:
         self.bindings: Bindings
         #: Reduced in the backward that runs.
         self.reduced = False
-        #: Of a part: lets the module state around it take the unit over.
-        self.lender: Callable[[Unit, str], None] | None = None
-        #: Where it was used since its gather, as ``CommStreams.here`` says: one place, unless the model computes on several
-        #: streams.
+        #: Of a split module: called when another module computes with a parameter of the unit.
+        self.on_lazy_use: Callable[[Unit, str], None] | None = None
+        #: Where it was used since its gather, as ``CommStreams.here`` says: one place, but for models that compute on
+        #: several streams.
         self.places: list[object] = []
         #: Gathered between steps because somebody asked for it: the next forward uses that gather, and makes no other.
         self.ahead = False
@@ -172,7 +172,9 @@ class Unit:
         )
 
     def _make_bindings(self) -> Bindings:
-        lends = None if self.lender is None else [partial(self._lend, index) for index in range(len(self.leaves))]
+        lends = (
+            None if self.on_lazy_use is None else [partial(self._lazy_view, index) for index in range(len(self.leaves))]
+        )
         return Bindings(self.parameters, self.leaves, guarded=not self.permanent, lends=lends)
 
     def _make_gradients(self) -> Gradients:
@@ -422,9 +424,9 @@ class Unit:
         if self.prepared:
             self.bindings.hide(self.step is not None and self.step.phase is Phase.FORWARD)
 
-    def _lend(self, index: int) -> torch.Tensor:
-        assert self.lender is not None
-        self.lender(self, self.parameters[index].names[0])
+    def _lazy_view(self, index: int) -> torch.Tensor:
+        assert self.on_lazy_use is not None
+        self.on_lazy_use(self, self.parameters[index].names[0])
         return self.leaves[index]
 
     def reshard(self) -> None:
@@ -535,7 +537,7 @@ def unshard_together(units: Sequence[Unit]) -> None:
         unit._issued()
 
 
-def refuse_escape(units: Sequence[Unit], output: Any, module_state: str) -> None:
+def refuse_escape(units: Sequence[Unit], output: Any, module: str) -> None:
     """Raise if ``output`` lies in memory of ``units`` that is about to be released: reading it then is a crash.
 
     Raises:
@@ -551,7 +553,7 @@ def refuse_escape(units: Sequence[Unit], output: Any, module_state: str) -> None
         for unit in held:
             if tensor.device == unit.buffer.flat.device and tensor.numel() and unit.buffer.holds(tensor):
                 raise UnshardedUseError(
-                    f"The forward of '{module_state or '(root)'}' returned memory of the parameter '{_owner(unit, tensor)}' "
+                    f"The forward of '{module or '(root)'}' returned memory of the parameter '{_owner(unit, tensor)}' "
                     f"on rank {unit.grid.world.rank}, which is released when the forward ends. Return a clone, or "
                     "compute with it inside the forward."
                 )
