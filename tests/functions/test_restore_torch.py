@@ -6,6 +6,7 @@ import polyshard
 import torch
 from polyshard import ShardConfig
 from torch import nn
+from torch.optim import optimizer as optimizers
 
 EXCHANGED = {
     "torch.amp.grad_scaler.GradScaler._unscale_grads_",

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..api import close, no_sync, shard
-from ..checkpoint.saveable import require_saveable
+from ..checkpoint.contents import require_saveable
 from ..config import ShardConfig
 from ..errors import ConfigError, UnsupportedError
 from ..inspect import outermost_model

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .. import catalog
+from .. import registry
 from ..config import GROUP_OF_SETTING, PluginChoice, PluginSpec, ShardConfig
 from ..errors import DeviceError
 from ..explaining import ExplainedPlugin, ExplainedUnit, Explanation, explain
@@ -221,17 +221,17 @@ def _set_by(config: ShardConfig, setting: str) -> str:
 
 
 def _found_in(group: Group, choice: PluginChoice) -> str:
-    resolved = catalog.resolve(group, choice)
+    resolved = registry.resolve(group, choice)
     # Enough to see a misspelt option. Plugins that only choose show wrong values as well, once they are constructed: a
     # policy then imports the classes that it names. So do collectives, where they need no ranks and no device, for they
     # communicate at first use. A manager may want room on a disk.
     resolved.check_options()
     context = PluginContext(resolved.name, torch.device("cpu"))
     if group in _CHOOSE:
-        catalog.construct(resolved, context)
+        registry.construct(resolved, context)
     elif group is Group.COLLECTIVES:
         with suppress(DeviceError):
-            Workbench(1, catalog.scan()).construct(group, choice, context)
+            Workbench(1, registry.scan()).construct(group, choice, context)
     return f"{resolved.value} ({resolved.distribution} {resolved.version})"
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .. import catalog, doctor
+from .. import doctor, registry
 from .._version import __version__
 from ..errors import PolyshardError
 from ..interfaces import Group
@@ -80,7 +80,7 @@ def _seconds(text: str) -> float:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     machine = doctor.read_machine(dict(os.environ))
-    installed = [plugin for group in Group for plugin in catalog.installed(group)]
+    installed = [plugin for group in Group for plugin in registry.installed(group)]
     sections = [
         doctor.versions(machine),
         doctor.devices(machine),

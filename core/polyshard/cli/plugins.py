@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import catalog
-from ..catalog.offers import normalised, offers_of
+from .. import registry
 from ..config import PluginSpec, did_you_mean
 from ..errors import (
     ConfigError,
@@ -35,18 +34,19 @@ from ..errors import (
     StateError,
 )
 from ..interfaces import Group
+from ..registry.find import normalised, offers_of
 from .shared import Commands, print_table
 
 if TYPE_CHECKING:
     from ..testing.outcomes import Outcome
 
 #: The state of a plugin that cannot be resolved, by the error.
-_STATES: Mapping[type[PluginError], catalog.PluginState] = {
-    PluginLoadError: catalog.PluginState.BROKEN,
-    PluginVersionError: catalog.PluginState.INCOMPATIBLE,
-    PluginContractError: catalog.PluginState.INCOMPLETE,
-    PluginConflictError: catalog.PluginState.AMBIGUOUS,
-    PluginRefusedError: catalog.PluginState.REFUSED,
+_STATES: Mapping[type[PluginError], registry.PluginState] = {
+    PluginLoadError: registry.PluginState.BROKEN,
+    PluginVersionError: registry.PluginState.INCOMPATIBLE,
+    PluginContractError: registry.PluginState.INCOMPLETE,
+    PluginConflictError: registry.PluginState.AMBIGUOUS,
+    PluginRefusedError: registry.PluginState.REFUSED,
 }
 #: Options that the suite of collectives gives on each rank.
 _GIVEN_BY_RANK = ("rank", "world_size")
@@ -68,7 +68,7 @@ def add_plugins(commands: Commands) -> None:
 
 def _list(arguments: argparse.Namespace) -> int:
     groups = list(Group) if arguments.group is None else [group_named(arguments.group)]
-    plugins = [plugin for each in groups for plugin in catalog.installed(each)]
+    plugins = [plugin for each in groups for plugin in registry.installed(each)]
     if arguments.json:
         records = [dataclasses.asdict(plugin) | {"state": plugin.state.value} for plugin in plugins]
         print(json.dumps(records, indent=2))
@@ -127,7 +127,7 @@ def _check(arguments: argparse.Namespace) -> int:
     options = _table("--options", arguments.options)
     group = _group(arguments)
     try:
-        resolved = catalog.resolve(group, {"name": arguments.name, **options})
+        resolved = registry.resolve(group, {"name": arguments.name, **options})
     except tuple(_STATES) as error:
         state = next(state for kind, state in _STATES.items() if isinstance(error, kind))
         return _tell_unusable(arguments, {"group": group.value, "name": arguments.name}, state.value, str(error))
@@ -157,7 +157,7 @@ def _check(arguments: argparse.Namespace) -> int:
 def _group(arguments: argparse.Namespace) -> Group:
     if arguments.group is not None:
         return group_named(arguments.group)
-    scanned = catalog.scan()
+    scanned = registry.scan()
     spec = PluginSpec.parse(arguments.name)
     assert isinstance(spec, PluginSpec)
     offers = {group: offers_of(group, scanned) for group in Group}
@@ -192,7 +192,7 @@ def _table(option: str, text: str) -> dict[str, Any]:
     raise ConfigError(f"{option} {text!r} is no inline table of TOML, such as '{{folder = \".\"}}'{reason}")
 
 
-def _check_options(resolved: catalog.Resolved[Any]) -> None:
+def _check_options(resolved: registry.Resolved[Any]) -> None:
     given = dict(resolved.options)
     if resolved.group is Group.COLLECTIVES:
         taken = _parameters(resolved)
@@ -214,7 +214,7 @@ def _check_options(resolved: catalog.Resolved[Any]) -> None:
     dataclasses.replace(resolved, options=given).check_options()
 
 
-def _parameters(resolved: catalog.Resolved[Any]) -> dict[str, inspect.Parameter]:
+def _parameters(resolved: registry.Resolved[Any]) -> dict[str, inspect.Parameter]:
     try:
         parameters = inspect.signature(resolved.factory).parameters
     except (TypeError, ValueError):

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from .._version import __version__
-from ..catalog import Installed, PluginState
 from ..config import ENVIRONMENT_PREFIX, FILE_FIELDS, NO_SETTINGS, did_you_mean
-from ..interfaces.references import ALLOWED_PLUGINS, DISABLE_PLUGINS
+from ..interfaces.options import ALLOWED_PLUGINS, DISABLE_PLUGINS
+from ..registry import Installed, PluginState
 from .machine import Device, Machine
 from .report import Finding, Level, Section
 

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .. import catalog
-from ..catalog.resolved import option_parameters
+from .. import registry
 from ..config import GROUP_OF_SETTING, Origin, PluginChoice, ShardConfig, Source
 from ..errors import (
     CollectiveError,
@@ -35,6 +34,7 @@ from ..planning.answers import refuse_unable
 from ..planning.groups import group_of, rank_lists_for, strategy_for
 from ..planning.layout import NamedLayout
 from ..planning.units import PlannedModule, PlannedUnit
+from ..registry.make import option_parameters
 from ..setup.build import Request
 from ..setup.plugins import ChosenPlugins, compute_device, policy_choice, refuse_unserved
 from ..setup.shard import planned_modules
@@ -87,7 +87,7 @@ def explain(
         mesh=mesh,
         timeout=timedelta(seconds=config.timeout_s),
     )
-    workbench = Workbench(world_size, catalog.scan())
+    workbench = Workbench(world_size, registry.scan())
     made = {
         setting: workbench.construct(group, _choice(config, setting), context)
         for setting, group in GROUP_OF_SETTING.items()
@@ -204,9 +204,9 @@ def _choice(config: ShardConfig, setting: str) -> PluginChoice:
     return policy_choice(choice) if setting == "policy" else choice
 
 
-def _plugin(constructed: catalog.Constructed[Any], serves: str, source: OptionSource) -> ExplainedPlugin:
+def _plugin(constructed: registry.Constructed[Any], serves: str, source: OptionSource) -> ExplainedPlugin:
     """``constructed``, which ``serves`` a setting, with where its options come from."""
-    used, resolved = catalog.used(constructed), constructed.resolved
+    used, resolved = registry.used(constructed), constructed.resolved
     inner = zip(constructed.inner, constructed.choices, strict=True)
     return ExplainedPlugin(
         serves=serves,
@@ -224,7 +224,7 @@ def _plugin(constructed: catalog.Constructed[Any], serves: str, source: OptionSo
     )
 
 
-def _source_inside(outer: catalog.Resolved[Any], source: OptionSource, choice: object, option: str) -> Source:
+def _source_inside(outer: registry.Resolved[Any], source: OptionSource, choice: object, option: str) -> Source:
     """Where an ``option`` of ``choice``, by which ``outer`` asked for a plugin, was set."""
     for name, value in outer.options.items():
         if value is choice or (isinstance(value, list | tuple) and any(each is choice for each in value)):
@@ -239,16 +239,16 @@ def _listeners(config: ShardConfig, workbench: Workbench) -> list[ExplainedPlugi
     source = config.source_of("listeners")
     found = []
     for position, choice in enumerate(config.listeners):
-        resolved: catalog.Resolved[Any] = catalog.resolve(Group.PLUGINS, choice, workbench.entry_points)
+        resolved: registry.Resolved[Any] = registry.resolve(Group.PLUGINS, choice, workbench.entry_points)
         resolved.check_options()
         given = None if resolved.distribution else choice
-        plugin = _plugin(catalog.Constructed(resolved, given), f"listeners[{position}]", lambda option: source)
+        plugin = _plugin(registry.Constructed(resolved, given), f"listeners[{position}]", lambda option: source)
         absent = "" if given is not None else "listeners may write files"
         found.append(dataclasses.replace(plugin, absent=absent))
     return found
 
 
-def _options(resolved: catalog.Resolved[Any], source: OptionSource) -> tuple[Value, ...]:
+def _options(resolved: registry.Resolved[Any], source: OptionSource) -> tuple[Value, ...]:
     """Those that were given, and the factory's defaults of the others."""
     if not resolved.distribution:
         return ()
@@ -275,7 +275,7 @@ _MISSES = (StateError, CollectiveError, PluginLoadError)
 
 
 @dataclass(frozen=True)
-class Tried(catalog.Constructed[_T_co]):
+class Tried(registry.Constructed[_T_co]):
     """A plugin whose factory was called."""
 
     absent: str = ""
@@ -293,14 +293,14 @@ class Workbench:
     def construct(self, group: Group, choice: PluginChoice, context: PluginContext) -> Tried[Any]:
         """The plugin of ``choice``, constructed, or a stand-in where it needs ranks or a device.
 
-        Raises what ``catalog.resolve`` and ``catalog.construct`` do for whatever else is wrong.
+        Raises what ``registry.resolve`` and ``registry.construct`` do for whatever else is wrong.
         """
-        resolved: catalog.Resolved[Any] = catalog.resolve(group, choice, self.entry_points)
-        inner: list[catalog.Constructed[Any]] = []
+        resolved: registry.Resolved[Any] = registry.resolve(group, choice, self.entry_points)
+        inner: list[registry.Constructed[Any]] = []
         choices: list[object] = []
         refused: list[PolyshardError] = []
 
-        def make_inner(group: Group, choice: PluginChoice, context: PluginContext) -> catalog.Constructed[Any]:
+        def make_inner(group: Group, choice: PluginChoice, context: PluginContext) -> registry.Constructed[Any]:
             try:
                 inner.append(self.construct(group, choice, context))
             except PolyshardError as error:
@@ -310,7 +310,7 @@ class Workbench:
             return inner[-1]
 
         try:
-            made = catalog.construct(resolved, context, self.entry_points, make_inner)
+            made = registry.construct(resolved, context, self.entry_points, make_inner)
         except _MISSES as error:
             # What an inner plugin misses is stood in for already: what it raises is wrong anywhere.
             if group not in _STAND_INS or error in refused:
@@ -323,8 +323,8 @@ class Workbench:
         choice = dict(_STAND_INS[group])
         if group is Group.COLLECTIVES:
             choice["world_size"] = self.world_size
-        resolved: catalog.Resolved[Any] = catalog.resolve(group, choice, self.entry_points)
-        return catalog.construct(resolved, replace(context, process_group=None), self.entry_points).instance
+        resolved: registry.Resolved[Any] = registry.resolve(group, choice, self.entry_points)
+        return registry.construct(resolved, replace(context, process_group=None), self.entry_points).instance
 
 
 #: Replacements of plugins that may need ranks or a device. Plugins of the other groups only choose.
@@ -340,7 +340,7 @@ class StoodInPlugins(ChosenPlugins):
 
     workbench: Workbench
 
-    def override(self, group: Group, choice: PluginChoice) -> catalog.Constructed[Any]:
+    def override(self, group: Group, choice: PluginChoice) -> registry.Constructed[Any]:
         return self.workbench.construct(group, choice, self.context)
 
 

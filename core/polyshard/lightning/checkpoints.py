@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import checkpoint
-from ..checkpoint.marker import MARKER, Marker
+from ..checkpoint.manifest import MARKER, Marker
 from ..errors import ConfigError, UnsupportedError
 from ..inspect import state_dicts_of_pieces
 from ..preemption import own_state, restore_own_state

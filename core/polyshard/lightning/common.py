@@ -20,7 +20,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from torch import nn
 from torchmetrics import Metric
 
-from .. import catalog, inspect
+from .. import inspect, registry
 from ..api import close, fully_shard, shard
 from ..config import PluginChoice, PluginSpec, ShardConfig, did_you_mean
 from ..errors import AlreadyShardedError, ConfigError, ParameterError, PolyshardError
@@ -388,7 +388,7 @@ class Children(WrapPolicy):
         spec = PluginSpec.parse(self.inner)
         name = spec.name if isinstance(spec, PluginSpec) else ""
         made = PluginContext(name, context.device)
-        policy = catalog.construct(catalog.resolve(Group.POLICIES, self.inner), made).instance
+        policy = registry.construct(registry.resolve(Group.POLICIES, self.inner), made).instance
         children: dict[nn.Module, dict[str, Any]] = {child: {} for child in _called(root)}
         return {**children, **policy.plan(root, context)}
 

@@ -20,8 +20,8 @@ from torch import nn
 
 from ..api import no_sync, register_forward_method
 from ..checkpoint import load
+from ..checkpoint.contents import require_saveable
 from ..checkpoint.encoding import Encoder
-from ..checkpoint.saveable import require_saveable
 from ..config import ShardConfig
 from ..errors import ConfigError, UnsupportedError
 from ..inspect import Initializer

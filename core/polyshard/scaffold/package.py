@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from ..catalog.offers import BUILT_IN, normalised, offers_of
 from ..errors import ConfigError
 from ..interfaces import Group
+from ..registry.find import BUILT_IN, normalised, offers_of
 from .files import Pyproject, write_all
 
 _PLUGIN = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)*")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .. import catalog
+from .. import registry
 from ..config import PluginSpec, ShardConfig, Strategy
 from ..errors import ConfigError
 from ..interfaces import Group, PluginContext, PrecisionCaster, UnitSpec
@@ -127,4 +127,4 @@ def _caster(config: ShardConfig) -> PrecisionCaster:
     name = spec.name if isinstance(spec, PluginSpec) else ""
     # It is asked for dtypes and casts nothing, so the model's device, which may not be chosen yet, does not matter.
     context = PluginContext(name=name, device=torch.device("cpu"))
-    return catalog.construct(catalog.resolve(Group.PRECISION, config.precision), context).instance
+    return registry.construct(registry.resolve(Group.PRECISION, config.precision), context).instance

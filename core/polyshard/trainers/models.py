@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .. import inspect
-from ..checkpoint.saveable import require_saveable
+from ..checkpoint.contents import require_saveable
 from ..errors import AlreadyShardedError, ConfigError, RankMismatchError, UnsupportedError
 
 _WRAPPERS: tuple[tuple[type, str], ...] = (

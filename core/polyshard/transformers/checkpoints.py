@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from ..huggingface.saving import require_saveable
 from ..inspect import idle_model
 from ..state import StateForm, StateOptions, get_model_state_dict
-from ..state.agreement import together
+from ..state.exchange import together
 
 #: The folder of ``polyshard.checkpoint`` inside of a checkpoint's folder.
 STATE = "polyshard"

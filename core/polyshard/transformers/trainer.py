@@ -21,7 +21,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from .. import checkpoint
 from ..api import clip_grad_norm_, close, no_sync, placement, shard
-from ..checkpoint.saveable import require_saveable
+from ..checkpoint.contents import require_saveable
 from ..config import ShardConfig
 from ..preemption import Preemption
 from ..trainers.config import keeps_whole, on_device, refuse_engines, refuse_other_ranks, with_ranks
