@@ -6,10 +6,11 @@ runtime. A handle refers to the runtime's object and keeps no copy: what it says
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -17,7 +18,9 @@ from torch import nn
 from .api import outermost_root
 from .errors import CollectiveError, StateError
 from .functions.lookup import live_roots
+from .functions.optimizers import NOT_BY_ELEMENT
 from .functions.recorded_streams import RecordedStreams, Stream, StreamRecorder
+from .functions.torch_functions import replacing_values
 from .functions.whole import gather_whole, state_dicts_of_pieces, whole_on_this_rank
 from .planning.layout import FlatLayout, Piece, Slot
 from .planning.plan import MODULE_STATE_ATTRIBUTE, refuse_sharded
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
     from .runtime.unit import Unit
 
 __all__ = [
+    "NOT_BY_ELEMENT",
+    "EndsWithModel",
     "FlatLayout",
     "Initializer",
     "LocatedParameter",
@@ -49,6 +54,7 @@ __all__ = [
     "Slot",
     "Stream",
     "StreamRecorder",
+    "WaitingTimes",
     "find",
     "idle_model",
     "is_sharded",
@@ -75,6 +81,8 @@ class ShardedParameter:
     """Where it lies in the unit's flat buffer, and its whole shape."""
     piece: Piece | None
     """The elements of this rank; None for none."""
+    sharded: bool
+    """Whether ranks hold different elements of it."""
 
     @property
     def name(self) -> str:
@@ -101,13 +109,17 @@ class ShardedUnit:
         """Fully-qualified name of its module, ``(root)`` for the outermost, and a suffix where that has several."""
         return self._unit.name
 
+    def reference(self) -> object:
+        """Equal for handles of the same unit; does not keep it alive."""
+        return weakref.ref(self._unit)
+
     @property
     def parameters(self) -> tuple[ShardedParameter, ...]:
         """In the order of the flat buffer."""
         unit = self._unit
         pieces = {piece.slot: piece for piece in unit.pieces}
         return tuple(
-            ShardedParameter(each.original, each.names, slot, pieces.get(index))
+            ShardedParameter(each.original, each.names, slot, pieces.get(index), unit.grid.shard is not None)
             for index, (each, slot) in enumerate(zip(unit.parameters, unit.layout.slots, strict=True))
         )
 
@@ -235,18 +247,23 @@ class ShardedUnit:
 class ShardedModel:
     """A model, seen at its outermost sharded module. Handles of one model are equal."""
 
-    __slots__ = ("_root", "units")
+    __slots__ = ("_root", "_units")
 
     def __init__(self, root: Root) -> None:
         self._root = root
-        #: Every unit, in module order.
-        self.units: tuple[ShardedUnit, ...] = tuple(map(ShardedUnit, root.units))
+        self._units: tuple[ShardedUnit, ...] = ()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ShardedModel) and other._root is self._root
 
     def __hash__(self) -> int:
         return hash(self._root)
+
+    @property
+    def units(self) -> tuple[ShardedUnit, ...]:
+        """Every unit, in module order."""
+        self._units = self._units or tuple(map(ShardedUnit, self._root.units))
+        return self._units
 
     @property
     def module(self) -> nn.Module:
@@ -267,6 +284,28 @@ class ShardedModel:
     def phase(self) -> Phase:
         """Where the model stands in a step."""
         return self._root.phase
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that ranks wait for each other, by the configuration."""
+        return self._root.timeout_s
+
+    def reference(self) -> Callable[[], ShardedModel | None]:
+        """A call that gives this handle anew as long as the model lives, and does not keep it alive."""
+        reference = weakref.ref(self._root)
+
+        def model() -> ShardedModel | None:
+            root = reference()
+            return None if root is None else ShardedModel(root)
+
+        return model
+
+    def attached(self, make: Callable[[], A]) -> A:
+        """What ``make`` gave for this model at the first call. It lives with the model and is closed before it."""
+        if self._root.attached is None:
+            self._root.attached = _Attached(make())
+        found: A = self._root.attached.value  # type: ignore[attr-defined]
+        return found
 
     def refuse_inside_step(self, call: str) -> None:
         """Raise unless the model is between steps, open, and not whole; ``call`` begins the message.
@@ -324,6 +363,10 @@ class ShardedModel:
         """
         return self._root.meeting(operation, groups, detail)
 
+    def tell_failure(self, error: Exception) -> None:
+        """Let the other ranks know of an exception of this rank's program."""
+        self._root.recorder.tell(error)
+
     def fail(self, error: CollectiveError) -> None:
         """Let every later use be refused: a communication did not end, and ranks stand at different places."""
         self._root.recorder.fail(error)
@@ -342,6 +385,39 @@ class ShardedModel:
     def record_streams(self, recorder: StreamRecorder) -> None:
         """Run communication where it is issued from now on, and report to ``recorder`` the streams of a device."""
         self._root.use_streams(RecordedStreams(recorder))
+
+    def refuse_replaced_values(self, call: str) -> None:
+        """Raise inside ``replacing_values``; ``call`` begins the message.
+
+        Raises:
+            StateError: naming the context.
+        """
+        if self._root.replaced:
+            raise StateError(
+                f"{call} was called inside of {self._root.replaced[0]} (rank {self.rank}). Leave the context first."
+            )
+
+    @contextmanager
+    def replacing_values(self, context: str, values: str) -> Iterator[None]:
+        """Inside, masters hold other values than the trained ones: optimizers and backwards refuse the model.
+
+        Args:
+            context: What the program calls, for the messages.
+            values: What the masters hold, for the messages: ``averages``.
+        """
+        with replacing_values(self._root, context, values):
+            yield
+
+    def copy_into_masters(self, values: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
+        """Copy ``values`` into ``places``, masters or parameters, behind everything that still reads these."""
+        root = self._root
+        # A gather that no forward waited for may still read, and the host writes what is parked beside the device.
+        root.streams.drain()
+        if root.streams.here() is not None and any(unit.parks for unit in root.units):
+            torch.cuda.synchronize(root.collectives.device)
+        with torch.no_grad():
+            for value, place in zip(values, places, strict=True):
+                place.copy_(value)
 
     @contextmanager
     def synchronising(self, synchronises: bool) -> Iterator[None]:
@@ -376,6 +452,49 @@ class ShardedModel:
     def tell_loaded(self, model: nn.Module, path: Path) -> None:
         """Call the listeners' ``on_load``."""
         self._root.events.on_load(model, path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Attached:
+    """What stands above the runtime, as the runtime sees it."""
+
+    value: EndsWithModel
+
+    def close(self, root: Root) -> None:
+        self.value.close(ShardedModel(root))
+
+
+class EndsWithModel(Protocol):
+    """What is kept with a model, and ends before the model's communicators do."""
+
+    def close(self, model: ShardedModel) -> None:
+        """The model is closed. Every rank calls it."""
+
+
+A = TypeVar("A", bound=EndsWithModel)
+
+
+class WaitingTimes:
+    """Measures how long the steps of a model wait for other ranks, from its making until ``stop``."""
+
+    def __init__(self, model: ShardedModel) -> None:
+        self._streams = model._root.streams
+        self._stalls = self._streams.stalls = self._streams.measure()
+
+    @property
+    def forwards(self) -> int:
+        """How many forwards were measured; a CUDA graph that replays has none."""
+        return self._stalls.forwards
+
+    def stop(self) -> None:
+        """Measure no more."""
+        self._stalls.stop()
+        self._streams.stalls = None
+
+    def read(self) -> tuple[float, float]:
+        """Seconds of all measured steps that this rank did not wait for others, and seconds altogether."""
+        times = self._stalls.read()
+        return times.own_s, times.wall_s
 
 
 @dataclass(frozen=True, slots=True)

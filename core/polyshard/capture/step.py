@@ -238,10 +238,10 @@ class CapturedStep(Generic[P, T]):
         root = self._root
         root.leave_failed_backward()
         root.refuse_ended("A CapturedStep")
-        if root.phase is not Phase.IDLE or root.unsharded or root.borrowed:
+        if root.phase is not Phase.IDLE or root.unsharded or root.replaced:
             where = f"a {root.phase.value} of the model"
-            if root.unsharded or root.borrowed:
-                where = "polyshard.unsharded()" if root.unsharded else "AveragedWeights.applied()"
+            if root.unsharded or root.replaced:
+                where = root.replaced[0] if root.replaced else "polyshard.unsharded()"
             raise StateError(f"A CapturedStep was called inside {where} (rank {root.rank}). Call it between steps.")
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:

@@ -1,25 +1,22 @@
-"""What of a sharded model this rank holds, by the names that the unsharded model has."""
+"""The tensors of a sharded model under all of their names, with the elements of each that this rank holds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from ..errors import ConfigError
-from ..functions.whole import state_dicts_of_pieces
-from ..planning.layout import Piece
-from ..runtime.root import Root
-from ..runtime.unit import Unit
-from ..state.boxes import Box
-from ..state.sharded import Chunk, of_piece
+from ..inspect import Piece, ShardedModel, ShardedUnit, state_dicts_of_pieces
+from ..io.boxes import Box, Chunk
+from ..state.sharded import of_piece
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ModelTensor:
     """A parameter or persistent buffer of the model."""
 
     names: tuple[str, ...]
@@ -29,9 +26,9 @@ class Held:
     dtype: torch.dtype
     """In which ranks keep it."""
     chunks: tuple[Chunk, ...]
-    """What of it is here, as views of this rank's memory."""
-    unit: Unit | None = None
-    """What it is sharded with; None where every rank has it whole."""
+    """This rank's elements, as views of its memory."""
+    unit: ShardedUnit | None = None
+    """The unit that it is sharded with; None where every rank has it whole."""
 
     @property
     def numel(self) -> int:
@@ -39,49 +36,48 @@ class Held:
         return math.prod(self.shape)
 
 
-def held_in(root: Root) -> list[Held]:
+def tensors_of(sharded: ShardedModel) -> list[ModelTensor]:
     """Every parameter and persistent buffer, those of units first, in their order.
 
-    Raises:
-        ParameterChangedError: modules moved, so that a name is another parameter's now.
+    Raises ParameterChangedError: modules moved, so that a name is another parameter's now.
     """
-    root.refuse_moved()
-    return [*(held for unit in root.units for held in of_shard(unit, unit.master)), *_others(root)]
+    sharded.refuse_moved()
+    return [*(each for unit in sharded.units for each in of_shard(unit, unit.master)), *_outside(sharded)]
 
 
-def of_shard(unit: Unit, shard: torch.Tensor, shard_rank: int | None = None) -> list[Held]:
-    """The parameters of ``unit``, with what ``shard`` (``[shard_numel]``) has of them.
+def of_shard(unit: ShardedUnit, shard: torch.Tensor, shard_rank: int | None = None) -> list[ModelTensor]:
+    """The parameters of ``unit``, with the elements in ``shard`` (``[shard_numel]``).
 
     ``shard_rank``: whose shard it is; None for this rank's.
     """
-    pieces = unit.pieces if shard_rank is None else unit.layout.pieces(shard_rank)
+    pieces = unit.layout.pieces(unit.shard_rank if shard_rank is None else shard_rank)
     return _of_pieces(unit, shard, {piece.slot: piece for piece in pieces})
 
 
-def of_whole(unit: Unit, flat: torch.Tensor) -> list[Held]:
+def of_whole(unit: ShardedUnit, flat: torch.Tensor) -> list[ModelTensor]:
     """The parameters of ``unit`` out of all its elements, ``flat`` (``[padded_numel]``)."""
     slots = enumerate(unit.layout.slots)
     return _of_pieces(unit, flat, {index: Piece(index, 0, slot.numel, slot.offset) for index, slot in slots})
 
 
-def _of_pieces(unit: Unit, flat: torch.Tensor, pieces: dict[int, Piece]) -> list[Held]:
+def _of_pieces(unit: ShardedUnit, flat: torch.Tensor, pieces: Mapping[int, Piece]) -> list[ModelTensor]:
     found = []
-    for index, (parameter, slot) in enumerate(zip(unit.parameters, unit.layout.slots, strict=True)):
-        piece = pieces.get(index)
-        chunks: Sequence[Chunk] = ()
+    for index, parameter in enumerate(unit.parameters):
+        slot, piece = parameter.slot, pieces.get(index)
+        chunks: tuple[Chunk, ...] = ()
         if piece is not None and piece.numel:
             chunks = of_piece(slot, piece, flat.detach().narrow(0, piece.shard_offset, piece.numel)).chunks
-        found.append(Held(parameter.names, slot.shape, flat.dtype, tuple(chunks), unit))
+        found.append(ModelTensor(parameter.names, slot.shape, flat.dtype, chunks, unit))
     return found
 
 
-def shared_out(held: Held) -> Held:
-    """What of it this rank writes, where other ranks hold the same."""
-    replicate = held.unit.grid.replicate if held.unit is not None else None
+def shared_out(tensor: ModelTensor) -> ModelTensor:
+    """The part that this rank writes, where other ranks hold the same elements."""
+    replicate = tensor.unit.replicate if tensor.unit is not None else None
     if replicate is None:
-        return held
+        return tensor
     chunks = []
-    for chunk in held.chunks:
+    for chunk in tensor.chunks:
         dim = max(range(len(chunk.box.sizes)), key=lambda dim: chunk.box.sizes[dim], default=None)
         if dim is None:
             chunks += [chunk] if replicate.rank == 0 else []
@@ -92,12 +88,12 @@ def shared_out(held: Held) -> Held:
             offsets = (*chunk.box.offsets[:dim], chunk.box.offsets[dim] + begin, *chunk.box.offsets[dim + 1 :])
             sizes = (*chunk.box.sizes[:dim], end - begin, *chunk.box.sizes[dim + 1 :])
             chunks.append(Chunk(Box(offsets, sizes), chunk.view.narrow(dim, begin, end - begin)))
-    return replace(held, chunks=tuple(chunks))
+    return replace(tensor, chunks=tuple(chunks))
 
 
-def refuse_hollow(held: Iterable[Held], rank: int) -> None:
+def refuse_hollow(tensors: Iterable[ModelTensor], rank: int) -> None:
     """Raise ConfigError where something has no memory to be read into, or to be written from."""
-    hollow = [f"'{each.names[0]}'" for each in held if any(chunk.view.is_meta for chunk in each.chunks)]
+    hollow = [f"'{each.names[0]}'" for each in tensors if any(chunk.view.is_meta for chunk in each.chunks)]
     if hollow:
         raise ConfigError(
             f"{', '.join(hollow)} are on the meta device (rank {rank}): shard() was told to leave them alone, so there "
@@ -106,9 +102,9 @@ def refuse_hollow(held: Iterable[Held], rank: int) -> None:
         )
 
 
-def _others(root: Root) -> Iterator[Held]:
-    module = root.module_states[0].module
-    managed = {id(parameter.original) for unit in root.units for parameter in unit.parameters}
+def _outside(sharded: ShardedModel) -> Iterator[ModelTensor]:
+    module = sharded.module
+    managed = {id(parameter) for unit in sharded.units for parameter in unit.tensors}
     with state_dicts_of_pieces():
         persistent = module.state_dict().keys()
     names: dict[int, list[str]] = {}
@@ -118,9 +114,8 @@ def _others(root: Root) -> Iterator[Held]:
             names.setdefault(id(tensor), []).append(name)
             tensors[id(tensor)] = tensor
     for key, tensor in tensors.items():
-        shape = tuple(tensor.shape)
-        chunk = Chunk(Box((0,) * len(shape), shape), tensor.detach())
-        yield Held(tuple(names[key]), shape, tensor.dtype, (chunk,) if tensor.numel() else ())
+        chunk = Chunk(Box.whole(tensor.shape), tensor.detach())
+        yield ModelTensor(tuple(names[key]), tuple(tensor.shape), tensor.dtype, (chunk,) if tensor.numel() else ())
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,9 +1,9 @@
-"""Contiguous ranges of a tensor's elements as axis-aligned boxes."""
+"""Axis-aligned boxes of tensors: ranges of elements as boxes, and boxes as ranges of elements."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +36,20 @@ class Box:
     def permuted(self, dims: Sequence[int]) -> Box:
         """The same box after ``Tensor.permute(dims)``."""
         return Box(tuple(self.offsets[dim] for dim in dims), tuple(self.sizes[dim] for dim in dims))
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """All of a tensor of ``shape``."""
+        return cls((0,) * len(shape), tuple(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of the whole tensor, and this rank's memory for it."""
+
+    box: Box
+    view: torch.Tensor
+    """Shape ``box.sizes``; a view: reading a checkpoint into it changes what it views."""
 
 
 def range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
@@ -96,3 +110,35 @@ def box_within(view: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
     for dim, (start, size, origin) in enumerate(zip(part.offsets, part.sizes, box.offsets, strict=True)):
         view = view.narrow(dim, start - origin, size)
     return view
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of ``shape``."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def span(shape: Sequence[int], box: Box) -> tuple[int, int]:
+    """First and one past the last element of ``box`` in a row-major tensor of ``shape``."""
+    strides = row_major(shape)
+    first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
+    return first, first + 1 + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
+
+
+def slabs(shape: Sequence[int], box: Box, most: int, *, gaps: bool) -> Iterator[Box]:
+    """``box`` of a row-major tensor of ``shape`` in boxes whose elements lie within ``most`` of each other.
+
+    ``gaps``: elements between them may be as many as their own; without, each box is one range of at most ``most``.
+    """
+    first, stop = span(shape, box)
+    extent = stop - first
+    if extent <= most and (extent == box.numel or (gaps and extent <= 2 * box.numel)):
+        yield box
+        return
+    dim = next((dim for dim, size in enumerate(box.sizes) if size > 1), None)
+    if dim is None:
+        yield box
+        return
+    half = box.sizes[dim] // 2
+    for begin, size in ((0, half), (half, box.sizes[dim] - half)):
+        offsets = (*box.offsets[:dim], box.offsets[dim] + begin, *box.offsets[dim + 1 :])
+        yield from slabs(shape, Box(offsets, (*box.sizes[:dim], size, *box.sizes[dim + 1 :])), most, gaps=gaps)

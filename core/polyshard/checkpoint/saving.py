@@ -12,26 +12,16 @@ from typing import Any
 
 from torch import nn
 
-from ..runtime.peers import words
-from ..runtime.root import Root
-from ..state.agreement import require_seen, tell_listeners, together
-from ..state.contents import frozen_names, model_state, names_of, optimizer_state
-from ..state.exchange import coordinates, from_first, speaks
-from ..state.kind import described
-from ..state.optimizers import Optimizers
-from ..state.places import MODEL, OPTIMIZER
-from ..state.resting import resting_root
-from ..state.sharded import CheckpointTensor
+from ..errors import words
+from ..inspect import ShardedModel, idle_model
+from ..io.files import make_folder, path_of
+from ..state.contents import Joint, Optimizers, names_of
+from ..state.exchange import coordinates, from_first, require_seen, speaks, tell_listeners, together
 from ..state.source import listed
-from .arguments import joint_of, mapping_of, number_of, path_of, settings_told, told
-from .attempt import Attempt, attempt_in
-from .casters import caster_states
-from .disk import make_folder
-from .finite import not_finite, of_all
-from .folder import Line
-from .history import History
-from .marker import Marker
-from .pending import Notes, PendingSave
+from .contents import caster_states, mapping_of, not_finite, not_finite_anywhere, number_of, state_of
+from .folder import Attempt, Line, attempt_in
+from .manifest import Marker
+from .pending import History, Notes, PendingSave
 from .writing import Document, Writing, Written, plan_writing, write_all
 
 
@@ -81,18 +71,18 @@ def save(
         PolyshardError, OSError: writing failed; nothing is left of it.
         Exception: a listener's, on its rank, once the checkpoint is there.
     """
-    owner = resting_root(model, "checkpoint.save()")
-    collectives = owner.collectives
-    with owner.meeting("save of a checkpoint", (owner.collectives,)):
+    sharded = idle_model(model, "checkpoint.save()")
+    collectives = sharded.collectives
+    with sharded.meeting("save of a checkpoint", (sharded.collectives,)):
         with ExitStack() as stack:
-            task = _prepared(owner, root, step, model, optimizer, extra, keep, stack, frozen=frozen)
+            task = _prepared(sharded, root, step, model, optimizer, extra, keep, stack, frozen=frozen)
             writing = plan_writing(task.path, task.state, task.document, collectives)
             files, manifest = write_all(writing, collectives)
             with together(collectives, f"Committing {task.described}"):
                 if task.commit is not None:
                     task.commit.run(files, manifest)
         done = f"the save of {task.named}, which is committed"
-        tell_listeners(collectives, done, partial(owner.events.on_save, model, task.named))
+        tell_listeners(collectives, done, partial(sharded.tell_saved, model, task.named))
     return task.named
 
 
@@ -123,23 +113,23 @@ def async_save(
     Raises:
         As ``save``, but for what happens in the background.
     """
-    owner = resting_root(model, "checkpoint.async_save()")
-    collectives = owner.collectives
-    with owner.meeting("save of a checkpoint", (owner.collectives,)), ExitStack() as stack:
-        task = _prepared(owner, root, step, model, optimizer, extra, keep, stack, frozen=frozen)
+    sharded = idle_model(model, "checkpoint.async_save()")
+    collectives = sharded.collectives
+    with sharded.meeting("save of a checkpoint", (sharded.collectives,)), ExitStack() as stack:
+        task = _prepared(sharded, root, step, model, optimizer, extra, keep, stack, frozen=frozen)
         writing = plan_writing(task.path, task.state, task.document, collectives)
         with together(collectives, f"Copying {task.described}"):
             writing = writing.detached()
         ranks = collectives.world_size if speaks(collectives) else 1
-        notes = Notes(task.path, collectives.rank, ranks, owner.timeout_s)
+        notes = Notes(task.path, collectives.rank, ranks, sharded.timeout_s)
         pending = PendingSave(
             task.named,
             collectives.rank,
             partial(_in_background, [writing], notes, task.commit, task.target, task.identity, stack.pop_all()),
-            partial(owner.events.on_save, model, task.named),
+            partial(sharded.tell_saved, model, task.named),
             notes,
         )
-    History.of(owner).pending = pending
+    sharded.attached(History).pending = pending
     pending.start()
     return pending
 
@@ -152,26 +142,14 @@ class _Commit:
     attempt: Attempt
     target: Path
     line: Line
-    step: int
-    world_size: int
-    complete: bool
-    finite: bool
+    marker: Marker
+    """But for the files."""
     keep: int | None
 
     def run(self, files: Mapping[str, int], manifest: str) -> None:
         """``files``: how many bytes each has; ``manifest``: its sha256."""
         self.attempt.sizes(files)
-        marker = Marker(
-            step=self.step,
-            world_size=self.world_size,
-            complete=self.complete,
-            identity=self.attempt.identity,
-            parent=self.line.newest,
-            turn=self.line.next_turn(),
-            files=files,
-            finite=self.finite,
-            manifest=manifest,
-        )
+        marker = replace(self.marker, turn=self.line.next_turn(), files=files, manifest=manifest)
         try:
             self.attempt.commit(self.target, marker)
         finally:
@@ -204,7 +182,7 @@ class _Task:
 
 
 def _prepared(
-    owner: Root,
+    sharded: ShardedModel,
     root: str | Path,
     step: int,
     model: nn.Module,
@@ -216,9 +194,9 @@ def _prepared(
     frozen: bool,
 ) -> _Task:
     """Everything up to the writing. ``stack`` gives the directory back."""
-    collectives = owner.collectives
-    history = History.of(owner)
-    history.settle(owner)
+    collectives = sharded.collectives
+    history = sharded.attached(History)
+    history.settle(sharded)
     what = f"the checkpoint of step {step} in {root}"
     commit: _Commit | None = None
     document: Document | None = None
@@ -230,27 +208,28 @@ def _prepared(
         step = number_of(step, "step", 0)
         keep = None if keep is None else number_of(keep, "keep", 1)
         beside = mapping_of(extra, "extra")
-        joint = joint_of(optimizer)
-        called.update(step=step, keep=keep, frozen=frozen, optimizer=told(joint))
-        called.update(settings_told(joint))
-        state = state_of(owner, model, optimizer, frozen=frozen)
-        broken = not_finite(owner, joint)
+        joint = None if optimizer is None else Joint(optimizer)
+        called.update(step=step, keep=keep, frozen=frozen, optimizer=str(joint and joint.described))
+        called.update({} if joint is None else joint.settings())
+        state = state_of(sharded, model, optimizer, frozen=frozen)
+        broken = not_finite(sharded, joint)
         if coordinates(collectives):
-            kind = None if joint is None else described(joint)
+            kind = None if joint is None else joint.kind
             aliases = {other: names[0] for names in names_of(model).values() for other in names[1:]}
-            document = Document.of(state, aliases, kind, caster_states(owner), beside)
+            document = Document.of(state, aliases, kind, caster_states(sharded), beside)
             make_folder(here)
             history.claim(here)
             line = history.line_in(here)
             target = here / line.target(step).name
             attempt = stack.enter_context(attempt_in(here))
             complete = collectives.world_size == 1 or speaks(collectives)
-            commit = _Commit(history, attempt, target, line, step, collectives.world_size, complete, True, keep)
-    broken = of_all(owner, broken)
+            marker = Marker(step, collectives.world_size, complete, attempt.identity, line.newest, 0, {}, True, "")
+            commit = _Commit(history, attempt, target, line, marker, keep)
+    broken = not_finite_anywhere(sharded, broken)
     # A program may let warnings raise.
     with together(collectives, f"Preparing {what}"):
         if commit is not None and broken:
-            commit = replace(commit, finite=False)
+            commit = replace(commit, marker=replace(commit.marker, finite=False))
             warnings.warn(
                 f"{what[0].upper()}{what[1:]} holds values that are infinite or no number: {listed(broken)}. Whoever "
                 "loads it goes on with them.",
@@ -301,18 +280,3 @@ def _in_background(
             raise
     if commit is None:
         notes.await_end(target, identity)
-
-
-def state_of(owner: Root, model: nn.Module, optimizer: Optimizers | None, *, frozen: bool) -> dict[str, Any]:
-    """What this rank knows of what a save writes; arguments and errors are those of ``save``."""
-    values = model_state(model)
-    if not frozen:
-        left_out = frozen_names(model)
-        values = {name: value for name, value in values.items() if name not in left_out}
-    if owner.rank != 0 and owner.collectives.capabilities.can_communicate:
-        # Buffers may differ between ranks (running statistics); one rank's must go together.
-        values = {name: value for name, value in values.items() if isinstance(value, CheckpointTensor)}
-    state: dict[str, Any] = {MODEL: values}
-    if optimizer is not None:
-        state[OPTIMIZER] = optimizer_state(model, optimizer)
-    return state

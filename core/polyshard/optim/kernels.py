@@ -1,7 +1,8 @@
-"""Products that are symmetric, computed by half, as a Triton kernel.
+"""Muon's passes over memory and products as Triton kernels.
 
-Of ``A A^T`` one half is the other. Blocks below the diagonal are computed and written twice: on an H200 that takes 0.55
-to 0.85 of the time of cuBLAS's whole product, with the same bits for ``A A^T`` (docs/performance.md, "Muon").
+The momentum and the step read and write each element once, and compute in fp32. Of ``A A^T`` one half is the other:
+blocks below the diagonal are computed and written twice, which takes 0.55 to 0.85 of the time of cuBLAS's whole product
+on an H200, with the same bits (docs/performance.md, "Muon").
 """
 
 from __future__ import annotations
@@ -10,8 +11,44 @@ import torch
 import triton
 import triton.language as tl
 
+_BLOCK = 2048
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _mix(mean, gradient, place, numel, momentum, nesterov: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    offsets = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = offsets < numel
+    old = tl.load(mean + offsets, mask=inside, other=0.0)
+    new = tl.load(gradient + offsets, mask=inside, other=0.0).to(tl.float32)
+    moved = old + (1 - momentum) * (new - old)
+    tl.store(mean + offsets, moved, mask=inside)
+    mixed = moved + (1 - momentum) * (new - moved) if nesterov else moved
+    tl.store(place + offsets, mixed.to(place.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _go_along(parameter, direction, numel, keep, step, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    offsets = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = offsets < numel
+    old = tl.load(parameter + offsets, mask=inside, other=0.0)
+    along = tl.load(direction + offsets, mask=inside, other=0.0).to(tl.float32)
+    tl.store(parameter + offsets, old * keep + step * along, mask=inside)
+
+
+def mix(mean: torch.Tensor, gradient: torch.Tensor, place: torch.Tensor, momentum: float, nesterov: bool) -> None:
+    """``momentum.mix`` of one of each; ``mean`` in fp32, all contiguous."""
+    numel = mean.numel()
+    _mix[(triton.cdiv(numel, _BLOCK),)](mean, gradient, place, numel, momentum, nesterov, _BLOCK)
+
+
+def go_along(parameter: torch.Tensor, direction: torch.Tensor, keep: float, step: float) -> None:
+    """``parameter <- keep * parameter + step * direction``; ``parameter`` in fp32, both contiguous."""
+    numel = parameter.numel()
+    _go_along[(triton.cdiv(numel, _BLOCK),)](parameter, direction, numel, keep, step, _BLOCK)
+
+
 #: Rows and columns of a block, and the columns of ``A`` that are read at a time.
-_BLOCK, _DEPTH = 128, 64
+_ROWS, _DEPTH = 128, 64
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -86,7 +123,7 @@ def _launch(
 ) -> torch.Tensor:
     count, rows, columns = matrices.shape
     out = torch.empty(count, rows, rows, dtype=matrices.dtype, device=matrices.device)
-    side = triton.cdiv(rows, _BLOCK)
+    side = triton.cdiv(rows, _ROWS)
     _half[(side * (side + 1) // 2, count)](
         matrices,
         out if added is None else added,
@@ -98,7 +135,7 @@ def _launch(
         beta,
         diagonal,
         added is not None,
-        _BLOCK,
+        _ROWS,
         _DEPTH,
         num_warps=4,
         # Tried on an H200: long rows leave more to be fetched ahead.

@@ -1,4 +1,4 @@
-"""Tensors as bytes."""
+"""Tensors as bytes, a copy of many in host memory, and the dtypes that files can hold by name."""
 
 from __future__ import annotations
 
@@ -68,3 +68,35 @@ class HostCopy:
             place = self._segments[number][offset : offset + stop - start]
             yield place
             start += place.numel()
+
+
+#: By the name in a manifest; with it the name in safetensors files, where their format has one.
+_NAMES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": None,
+    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": None,
+    "float8_e8m0fnu": None,
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+    "complex128": None,
+}
+#: A name in a file is looked up here, never in a module.
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES}
+NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+#: Dtypes that numpy has, in the same bytes.
+NUMPY = frozenset(name for name in _NAMES if name != "bfloat16" and not name.startswith("float8"))
+SAFETENSORS_DTYPES: dict[str, torch.dtype] = {other: DTYPES[name] for name, other in _NAMES.items() if other}
+SAFETENSORS_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
