@@ -1,6 +1,6 @@
 """Sizes from which on a backend takes one way rather than another, each with what speaks for it.
 
-What they gain is in docs/performance.md, "Gathers and reductions alone" above all.
+What they gain is in docs/figures.md, "Gathers and reductions alone" above all.
 """
 
 from __future__ import annotations

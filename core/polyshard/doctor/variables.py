@@ -209,11 +209,11 @@ def _own(machine: Machine) -> list[Finding]:
         if name.startswith(ENVIRONMENT_PREFIX) and head not in settings:
             why = "every configuration that is read from a file stops at it"
             cure = f"unset it.{did_you_mean(head, settings)}"
-            findings.append(Finding(Level.PROBLEM, name, "is no setting", why, cure, "polyshard, docs/usage.md"))
+            findings.append(Finding(Level.PROBLEM, name, "is no setting", why, cure, "polyshard, docs/settings.md"))
         elif not name.startswith(ENVIRONMENT_PREFIX) and _resembles(name):
             why = "nobody reads it, so the setting that was meant keeps its value"
             cure = f"write it with {ENVIRONMENT_PREFIX}.{did_you_mean(head, settings)}"
-            findings.append(Finding(Level.HINT, name, "looks like a setting", why, cure, "polyshard, docs/usage.md"))
+            findings.append(Finding(Level.HINT, name, "looks like a setting", why, cure, "polyshard, docs/settings.md"))
     return findings
 
 

@@ -1,7 +1,7 @@
 """Products that are symmetric, computed by half, as a Triton kernel.
 
 Of ``A A^T`` one half is the other. Blocks below the diagonal are computed and written twice: on an H200 that takes 0.55
-to 0.85 of the time of cuBLAS's whole product, with the same bits for ``A A^T`` (docs/performance.md, "Muon").
+to 0.85 of the time of cuBLAS's whole product, with the same bits for ``A A^T`` (docs/figures-parts.md, "Muon").
 """
 
 from __future__ import annotations
