@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from polyshard.engine.parameters.bindings import Bindings, Shown
-from polyshard.engine.parameters.originals import MasterViews, Originals, become
-from polyshard.engine.planning.ranks import RankGrid
-from polyshard.engine.step.step import Phase
-from polyshard.engine.step.unit import Reshard, Unit, UnitState
-from polyshard.engine.transport.buffer import FlatBuffer, view_of
 from polyshard.errors import DeviceError, ParameterChangedError, ParameterMovedError, StateError
 from polyshard.interfaces import OffloadManager, PrecisionCaster, UnitDtypes, UnitSpec
+from polyshard.planning.groups import RankGrid
+from polyshard.runtime.bindings import Bindings, Shown
+from polyshard.runtime.gather import FlatBuffer, view_of
+from polyshard.runtime.parameters import MasterViews, Originals, become
+from polyshard.runtime.step import Phase
+from polyshard.runtime.unit import Reshard, Unit, UnitState
 from torch import nn
 
 from . import _runtime_utils
@@ -389,8 +389,8 @@ class FlatUnit(Unit):
         self._kept = False
         if self.step is not None:
             # Also within a step, when the start of the next forward, which orders the two, is still far.
-            self.step.lanes.drain()
-            self.step.lanes.begin_forward()
+            self.step.streams.drain()
+            self.step.streams.begin_forward()
 
     def gather_ahead(self) -> None:
         """Issue the gather for the forward that comes next, or for the one that runs."""

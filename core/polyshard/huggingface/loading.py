@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from ..checkpoint.arguments import path_of
-from ..engine.planning.values import send_from_first
-from ..engine.step.root import Root
-from ..engine.step.unit import Unit
 from ..errors import ConfigError, RankMismatchError
+from ..planning.values import send_from_first
+from ..runtime.root import Root
+from ..runtime.unit import Unit
 from ..state.agreement import require_seen, tell_listeners, together
 from ..state.boxes import Box
 from ..state.exchange import coordinates, from_first, speaks
@@ -93,7 +93,7 @@ def load_through(
 ) -> None:
     """``load``, with another way to read files. ``open_files``: what is told beforehand which files will be read."""
     root = resting_root(model, "huggingface.load()")
-    module, collectives = root.stages[0].module, root.collectives
+    module, collectives = root.module_states[0].module, root.collectives
     reads = ranks == "all" or coordinates(collectives)
     saved: Saved | None = None
     found: Match | None = None

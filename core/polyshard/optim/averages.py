@@ -9,13 +9,13 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ..composable import outermost_root
-from ..engine import _torch_private
-from ..engine.step.root import Root
-from ..engine.step.step import Phase
-from ..engine.step.unit import Unit
-from ..engine.surface.torch_utilities import borrowing
+from .. import _torch_private
+from ..api import outermost_root
 from ..errors import ConfigError, StateError
+from ..functions.torch_functions import borrowing
+from ..runtime.root import Root
+from ..runtime.step import Phase
+from ..runtime.unit import Unit
 
 #: Which part of the average stays at an update, from the number of updates before it.
 Decay = Callable[[int], float]
@@ -115,8 +115,8 @@ class AveragedWeights:
 
     def _change(self, root: Root, values: list[torch.Tensor]) -> None:
         # A gather that no forward waited for may still read, and the host writes what is parked beside the device.
-        root.lanes.drain()
-        if root.lanes.here() is not None and any(unit.parks for unit in root.units):
+        root.streams.drain()
+        if root.streams.here() is not None and any(unit.parks for unit in root.units):
             torch.cuda.synchronize(root.collectives.device)
         _write(values, self._weights())
 

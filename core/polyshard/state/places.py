@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.planning.layout import Piece, Slot
-from ..engine.step.root import Root
-from ..engine.step.unit import Unit
 from ..errors import ConfigError
+from ..planning.layout import Piece, Slot
+from ..runtime.root import Root
+from ..runtime.unit import Unit
 from .sharded import CheckpointTensor, of_piece, of_rows, whole
 
 #: Under which a model's values, and an optimizer's, lie in what is saved and loaded.
@@ -119,7 +119,7 @@ def holdings(root: Root, groups: Sequence[Mapping[str, Any]]) -> dict[nn.Paramet
         ParameterChangedError: as ``places``.
     """
     root.refuse_moved()
-    known = {id(each): Holding(each, (name,)) for name, each in root.stages[0].module.named_parameters()}
+    known = {id(each): Holding(each, (name,)) for name, each in root.module_states[0].module.named_parameters()}
     for unit in root.units:
         found = tuple(places_of(unit))
         known.update({id(place.parameter): Holding(place.parameter, (place.name,), (place,)) for place in found})
