@@ -180,7 +180,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         gathers = given.results / "gathers.json"
         if gathers.is_file():
             page = placed(page, bandwidths(json.loads(gathers.read_text(encoding="utf-8"))), markers("gathers"))
-        archive = placed(given.archive.read_text(encoding="utf-8"), markdown(earlier, old=True), OLD) if earlier else None
+        archive = (
+            placed(given.archive.read_text(encoding="utf-8"), markdown(earlier, old=True), OLD) if earlier else None
+        )
     except UnusablePageError as error:
         print(f"nothing written: {given.page}: {error}", file=sys.stderr)
         return 2
