@@ -7,7 +7,7 @@ from typing import Any
 
 from polyshard import _torch_private
 from polyshard.nested import iter_hidden_tensors, iter_tensors
-from polyshard.runtime.hooks import Forward, output_hook
+from polyshard.runtime.hooks import ForwardHooks, output_hook
 from polyshard.runtime.root import root_of
 from torch import nn
 
@@ -16,7 +16,7 @@ from ._common_utils import HandleTrainingState
 from ._stage import FSDPStage
 
 
-class FSDPForward(Forward):
+class FSDPForward(ForwardHooks):
     """One FSDP instance's forward."""
 
     module_state: FSDPStage
@@ -31,7 +31,7 @@ class FSDPForward(Forward):
         """Let backward end at the inputs of the forward that is being entered."""
         self._pending = super()._watch_inputs(*self._pending)
 
-    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         module_state, instance = self.module_state, self.module_state.instance
         instance._enter_forward()
         recomputes = _torch_private.in_backward()
@@ -43,16 +43,16 @@ class FSDPForward(Forward):
         if casts and not module_state.in_full_precision and (instance._is_root or module_state.units):
             args, kwargs = _runtime_utils._cast_forward_inputs(policy.param_dtype, args, kwargs)
         if recomputes:
-            return super()._enter(args, kwargs)
+            return super()._pre_forward(args, kwargs)
         module_state.point(HandleTrainingState.FORWARD)
-        args, kwargs = super()._enter(args, kwargs)
+        args, kwargs = super()._pre_forward(args, kwargs)
         if self._observed:
             self._assign_anew()
         return args, kwargs
 
-    def _leave(self, output: Any) -> Any:
+    def _post_forward(self, output: Any) -> Any:
         try:
-            return super()._leave(output)
+            return super()._post_forward(output)
         finally:
             if not self.module_state.in_backward:
                 self.module_state.point(HandleTrainingState.IDLE)

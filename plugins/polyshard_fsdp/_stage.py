@@ -57,18 +57,18 @@ class FSDPStage(ModuleState):
         if self.instance.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._unshard_next()
 
-    def catch_up(self) -> None:
+    def late_post_backward(self) -> None:
         # Nothing asks for a gradient at its end: it has no hook that ended its backward.
         self.ends_by_hook = any(unit.trainable for unit in self.units)
         try:
-            super().catch_up()
+            super().late_post_backward()
         finally:
             self.ends_by_hook = True
 
-    def finish(self) -> None:
+    def post_backward(self) -> None:
         self.point(HandleTrainingState.BACKWARD_POST)
         self._take_part_if_idle()
-        super().finish()
+        super().post_backward()
         if self.instance.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             # One that has gone through its backward since then needs nothing any more.
             self._ahead = [module_state for module_state in self._ahead if module_state.awaits_backward]
@@ -92,7 +92,7 @@ class FSDPStage(ModuleState):
     def _take_part_if_idle(self) -> None:
         step = self.step
         assert step is not None
-        if not (self.owes and step.accumulates):
+        if not (self.joins_reduction and step.accumulates):
             return
         for unit in self.units:
             if not unit.trainable or unit.pending or unit.gradients.unreduced or unit.grid.alone:
@@ -101,7 +101,7 @@ class FSDPStage(ModuleState):
                 self.instance._leave_idle(IdleUnit(unit))
             else:
                 # Nothing to keep, and nobody to agree with.
-                self.owes = False
+                self.joins_reduction = False
 
     def point(self, state: HandleTrainingState) -> None:
         """Let the handle say where it is in its step."""

@@ -396,4 +396,4 @@ def _share_collectives(instances: Sequence[FSDPInstance]) -> None:
         if unit is None:
             continue
         key = (each.process_group, each._groups.replicate_group, unit.grid.shard is None)
-        unit.grid = grids.setdefault(key, unit.grid)
+        unit.use_grid(grids.setdefault(key, unit.grid))

@@ -15,7 +15,7 @@ STATEMENTS = (
     "import polyshard",
     "import polyshard.cli",
     "import polyshard.__main__",
-    "from polyshard.catalog import resolve; from polyshard.interfaces import Group; resolve(Group.PRECISION, 'bf16')",
+    "from polyshard.registry import resolve; from polyshard.interfaces import Group; resolve(Group.PRECISION, 'bf16')",
     "polyshard.shard(torch.nn.Linear(2, 2), polyshard.ShardConfig(collectives={'name': 'fake', 'world_size': 2}))",
     "import polyshard_plugins.trace",
 )

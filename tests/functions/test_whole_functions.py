@@ -15,8 +15,8 @@ import polyshard
 import pytest
 import torch
 from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, square_step, threaded, units_of
+from polyshard._torch_private import when_imported
 from polyshard.errors import ParameterChangedError, PolyshardError, StateError, UnsupportedError
-from polyshard.functions.torch_functions import once_imported
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 from torch.distributed.tensor import distribute_module, distribute_tensor
@@ -414,11 +414,11 @@ def test_modules_that_are_imported_later_are_reached_then(tmp_path: Path, monkey
     monkeypatch.syspath_prepend(str(tmp_path))
     before = list(sys.meta_path)
     seen: list[int] = []
-    once_imported("acme_imported_late", lambda module: seen.append(module.answer()))
+    when_imported("acme_imported_late", lambda module: seen.append(module.answer()))
     assert seen == []
     importlib.import_module("acme_imported_late")
     assert seen == [1]
-    once_imported("acme_imported_late", lambda module: seen.append(module.answer()))
+    when_imported("acme_imported_late", lambda module: seen.append(module.answer()))
     assert seen == [1, 1]
     assert sys.meta_path == before
     assert importlib.reload(sys.modules["acme_imported_late"]).answer() == 1

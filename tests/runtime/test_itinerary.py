@@ -27,11 +27,11 @@ def marks_of(call: Call, known: dict[tuple[str, BackwardAction], Point[str]]) ->
 def test_a_stage_is_gathered_for_its_last_call_and_finished_after_its_first(call: Call) -> None:
     points = marks_of(call, {})
     order = backward_order(points)
-    assert len(order) == len(set(order)) == 2 * len({mark.stage for mark in points})
+    assert len(order) == len(set(order)) == 2 * len({mark.module_state for mark in points})
     # As autograd comes by: backwards in time, the last exit and the first entry of each.
     when = {}
     for time, mark in enumerate(points):
-        if mark.act is BackwardAction.PRE_BACKWARD or mark not in when:
+        if mark.action is BackwardAction.PRE_BACKWARD or mark not in when:
             when[mark] = time
     assert [when[mark] for mark in order] == sorted(when.values(), reverse=True)
 

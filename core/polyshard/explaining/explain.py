@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 from torch import nn
 
-from .. import catalog
+from .. import registry
 from ..config import Origin, ShardConfig, Source
 from ..errors import ConfigTypeError, WorldSizeError
 from ..interfaces import MOST_RANKS, Collectives, PluginContext
@@ -70,7 +70,7 @@ def explain(
         mesh=mesh,
         timeout=timedelta(seconds=config.timeout_s),
     )
-    found = find(config, context, Workbench(world_size, catalog.scan()))
+    found = find(config, context, Workbench(world_size, registry.scan()))
     strategy = strategy_for(config, world_size)
     shard_lists, _ = rank_lists_for(config, strategy, world_size)
     shards = len(shard_lists[0])

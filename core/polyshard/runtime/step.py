@@ -1,4 +1,4 @@
-"""What every module state and unit of one model shares while it steps."""
+"""The step of a model: its phase, and everything that its module states and units share in it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Phase(enum.Enum):
 
 
 class Step:
-    """Where a model stands in its step, and what its module states and units send by. The root of the model drives it."""
+    """The step that a model is in, and its streams and reducer. The root of the model drives it."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What ranks compare of plugins: where each is from, its options, its code, and what it says itself."""
+"""The identity of plugins, which ranks compare: origin, options, code, and a fingerprint of their own."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from typing import Any
 from ..errors import PluginContractError
 from ..fingerprint import fields_of, local_options, options_of
 from ..interfaces import Group
-from .construct import Constructed
+from .make import Constructed
 
 #: Method by which a plugin adds to what ranks compare.
 FINGERPRINT = "fingerprint"
 
 
 def fingerprint(constructed: Constructed[Any]) -> list[list[Any]]:
-    """What ranks compare of a plugin, and of those that it constructed: a row of JSON values for each.
+    """A row of JSON values for ``constructed`` and each plugin inside of it, for comparison between ranks.
 
-    Its group; name, value and origin; each option; the digest of its code; and what its ``fingerprint()`` returns where
-    it has one. Of an object that the user gave, the fields of a dataclass count as options; those of collectives
-    and listeners are each rank's own. Options that the factory's ``local_options`` name are left out.
+    A row has the group; name, value and origin; each option; the digest of the code; and the text of the plugin's
+    ``fingerprint()``, where it has one. Options named in the factory's ``local_options`` are left out. An object that
+    the user gave has the fields of a dataclass as options; collectives and listeners that are objects have none.
 
-    Raises ``PluginContractError`` for ``local_options`` that are not names, and for a ``fingerprint()`` that is no
-    text.
+    Raises ``PluginContractError`` for ``local_options`` that are not names, and a ``fingerprint()`` that is not text.
     """
     return [_row(each) for each in constructed.walk()]
 
@@ -45,13 +44,13 @@ def _row(constructed: Constructed[Any]) -> list[Any]:
     origin = f"{resolved.distribution} {resolved.version}" if resolved.distribution else "the program"
     row: list[Any] = [resolved.group.value, {"name": resolved.name, "is": resolved.value, "from": origin}, *options]
     if resolved.distribution:
-        row.append(["code", code_digest(resolved.factory)])
+        row.append(["code", _code_digest(resolved.factory)])
     own = _own(instance, where)
     return row if own is None else [*row, [FINGERPRINT, own]]
 
 
 def _named(option: object, constructed: Constructed[Any]) -> object:
-    """``option`` with inner plugins, which have rows of their own, by name: their rank, say, may differ."""
+    """``option`` with each inner plugin replaced by its name: inner plugins have rows of their own."""
     for choice, inner in zip(constructed.choices, constructed.inner, strict=True):
         if option is choice:
             return inner.resolved.name
@@ -75,21 +74,19 @@ def _own(instance: object, where: str) -> str | None:
     return answer
 
 
-def code_digest(factory: object) -> str:
-    """A digest of the Python files beside the one in which ``factory`` is defined, and beside those of its bases.
+def _code_digest(factory: object) -> str:
+    """A digest of the Python files in the folders that define ``factory`` and its bases; empty where none is known.
 
-    That is the folder of a package, without folders inside; of a module outside of packages, the file alone. Empty
-    where no file is known.
+    Of a module outside of packages, its file alone.
     """
     cls = factory if isinstance(factory, type) else type(factory)
     defined: list[object] = [factory] if inspect.isfunction(factory) else list(inspect.getmro(cls))
-    folders = sorted({found for each in defined for found in _files(each)})
-    return _digest(tuple(folders))
+    return _digest(tuple(sorted({found for each in defined for found in _files(each)})))
 
 
 @functools.cache
 def engine_digest() -> str:
-    """A digest of polyshard's own Python files, but for plugins: it takes some 20 ms, once a process."""
+    """A digest of polyshard's own Python files, plugins aside: about 20 ms, once a process."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
@@ -99,7 +96,7 @@ def engine_digest() -> str:
 
 
 def _files(defined: object) -> Iterator[tuple[str, str]]:
-    """Module and path of what is digested for ``defined``."""
+    """Name and path of the package, or the single module, that defines ``defined``."""
     module = inspect.getmodule(defined)
     file = getattr(module, "__file__", None)
     if module is None or file is None or module.__name__.partition(".")[0] in _NOT_PLUGINS:
@@ -110,13 +107,13 @@ def _files(defined: object) -> Iterator[tuple[str, str]]:
         yield module.__name__, file
 
 
-#: What classes of plugins derive from beside plugins: their versions tell.
+#: Packages that plugins derive from, and whose versions ranks compare instead.
 _NOT_PLUGINS = frozenset({"polyshard", "torch", "abc", "typing", "builtins"})
 
 
 @functools.lru_cache(maxsize=256)
 def _digest(places: tuple[tuple[str, str], ...]) -> str:
-    """Of what the process began with: code that was imported does not change with its file."""
+    """Cached for the process: code that was imported does not change with its file."""
     digest = hashlib.sha256()
     for module, place in places:
         path = Path(place)
@@ -126,6 +123,6 @@ def _digest(places: tuple[tuple[str, str], ...]) -> str:
             try:
                 digest.update(hashlib.sha256(file.read_bytes()).digest())
             except OSError:
-                # Part of an archive, say: then its version has to tell.
+                # Part of an archive, say: its version alone is compared.
                 continue
     return digest.hexdigest()[:16] if places else ""

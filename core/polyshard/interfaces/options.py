@@ -1,8 +1,7 @@
-"""``"package.module:Name"``: how a file names a class or a function, for options of plugins.
+"""Values of options as text: ``"package.module:Name"`` for a class or a function, ``"4 GiB"`` for a size.
 
-[Note: what options may import]
-A name in a file is code that runs. Where the variables that restrict plugins are set, configuration is not trusted with
-that: options then name what the program has imported itself, and nothing is imported for them.
+A reference imports a module, which runs code. Where one of the variables that restrict plugins is set, options may only
+name what the program has imported itself.
 """
 
 from __future__ import annotations
@@ -10,15 +9,16 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..errors import ConfigError
 
-#: Which installed plugins may be imported (``catalog/permission.py``).
+#: Which installed plugins may be imported: ``Permission`` in ``registry/find.py``.
 ALLOWED_PLUGINS, DISABLE_PLUGINS = "POLYSHARD_ALLOWED_PLUGINS", "POLYSHARD_DISABLE_PLUGINS"
-#: What leaves such a variable that is a switch off.
+#: Values that leave ``DISABLE_PLUGINS`` off.
 SWITCHED_OFF = frozenset({"0", "false", "no", "off", ""})
 
 
@@ -93,3 +93,17 @@ def _refuse_import(module_name: str, reference: str, where: str) -> None:
 def _restricts(variable: str) -> bool:
     text = os.environ.get(variable)
     return text is not None and (variable == ALLOWED_PLUGINS or text.strip().lower() not in SWITCHED_OFF)
+
+
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?(b?)", re.IGNORECASE)
+
+
+def bytes_of(value: object) -> int | None:
+    """``value``, or the bytes that it spells out: ``"4 GiB"`` is 4 x 1024**3, ``"4 GB"`` 4 x 1000**3, ``"512 B"`` 512.
+
+    None for what is neither an int nor such text. An int may be negative: callers say what they take.
+    """
+    if isinstance(value, str) and (match := _BYTES.fullmatch(value.strip())) and (match[4] or not match[2]):
+        base = 1024 if match[3] else 1000
+        return int(float(match[1]) * base ** " kmgt".index((match[2] or " ").lower()))
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -1,3 +1,5 @@
+"""Plugins by name: found, checked, constructed and listed; whose names are whose; contexts of plugins for tests."""
+
 from __future__ import annotations
 
 import hashlib
@@ -7,10 +9,12 @@ from importlib.metadata import PathDistribution
 from pathlib import Path
 from typing import Any
 
+import polyshard
 import pytest
 import torch
+import torch.distributed as dist
 from fake_distribution import install
-from polyshard.catalog import Installed, PluginState, Resolved, construct, fingerprint, installed, resolve
+from polyshard import ShardConfig, registry
 from polyshard.errors import (
     ConfigError,
     PluginConflictError,
@@ -21,6 +25,10 @@ from polyshard.errors import (
     WorldSizeError,
 )
 from polyshard.interfaces import Group, PluginContext, PolicyContext, UnitPlan, WrapPolicy
+from polyshard.registry import Installed, PluginState, Resolved, construct, fingerprint, installed, resolve
+from polyshard.testing import plugin_context
+from processes import run_processes
+from torch import nn
 
 POLICIES = Group.POLICIES.value
 
@@ -353,3 +361,78 @@ def test_every_built_in_is_installed_and_ready(group: Group, names: set[str]) ->
     built_in = {plugin.name: plugin for plugin in installed(group) if plugin.distribution == "polyshard"}
     assert set(built_in) >= names
     assert [plugin for plugin in built_in.values() if plugin.state is not PluginState.READY] == []
+
+
+#: What a configuration uses that says nothing, and what ``auto`` asks for.
+DEFAULTS = [
+    (Group.COLLECTIVES, "auto"),
+    (Group.COLLECTIVES, "gloo"),
+    (Group.COLLECTIVES, "nccl"),
+    (Group.COLLECTIVES, "fake"),
+    (Group.PRECISION, "none"),
+    (Group.OFFLOAD, "none"),
+    (Group.POLICIES, "never"),
+    (Group.LAYOUTS, "flat"),
+]
+
+
+class FourRanks:
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 4
+
+
+def hijack(site: Path) -> None:
+    install(site, "a-hijacker", "9.9", [(group.value, name, "hijacker:Taken") for group, name in DEFAULTS])
+    (site / "hijacker.py").write_text("raise SystemExit('the hijacker was imported')")
+
+
+def test_the_default_configuration_is_polyshards_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hijack(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    offered = [offer.distribution for offer in registry.find.offers_of(Group.COLLECTIVES, name="auto")]
+    assert offered == ["a-hijacker", "polyshard"]
+    model = polyshard.shard(nn.Linear(8, 8), ShardConfig(collectives=FourRanks()))
+    model(torch.ones(2, 8)).sum().backward()
+    # 72 elements over four ranks.
+    assert model.weight.numel() + model.bias.numel() == 18
+    assert "hijacker" not in sys.modules
+
+
+def test_auto_makes_polyshards_backend_and_shows_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hijack(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = run_processes(1, what_auto_makes, str(tmp_path), timeout=30.0)
+    assert made == [[("auto", "polyshard"), ("gloo", "polyshard")]]
+
+
+def what_auto_makes(rank: int, site: str) -> list[tuple[str, str]]:
+    assert dist.get_world_size() == 1
+    sys.path.insert(0, site)
+    made = registry.construct(registry.resolve(Group.COLLECTIVES, "auto"), plugin_context())
+    assert [row[1]["name"] for row in registry.fingerprint(made)] == ["auto", "gloo"]
+    return [(each.resolved.name, each.resolved.distribution) for each in made.walk()]
+
+
+def test_a_context_for_tests_constructs_plugins_by_name() -> None:
+    context = plugin_context("outer", device="cpu")
+    assert (context.name, context.device) == ("outer", torch.device("cpu"))
+    assert (context.rank, context.world_size) == (None, None)
+    fake = context.construct(Group.COLLECTIVES, {"name": "fake", "world_size": 3})
+    assert fake.world_size == 3
+    assert context.construct(Group.PRECISION, "bf16").capabilities.encodes is False
+    assert context.construct(Group.OFFLOAD, "cpu").capabilities.parks is True
+    root = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    assert set(context.construct(Group.POLICIES, "always").plan(root, PolicyContext())) == {root[0]}
+
+
+def test_a_name_that_nothing_has_is_an_error_of_the_registry() -> None:
+    with pytest.raises(PluginNotFoundError, match=r"no installed plugin of polyshard\.offload is named 'cpuu'"):
+        plugin_context().construct(Group.OFFLOAD, "cpuu")
+
+
+def test_rank_and_size_are_handed_on_for_listeners() -> None:
+    context = plugin_context(rank=1, world_size=4)
+    assert (context.rank, context.world_size) == (1, 4)
