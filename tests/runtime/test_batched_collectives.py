@@ -230,7 +230,7 @@ def test_no_more_is_gathered_at_once_than_the_report_says(ahead: int, together: 
     on_ranks(2, on_rank)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, points=pytest.mark.slow)])
 @pytest.mark.parametrize("batch_nbytes", [pairs(2), pairs(3)])
 @pytest.mark.parametrize(
     "settings",

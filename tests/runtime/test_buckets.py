@@ -134,7 +134,7 @@ def test_by_default_units_of_up_to_32_mib_share_a_launch_of_64_mib() -> None:
 
 
 @pytest.mark.parametrize(
-    "world_size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+    "world_size", [2, pytest.param(3, points=pytest.mark.slow), pytest.param(4, points=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("limit", [3 * BLOCK_NBYTES, 4 * BLOCK_NBYTES, 5 * BLOCK_NBYTES, "16 MiB"])
 @pytest.mark.parametrize(

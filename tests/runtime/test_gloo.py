@@ -76,7 +76,7 @@ def train_with(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str
     return trained(ShardConfig(collectives=group, timeout_s=TIMEOUT_S, **BLOCKS, **settings), rank)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, points=pytest.mark.slow)])
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 def test_five_adamw_steps_equal_those_of_the_unsharded_model(
@@ -340,7 +340,7 @@ def fail_on_one(rank: int, first_step: bool) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("first_step", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("first_step", [True, pytest.param(False, points=pytest.mark.slow)])
 def test_a_rank_that_raises_in_forward_leaves_no_other_waiting(processes: RankPool, first_step: bool) -> None:
     first, failing, last = run(processes, fail_on_one, first_step)
     assert failing == "ZeroDivisionError"

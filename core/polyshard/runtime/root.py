@@ -90,8 +90,8 @@ class Root(Step):
         self.norms_to_compare = 3
         #: Seconds that ranks wait for each other, by the configuration.
         self.timeout_s = 600.0
-        #: What ``checkpoint`` saved and loaded; it alone knows what that is.
-        self.history: EndsWithModel | None = None
+        #: What stands above and ends with the model.
+        self.attached: EndsWithModel | None = None
         self.recorder.when_failed = self._keep_memory
         for module_state in self.module_states:
             module_state.step = self
@@ -241,7 +241,7 @@ class Root(Step):
             for leaf in unit.leaves
         )
         if self.accumulates:
-            self._refuse_borrowed()
+            self._refuse_replaced()
         self._backward_may_end = _torch_private.queue_after_backward(self.end_backward)
 
     def accumulate_reentrantly(self) -> None:
@@ -249,11 +249,12 @@ class Root(Step):
         if not self.accumulates and _torch_private.may_recompute_reentrantly():
             self.accumulates = any(unit.trainable for unit in self.units)
 
-    def _refuse_borrowed(self) -> None:
-        if self.borrowed:
+    def _refuse_replaced(self) -> None:
+        if self.replaced is not None:
+            context, values = self.replaced
             raise StateError(
-                "A backward inside of AveragedWeights.applied() would give the parameters gradients of their averages "
-                f"(rank {self.rank}). Train outside of it; torch.autograd.grad of inputs is served."
+                f"A backward inside of {context} would give the parameters gradients of their {values} (rank "
+                f"{self.rank}). Train outside of it; torch.autograd.grad of inputs is served."
             )
 
     def _refuse_outdated(self) -> NoReturn:
@@ -291,7 +292,7 @@ class Root(Step):
         if not pending:
             return
         try:
-            self._refuse_borrowed()
+            self._refuse_replaced()
             if self.outdated:
                 self._refuse_outdated()
             for unit in pending:
@@ -514,10 +515,10 @@ class Root(Step):
             raise StateError(f"close() was called inside {where} (rank {self.rank}). Call it between steps.")
         if self.phase is not Phase.FAILED:
             self.abandon()
-        history, self.history = self.history, None
+        attached, self.attached = self.attached, None
         try:
-            if history is not None:
-                history.close(self)
+            if attached is not None:
+                attached.close(self)
         finally:
             self._release()
 

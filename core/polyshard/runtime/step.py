@@ -68,8 +68,9 @@ class Step:
         self.registered = False
         #: Whether ``unsharded_parameters`` shows whole parameters now: modules then compute with these.
         self.unsharded = False
-        #: Whether the masters hold other values for a while than those that are trained, such as their averages.
-        self.borrowed = False
+        #: Where masters hold other values than the trained ones: the context that the program entered, and what these
+        #: are, for messages. None elsewhere.
+        self.replaced: tuple[str, str] | None = None
         #: False under ``no_sync``.
         self.synchronises = True
         #: Whether the backward that runs adds to gradients: ``autograd.grad`` does not.

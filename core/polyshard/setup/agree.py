@@ -16,10 +16,10 @@ import torch
 
 from .. import _torch_private
 from ..config import ShardConfig
-from ..errors import RankMismatchError
+from ..errors import RankMismatchError, words
 from ..interfaces import Collectives
 from ..planning.groups import group_of
-from ..runtime.peers import scope_of, words
+from ..runtime.peers import scope_of
 from .differences import Reported, told
 
 #: Seconds of a rank's first wait for the others. Each wait is twice as long as the one before, up to the longest: few
