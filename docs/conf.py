@@ -35,7 +35,7 @@ nitpick_ignore_regex = [("py:.*", r"(?!polyshard).*"), ("py:.*", r".*\.[A-Z]"), 
 # What functions return or take and users never name, and bases that are written down nowhere else.
 _UNNAMED = (
     r"polyshard_plugins\.stand_in\.StandIn",
-    r"polyshard\.engine\..*",
+    r"polyshard\.(planning|runtime|functions|setup|capture)\..*",
     r"polyshard\.checkpoint\.pending\.Notes",
     r"polyshard\.lightning\.fabric\.ShardedModule",
     r"polyshard\.forecast\.(memory|recording|timeline)\..*",

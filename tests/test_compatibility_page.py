@@ -37,7 +37,7 @@ def test_versions_of_contracts_are_those_that_are_served() -> None:
 
 
 def test_every_module_is_public_or_inner() -> None:
-    public = {name for cell in rows("What is public") for name in re.findall(r"`([\w.]+)`", cell)}
+    public = {name for cell in rows("Public names") for name in re.findall(r"`([\w.]+)`", cell)}
     for name in public:
         # Read, not imported: the trainers' modules bring the trainers.
         spec = importlib.util.find_spec(name)

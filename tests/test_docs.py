@@ -6,7 +6,8 @@ Blocks run in the order of the page, in an empty folder that is the working dire
 - A line that holds nothing but a file's name in backticks names the block below it: the block is written to that file.
   A ``pyproject.toml`` written so is installed, as far as its name, version and entry points go; so is that of a folder
   that ``pip install`` names, with its modules. A file of a folder in ``examples/`` is shown as it is there.
-- Other ``python`` blocks run, all those of a page in one namespace.
+- Other ``python`` blocks run, all those of a page in one namespace. ``net.py`` of ``docs/sharding.md`` is there for
+  pages that import it.
 - In ``console`` blocks the lines after ``$`` run where they start with ``polyshard``, ``python`` or ``torchrun``, whose
   options torchrun's own parser reads. Lines below a command must be in what it prints, in this order, blanks aside;
   ``...`` stands for any lines. Numbers with a decimal point, which machines round differently, may be off by a
@@ -47,6 +48,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.run import get_args_parser
 
 ROOT = Path(__file__).parents[1]
+#: The page that shows ``net.py``, the model of the guides.
+MODEL_PAGE = ROOT / "docs" / "sharding.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 _FENCE = re.compile(r"^```([\w{}-]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NAMED = re.compile(r"^`([\w./-]+)`$")
@@ -118,6 +121,8 @@ def test_page_runs(
     # A module of its own: classes made in a page are looked up by the name of theirs.
     module = ModuleType(f"page_{page.stem}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    if "\nfrom net import " in page.read_text(encoding="utf-8"):
+        _write(next(snippet for snippet in snippets(MODEL_PAGE) if snippet.file == "net.py"), folder)
     for snippet in snippets(page):
         if snippet.file is not None:
             _write(snippet, folder)
@@ -229,6 +234,20 @@ def test_links_lead_to_files_that_exist(page: Path) -> None:
             assert anchor in _anchors(file), f"{_identify(page)} links to {target}, which has no such heading"
 
 
+def test_pages_and_headings_that_the_source_names_exist() -> None:
+    folders = ("core", "backends", "policies", "layouts", "plugins", "benchmarks", "examples")
+    named = 0
+    for file in (file for folder in folders for file in (ROOT / folder).rglob("*.py")):
+        # A docstring or a comment may break the line in front of the heading.
+        text = re.sub(r"\n\s*#?:? ?", " ", file.read_text(encoding="utf-8"))
+        for name, heading in re.findall(r"\bdocs/([\w-]+\.md)(?:, \"([^\"]+)\")?", text):
+            page = ROOT / "docs" / name
+            assert page.exists(), f"{file.relative_to(ROOT)} names docs/{name}"
+            assert not heading or f"# {heading}\n" in page.read_text(encoding="utf-8"), f"{file}: {name}, {heading}"
+            named += 1
+    assert named > 10
+
+
 def _anchors(page: Path) -> set[str]:
     """The anchors that a forge makes of the headings of ``page``."""
     headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
@@ -247,15 +266,15 @@ def test_files_named_in_the_architecture_exist() -> None:
 
 
 def test_every_setting_and_strategy_is_in_the_tables() -> None:
-    text = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8")
-    sections = re.findall(r"^## (?:Settings|Strategies)$.*?(?=^## )", text, re.MULTILINE | re.DOTALL)
+    text = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    sections = re.findall(r"^## (?:All settings|Strategies)$.*?(?=^## )", text, re.MULTILINE | re.DOTALL)
     rows = {row for section in sections for row in re.findall(r"^\| `(\w+)`", section, re.MULTILINE)}
     settings = {field.name for field in dataclasses.fields(polyshard.ShardConfig)}
     assert rows == settings | {strategy.value for strategy in polyshard.Strategy}
 
 
 def test_the_tree_of_errors_is_the_tree_of_classes() -> None:
-    text = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
     drawn = re.findall(r"^([│ ]*[├└]──) (\w+)(?: \((\w+)\))?", text, re.MULTILINE)
     raised = {name for name in errors.__all__ if name not in ("PolyshardDeprecationWarning", "deprecation")}
     assert {name for _, name, _ in drawn} == raised - {"PolyshardError"}

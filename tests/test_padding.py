@@ -31,7 +31,7 @@ def padding(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 @pytest.mark.slow
 def test_the_page_has_the_table_of_this_code(padding: ModuleType) -> None:
-    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "figures-parts.md").read_text(encoding="utf-8")
     assert f"{padding.BEGIN}\n\n{padding.table()}\n\n{padding.END}" in page
 
 

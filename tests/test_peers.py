@@ -146,14 +146,18 @@ def test_peers_are_named_by_what_they_are(tmp_path: Path) -> None:
 
 
 def test_the_page_gets_the_tables_and_keeps_the_rest(tmp_path: Path) -> None:
-    from figures import BEGIN, END, main
+    from figures import BEGIN, END, OLD, main
 
     results = tmp_path / "results"
     results.mkdir()
     (results / "peers.json").write_text(json.dumps(report()))
-    page, chart = tmp_path / "page.md", tmp_path / "chart.svg"
+    page, archive, chart = tmp_path / "page.md", tmp_path / "archive.md", tmp_path / "chart.svg"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    arguments = ["--results", str(results), "--page", str(page), "--chart", str(chart)]
+    earlier = report()
+    earlier["environment"]["commit"] = "f" * 40
+    (results / "peers2.json").write_text(json.dumps(earlier))
+    archive.write_text("{}\n{}\n".format(*OLD))
+    arguments = ["--results", str(results), "--page", str(page), "--archive", str(archive), "--chart", str(chart)]
     assert main(arguments) == 0
     text = page.read_text()
     assert text.startswith("before\n")
@@ -163,6 +167,8 @@ def test_the_page_gets_the_tables_and_keeps_the_rest(tmp_path: Path) -> None:
     assert "ddp: it does not fit." in text
     assert "2 x Some GPU" in text
     assert "commit 0123456789" in text
+    assert "commit ffffffffff" not in text
+    assert "commit ffffffffff" in archive.read_text()
     picture = chart.read_bytes()
     assert b"<svg" in picture
     # Again: nothing changes.
