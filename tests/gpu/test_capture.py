@@ -1,4 +1,4 @@
-"""Captured steps as CUDA graphs, one process for each of at most two GPUs; the CPU twin is ``test_capture``."""
+"""Captured steps as CUDA graphs, one process for each of at most two GPUs; the CPU twin is ``runtime/test_capture``."""
 
 from __future__ import annotations
 

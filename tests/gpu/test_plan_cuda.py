@@ -1,4 +1,4 @@
-"""That plans hold on a device: the peak of a real step beside the planned one; CPU twin: ``tests/test_plan.py``."""
+"""That plans hold on a device: the peak of a real step beside the planned one; CPU twin: ``tools/test_plan.py``."""
 
 from __future__ import annotations
 

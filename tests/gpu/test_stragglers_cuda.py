@@ -1,4 +1,4 @@
-"""``polyshard.Stragglers`` finds slow devices and slow hosts. CPU twin: ``tests/test_stragglers.py``."""
+"""``polyshard.Stragglers`` finds slow devices and slow hosts. CPU twin: ``tests/diagnose/test_stragglers.py``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Replicas and outputs that go wrong on a device.
 
-CPU twins: ``tests/test_replicas.py``, ``tests/test_finite_listener.py``.
+CPU twins: ``tests/diagnose/test_replicas.py``, ``tests/plugins/test_finite.py``.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from polyshard_policies.budget import Budget
 from polyshard_policies.gather_time import Link
 from torch import nn
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CONTEXT = PluginContext("budget", torch.device("cpu"))
 #: 12 µs and 450 GB/s: over two ranks, half of the time is latency at 12e-6 * 450e9 * 2 = 10.8 MB.
 LINK = {"latency_s": 12e-6, "bandwidth_bytes_per_s": 450e9}

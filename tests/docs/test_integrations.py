@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "integrations.md"
 _NAMED = re.compile(r"(transformers|accelerate|peft|safetensors|lightning|torchdata|tensorboard|torch) (\d[\w.]*)")
 _TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")

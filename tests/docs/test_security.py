@@ -9,7 +9,7 @@ import polyshard.checkpoint
 import polyshard.errors
 from polyshard.config.environment import NO_SETTINGS
 
-PAGE = Path(__file__).parents[1] / "SECURITY.md"
+PAGE = Path(__file__).parents[2] / "SECURITY.md"
 
 
 def test_names_and_variables_exist() -> None:

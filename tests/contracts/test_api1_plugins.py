@@ -33,7 +33,7 @@ from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
 PACKAGE = "api1_plugins"
-FOLDER = Path(__file__).parent / "api1" / PACKAGE
+FOLDER = Path(__file__).parents[1] / "api1" / PACKAGE
 PLUGINS = {
     Group.COLLECTIVES: {"loopback": "collectives:Loopback", "mail": "mail:Mail"},
     Group.PRECISION: {"int8_gather": "precision:Int8Gather"},

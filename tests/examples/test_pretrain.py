@@ -18,7 +18,7 @@ from polyshard.errors import ConfigError
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "pretrain"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "pretrain"
 CONFIG = EXAMPLE / "llama_toy.toml"
 TINY = (
     "model.hidden_size=16",

@@ -13,7 +13,7 @@ import torch
 from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
 

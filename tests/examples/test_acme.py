@@ -18,10 +18,10 @@ import torch
 from polyshard.cli import main
 from torch import nn
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ACME = ROOT / "examples" / "acme"
 PAGE = ROOT / "docs" / "plugins.md"
-SUPPORT = Path(__file__).with_name("support")
+SUPPORT = Path(__file__).parents[1] / "support"
 
 #: Two ranks of gloo, with all plugins of the package but its collectives. By labels: others may offer the same names.
 TOGETHER = """

@@ -231,7 +231,7 @@ def test_the_layout_of_several_files(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_benchmark_runs_on_processes(tmp_path: Path) -> None:
-    script = Path(__file__).parents[1] / "benchmarks" / "huggingface_load.py"
+    script = Path(__file__).parents[2] / "benchmarks" / "huggingface_load.py"
     out = tmp_path / "load.json"
     arguments = ["--device", "cpu", "--work", "tiny", "--folder", str(tmp_path / "weights"), "--out", str(out)]
     finished = run_script(2, script, arguments)

@@ -15,7 +15,7 @@ from plain_checkpoints import tensors_in
 from programs import Finished, run_script
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "pretrain"
 STEPS = 6
 #: A model and a run of seconds, with all that may change numbers.

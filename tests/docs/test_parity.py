@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "parity.md"
 HEADER = ["PyTorch's test", "What it asserts", "Test here", "Where", "Reference, differences"]
 _NODE = re.compile(r"`(tests/[\w/]+\.py)((?:::\w+)*)`")

@@ -18,7 +18,7 @@ from accelerate_ranks import forget, launched
 from processes import KeptRanks
 from safetensors.torch import load_file
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "accelerate"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "accelerate"
 PLAIN, SHARDED = "paraphrase", "paraphrase_sharded"
 #: 20 steps in two epochs.
 SHORT = ["--cpu", "--examples", "160", "--epochs", "2"]

@@ -18,7 +18,7 @@ from polyshard.engine.parameters.lent import LentParameter
 from programs import run_script
 from torch import nn
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(autouse=True)

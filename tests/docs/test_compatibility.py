@@ -19,7 +19,7 @@ from polyshard.errors import PolyshardDeprecationWarning, deprecation
 from polyshard.interfaces import CURRENT_API, OLDEST_API, Group
 from polyshard_plugins import trace_files
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 

@@ -22,7 +22,7 @@ from polyshard import Strategy
 from polyshard.errors import ConfigError
 from programs import run_script
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "byte_lm"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "byte_lm"
 CONFIG = EXAMPLE / "run.toml"
 #: Seconds for one run of the script.
 LIMIT = 100.0
