@@ -11,8 +11,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from live_bytes import peak_of_live_bytes
-from parity import Block, Net, root_of, units_of, whole_of
+from parity import Block, Net, peak_of_live_bytes, root_of, units_of, whole_of
 from polyshard import ShardConfig
 from polyshard.errors import ParameterError
 from polyshard.interfaces import PluginContext

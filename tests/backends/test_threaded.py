@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from one_core import one_core
+from parity import one_core
 from polyshard.errors import (
     CollectiveAbortedError,
     CollectiveError,

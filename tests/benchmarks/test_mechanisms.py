@@ -15,7 +15,7 @@ import torch
 from polyshard.engine import thresholds
 from polyshard.engine.parameters.bindings import ShardedParameter
 from polyshard.engine.parameters.lent import LentParameter
-from programs import run_script
+from processes import run_script
 from torch import nn
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from programs import run_script
+from processes import run_script
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

@@ -14,8 +14,8 @@ import polyshard
 import pytest
 import torch
 import torch.distributed as dist
-from one_core import one_core
-from plain_checkpoints import tensors_in
+from checkpoints import tensors_in
+from parity import one_core
 from polyshard import checkpoint
 from polyshard.checkpoint.writing import Writing
 from polyshard.errors import CheckpointDamagedError, ConfigError, PolyshardError, RankMismatchError, StateError

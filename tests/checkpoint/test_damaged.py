@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from checkpoints import tensors_in
 from parity import Block, Net, draw, on_ranks, root_of, seeded, sharded_copy, units_of
 from pickled_checkpoints import write_pickled
-from plain_checkpoints import tensors_in
 from polyshard import checkpoint, flat_parameters, unsharded
 from polyshard.errors import ConfigError, PolyshardError
 from polyshard_backends.threaded import ThreadedWorld

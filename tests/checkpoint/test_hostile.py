@@ -16,10 +16,10 @@ from typing import Any
 import polyshard
 import pytest
 import torch
+from checkpoints import remark, reseal, written
 from pickled_checkpoints import write_pickled
 from polyshard import checkpoint
 from polyshard.errors import CheckpointDamagedError, ConfigError, StateError
-from sealed import remark, reseal, written
 from torch import nn
 
 Change = Callable[[dict[str, Any]], Any]

@@ -13,10 +13,10 @@ import polyshard
 import polyshard.state
 import pytest
 import torch
+from checkpoints import tensors_in
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parity import on_ranks, threaded
-from plain_checkpoints import tensors_in
 from polyshard import checkpoint
 from polyshard.errors import PolyshardError
 from polyshard_backends.threaded import ThreadedWorld

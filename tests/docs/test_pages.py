@@ -36,7 +36,7 @@ import pytest
 from fake_distribution import install
 from polyshard import errors
 from polyshard.cli import main as polyshard_command
-from programs import run_script
+from processes import run_script
 from torch.distributed.fsdp import (
     FSDPModule,
     FullyShardedDataParallel,

@@ -20,7 +20,7 @@ import pytest
 import torch
 from polyshard import Strategy
 from polyshard.errors import ConfigError
-from programs import run_script
+from processes import run_script
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "byte_lm"
 CONFIG = EXAMPLE / "run.toml"

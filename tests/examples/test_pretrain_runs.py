@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from plain_checkpoints import tensors_in
-from programs import Finished, run_script
+from checkpoints import tensors_in
+from processes import Finished, run_script
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]

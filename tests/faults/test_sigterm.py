@@ -17,7 +17,7 @@ import polyshard
 import pytest
 from fault_figures import record
 from killed_runs import EXAMPLE, SETTINGS, STEPS
-from programs import Finished, run_script
+from processes import Finished, run_script
 
 RANKS, SIGNALS = 2, 20
 #: Seconds until all have ended.

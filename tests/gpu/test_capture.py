@@ -11,12 +11,11 @@ from typing import Any, TypeVar
 import polyshard
 import pytest
 import torch
-from gpu_ranks import device_of, gpu_ranks
 from polyshard import CapturedStep, CaptureMode
 from polyshard.engine.step.root import Root
 from polyshard.errors import CaptureError
 from polyshard_backends.nccl import NcclCollectives
-from processes import KeptRanks
+from processes import KeptRanks, device_of, gpu_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

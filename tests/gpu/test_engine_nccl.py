@@ -11,10 +11,9 @@ from unittest import mock
 import polyshard
 import pytest
 import torch
-from gpu_ranks import device_of, gpu_ranks
 from polyshard.engine import thresholds
 from polyshard.engine.step.root import Root
-from processes import KeptRanks
+from processes import KeptRanks, device_of, gpu_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

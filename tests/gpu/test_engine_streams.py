@@ -14,11 +14,10 @@ from unittest import mock
 import polyshard
 import pytest
 import torch
-from gpu_ranks import device_of, gpu_ranks
 from polyshard.engine import thresholds
 from polyshard.engine.step.root import Root
 from polyshard.interfaces import Observer, UnitSpec
-from processes import KeptRanks
+from processes import KeptRanks, device_of, gpu_ranks
 from torch import nn
 
 pytestmark = pytest.mark.gpu

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from gpu_ranks import device_of, gpu_ranks
 from polyshard_fsdp import CPUOffload
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
-from processes import KeptRanks
+from processes import KeptRanks, device_of, gpu_ranks
 from torch import nn
 
 pytestmark = pytest.mark.gpu

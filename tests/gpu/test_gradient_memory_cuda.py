@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import polyshard
 import pytest
 import torch
-from gpu_ranks import gpu_ranks
-from processes import KeptRanks
+from processes import KeptRanks, gpu_ranks
 from torch import nn
 
 pytestmark = pytest.mark.gpu

@@ -8,12 +8,11 @@ from typing import Any, TypeVar
 import polyshard
 import pytest
 import torch
-from gpu_ranks import device_of, gpu_ranks
 from matrices import FormulaMuon, distance
 from polyshard.optim import Muon, for_matrices
 from polyshard.optim.momentum import go_along, mix
 from polyshard.optim.newton_schulz import COEFFICIENTS, newton_schulz
-from processes import KeptRanks
+from processes import KeptRanks, device_of, gpu_ranks
 from torch import nn
 
 pytestmark = pytest.mark.gpu

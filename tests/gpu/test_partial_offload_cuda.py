@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 import polyshard
 import pytest
 import torch
-from gpu_ranks import device_of, gpu_ranks
 from polyshard.interfaces import OffloadManager, UnitSpec
 from polyshard.testing import OffloadSuite, plugin_context
 from polyshard_plugins.partial_offload import PartialOffload
-from processes import KeptRanks
+from processes import KeptRanks, device_of, gpu_ranks
 from torch import nn
 
 pytestmark = pytest.mark.gpu

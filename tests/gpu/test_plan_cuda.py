@@ -9,13 +9,12 @@ from typing import Any, TypeVar
 import polyshard
 import pytest
 import torch
-from gpu_ranks import device_of, gpu_ranks
 from polyshard import ShardConfig
 from polyshard.forecast import ShapedBatches, find_device, fitted, plan
 from polyshard.forecast.bench import bench
 from polyshard.interfaces import PluginContext
 from polyshard_backends.nccl import NcclCollectives
-from processes import KeptRanks
+from processes import KeptRanks, device_of, gpu_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

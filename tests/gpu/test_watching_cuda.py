@@ -12,11 +12,10 @@ from collections.abc import Iterator
 import polyshard
 import pytest
 import torch
-from gpu_ranks import gpu_ranks
 from polyshard.errors import NonFiniteError, RankMismatchError
 from polyshard.interfaces import PluginContext
 from polyshard_plugins.finite import Finite
-from processes import KeptRanks
+from processes import KeptRanks, gpu_ranks
 from torch import nn
 
 pytestmark = pytest.mark.gpu

@@ -9,17 +9,16 @@ from typing import Any, TypeVar
 import polyshard
 import pytest
 import torch
-from gpu_ranks import gpu_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from polyshard.interfaces import PluginContext, PrecisionCaster, UnitSpec
 from polyshard.testing import PrecisionSuite
 from polyshard_plugins.block_codec import BlockCode, Number
 from polyshard_plugins.block_scaled import BlockScaled, Fp8, Int8
-from processes import KeptRanks
+from processes import KeptRanks, gpu_ranks
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from wire_cases import CASES, Watched, decoded, normal
+from wires import CASES, Watched, decoded, normal
 
 pytestmark = pytest.mark.gpu
 

@@ -10,11 +10,11 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from one_core import one_core
+from parity import one_core
 from polyshard import huggingface
 from polyshard.huggingface.loading import load_through
 from polyshard.huggingface.saving import save_through
-from programs import run_script
+from processes import run_script
 from safetensors.torch import load_file, save_file
 from saved_net import Counted, Net, Values, net, on_ranks, same, state, whole
 

@@ -8,11 +8,11 @@ from typing import Any
 import polyshard
 import pytest
 import torch
+from parity import seed_all
 from polyshard import ShardConfig, huggingface
 from polyshard.errors import ConfigError, ParameterError
 from polyshard_backends.threaded import ThreadedWorld
 from safetensors.torch import save_file
-from seeding import seed_all
 from torch import nn
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from one_core import one_core
+from parity import one_core
 from polyshard import ShardConfig, huggingface
 from polyshard.errors import ConfigError, PolyshardError, RankMismatchError, StateError, UnsupportedError
 from polyshard.huggingface.loading import load_through

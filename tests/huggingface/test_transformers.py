@@ -12,11 +12,10 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from one_core import one_core
+from parity import one_core, seed_all
 from polyshard import ShardConfig, huggingface
 from polyshard.errors import ConfigError
 from polyshard_backends.threaded import ThreadedWorld
-from seeding import seed_all
 from torch import nn
 
 # Importing Transformers takes most of the first one's time.

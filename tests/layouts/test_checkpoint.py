@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import polyshard
 import pytest
 import torch
+from checkpoints import tensors_in
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mixed_model import LAYOUTS, Frozen, Halves, mixed, mixed_step
+from models import LAYOUTS, Frozen, Halves, mixed, mixed_step
 from parity import Block, on_ranks, threaded, units_of
-from plain_checkpoints import tensors_in
 from polyshard import checkpoint
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn

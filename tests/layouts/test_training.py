@@ -9,8 +9,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from int8_wire import Int8Wire
-from mixed_model import LAYOUTS, Frozen, Halves, mixed, mixed_step
+from models import LAYOUTS, WIDTH, WORDS, Frozen, Halves, Tailed, mixed, mixed_step, tailed_step
 from parity import (
     Block,
     Net,
@@ -30,9 +29,8 @@ from polyshard.engine import thresholds
 from polyshard_backends.threaded import ThreadedWorld
 from polyshard_plugins.trace import read_trace
 from processes import RankPool
-from tailed import WIDTH, WORDS, Model
-from tailed import step as tailed_step
 from torch import nn
+from wires import Int8Wire
 
 UNITS = units_of(Block, Frozen)
 EVERY = {**LAYOUTS, "halves": Halves()}
@@ -188,7 +186,7 @@ def test_listeners_change_nothing_and_are_told_each_unit(layout: str, tmp_path: 
 def test_parts_of_the_root_train_alike(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thresholds, "SMALLEST_PART", WIDTH * WORDS if name != "root alone" else 1 << 40)
     settings = {"policy": units_of(Block), "layout": EVERY[layout]}
-    assert_parity(seeded(lambda: Model("called")), tailed_step, 3, settings=settings, optimizer=adam)
+    assert_parity(seeded(lambda: Tailed("called")), tailed_step, 3, settings=settings, optimizer=adam)
 
 
 def only_the_second(module: nn.Module) -> bool | dict[str, Any]:

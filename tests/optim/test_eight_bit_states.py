@@ -12,13 +12,11 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from one_core import one_core
-from parity import draw, units_of
+from parity import draw, one_core, seed_all, units_of
 from polyshard import checkpoint
 from polyshard.errors import ConfigError
 from polyshard_backends.threaded import ThreadedWorld
 from processes import run_processes
-from seeding import seed_all
 from torch import nn
 
 # Both packages warn when they are imported, and torch does of how torchao compiles its steps.

@@ -9,9 +9,9 @@ from typing import Any, cast
 import polyshard
 import pytest
 import torch
+from checkpoints import tensors_in
 from matrices import Both, Cell, Divided, Zoo, exact, most_apart, whole_parameters
 from parity import draw, on_ranks, seeded, sharded_copy, threaded, units_of
-from plain_checkpoints import tensors_in
 from polyshard import checkpoint
 from polyshard.errors import ConfigError, UnsupportedError
 from polyshard.optim import Muon, WholeTensorOptimizer, for_matrices

@@ -25,7 +25,7 @@ from polyshard_backends.threaded import ThreadedWorld
 from polyshard_plugins.block_codec import BlockCode, Number
 from polyshard_plugins.block_scaled import BlockScaled, Fp8, Int8
 from torch import nn
-from wire_cases import CASES, Watched, decoded, normal
+from wires import CASES, Watched, decoded, normal
 
 CASTERS: dict[str, type[BlockScaled]] = {"int8": Int8, "fp8": Fp8}
 BLOCKS = {"policy": units_of(Block)}

@@ -21,8 +21,7 @@ import polyshard
 import pytest
 import torch
 from matrices import exact
-from one_core import one_core
-from parity import draw, seeded, threaded, units_of
+from parity import draw, one_core, seeded, threaded, units_of
 from polyshard import checkpoint
 from polyshard.errors import CollectiveTimeoutError, PolyshardError, RankMismatchError
 from polyshard_backends.threaded import ThreadedWorld

@@ -10,7 +10,6 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from int8_wire import Int8Wire
 from parity import on_ranks, threaded
 from polyshard import errors
 from polyshard.interfaces import (
@@ -25,6 +24,7 @@ from polyshard.interfaces import (
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from refusal import Tower, description, refused, silent
 from torch import nn
+from wires import Int8Wire
 
 Place = Callable[[torch.Tensor], torch.Tensor]
 Fetch = Callable[[torch.Tensor, torch.Tensor], object]

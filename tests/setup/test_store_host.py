@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from programs import start_script
+from processes import start_script
 
 SCRIPT = """
 import os, sys, time

@@ -9,12 +9,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from collectives_cases import passes
 from polyshard.errors import CollectiveError, WorldSizeError
 from polyshard.interfaces import COMPLETED, Collectives, CollectivesCapabilities, PluginContext, ReduceOp, Work
 from polyshard.testing import CollectivesSuite, Rank, plugin_context
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
-from suite_faults import names_of
+from suite_faults import names_of, passes
 
 
 class Sound(ThreadedCollectives):

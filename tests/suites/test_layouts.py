@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from mixed_model import Halves
+from models import Halves
 from polyshard.interfaces import Arrangement, Layout, PluginContext, UnitGeometry
 from polyshard.testing import LayoutSuite
 from polyshard_layouts.blocks import Blocks

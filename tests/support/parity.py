@@ -1,27 +1,78 @@
-"""Trains a model sharded over threads, and the same model unsharded, one copy a rank, and compares the two.
+"""The reference models, ranks that are threads, and the comparison that most tests make.
 
-The reference is plain torch: every rank is a deep copy of the model with its own buffers and its own inputs, gradients
-are averaged over the copies, and each copy takes the same optimizer step. Nothing in it knows of shards.
+A model is trained sharded over threads, and unsharded. The reference is plain torch: every rank is a deep copy of the
+model with its own buffers and its own inputs, gradients are averaged over the copies, and each copy takes the same
+optimizer step. Nothing in it knows of shards.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
+import json
+import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import polyshard
+import psutil
 import pytest
 import torch
-from one_core import one_core
 from polyshard.engine.step.root import Root
 from polyshard.errors import StateError
 from polyshard_backends.threaded import ThreadedWorld
-from seeding import seed_all
 from torch import nn
+
+
+def seed_all(number: int) -> None:
+    """Seed the generators of the devices that are there.
+
+    For every kind of device that is not in use, ``torch.manual_seed`` writes down where it was called: three stacks,
+    which take longer than a layer's forward.
+    """
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(number)
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Threads that are started inside stay on the core on which this one runs now.
+
+    One alone can hold the interpreter lock. Those of other cores try to take it whenever it is let go, which costs
+    more than what the tests compute: on two cores the same tests take twice the CPU time.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {psutil.Process().cpu_num()})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def peak_of_live_bytes(function: Callable[[], Any], folder: Path) -> int:
+    """Most bytes of tensor memory alive at once during ``function``, beyond those that were alive before."""
+    # What earlier tests left in reference cycles must not be freed, and subtracted, in the middle.
+    gc.collect()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+        function()
+    trace = folder / "trace.json"
+    profile.export_chrome_trace(str(trace))
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("name") == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event["ts"]):
+        live += event["args"]["Bytes"]
+        peak = max(peak, live)
+    return peak
+
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from seeding import seed_all
+from parity import seed_all
 
 STEPS = 20
 VOCABULARY = 64

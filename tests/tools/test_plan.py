@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from live_bytes import peak_of_live_bytes
+from parity import peak_of_live_bytes
 from polyshard import ShardConfig
 from polyshard.errors import ConfigError, UnsupportedError
 from polyshard.forecast import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from polyshard.cli import main
-from programs import run_script
+from processes import run_script
 
 MODEL = """
 import torch

@@ -2,7 +2,7 @@
 
 As a program it repeats that::
 
-    python tests/support/killed_runs.py --ranks 3 --repetitions 10
+    PYTHONPATH=tests/support python tests/faults/killed_runs.py --ranks 3 --repetitions 10
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from process_tree import kill_tree
-from programs import run_script
+from processes import kill_tree, run_script
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "byte_lm"

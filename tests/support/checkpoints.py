@@ -1,9 +1,10 @@
-"""Checkpoints read by ``json`` and ``numpy`` alone, as any program could."""
+"""Checkpoints read by ``json`` and ``numpy`` alone, and changed by somebody who knows the format."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,3 +37,35 @@ def _tensor(directory: Path, told: dict[str, Any]) -> torch.Tensor:
         part = torch.from_numpy(raw).view(dtype).view(sizes)
         whole[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))] = part
     return whole
+
+
+def reseal(directory: Path, change: Callable[[dict[str, Any]], None] | bytes) -> None:
+    """Change the manifest, or put other bytes in its place, and let ``COMMITTED`` tell of it."""
+    path = directory / "manifest.json"
+    if isinstance(change, bytes):
+        content = change
+    else:
+        manifest = json.loads(path.read_bytes())
+        change(manifest)
+        content = written(manifest)
+    path.write_bytes(content)
+
+    def told(marker: dict[str, Any]) -> None:
+        marker["files"]["manifest.json"] = len(content)
+        marker["manifest"] = hashlib.sha256(content).hexdigest()
+
+    remark(directory, told)
+
+
+def remark(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change ``COMMITTED``, with the digest of itself."""
+    path = directory / "COMMITTED"
+    marker = json.loads(path.read_bytes())
+    del marker["sha256"]
+    change(marker)
+    path.write_bytes(written({**marker, "sha256": hashlib.sha256(written(marker)).hexdigest()}))
+
+
+def written(content: Any) -> bytes:
+    """As polyshard writes it."""
+    return json.dumps(content, separators=(",", ":")).encode() + b"\n"
