@@ -163,6 +163,7 @@ def a_world_after_another(rank: int, folder: str) -> None:
         polyshard.close(model)
 
 
+@pytest.mark.slow
 def test_groups_of_a_world_that_was_destroyed_are_not_used_again(tmp_path: Path) -> None:
     run_processes(WORLD, a_world_after_another, str(tmp_path))
 
@@ -183,6 +184,7 @@ def threads_behind_worlds(rank: int, folder: str) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 def test_a_closed_model_does_not_keep_the_threads_of_a_world_that_is_destroyed(tmp_path: Path) -> None:
     for without_model, with_model in run_processes(2, threads_behind_worlds, str(tmp_path)):
         assert with_model == without_model
@@ -358,6 +360,7 @@ def destroyed_in_between(rank: int) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_a_program_may_destroy_the_groups_of_models_that_are_gone() -> None:
     with torch.random.fork_rng():
         expected = float(net()(torch.ones(2, 6)).detach().sum())

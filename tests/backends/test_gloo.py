@@ -92,6 +92,7 @@ def in_given_groups(rank: int) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.slow
 def test_groups_and_meshes_say_who_takes_part() -> None:
     seen = run_processes(3, in_given_groups, timeout=30.0)
     assert seen[0]["subgroup"] == (0, 2, [0.0, 2.0])
@@ -115,6 +116,7 @@ def exchange_by_channels(rank: int) -> list[list[float]]:
     return received
 
 
+@pytest.mark.slow
 def test_both_ways_to_a_transport_exchange_uneven_blocks() -> None:
     received = run_processes(3, exchange_by_channels, timeout=30.0)
     assert received[0] == [[10.0, 20.0, 21.0]] * 2
@@ -128,6 +130,7 @@ def only_rank_0_reduces(rank: int) -> None:
             GlooCollectives(context(timeout_s=1.0)).all_reduce(torch.ones(3), op=ReduceOp.SUM).wait()
 
 
+@pytest.mark.slow
 def test_a_rank_that_stays_away_is_a_timeout() -> None:
     run_processes(2, only_rank_0_reduces, timeout=30.0)
 
@@ -172,6 +175,7 @@ def hangs_on_one(rank: int) -> None:
         time.sleep(60.0)
 
 
+@pytest.mark.slow
 def test_an_error_on_a_rank_is_raised_here() -> None:
     with pytest.raises(ZeroDivisionError, match="on purpose") as raised:
         run_processes(2, raises_on_one, timeout=30.0)

@@ -329,5 +329,6 @@ def registering(rank: int) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 def test_large_gather_buffers_are_registered_by_default_and_where_that_fails_one_rank_says_so_once() -> None:
     assert run_processes(2, registering, timeout=60.0) == [[0, 0, 1, 1], [0, 0, 0, 0]]

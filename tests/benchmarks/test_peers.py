@@ -282,7 +282,7 @@ def test_peers_train_alike_on_two_ranks(tmp_path: Path) -> None:
     assert "polyshard-keep" in said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_peers_that_take_turns_at_each_step_train_alike(tmp_path: Path) -> None:
     out = tmp_path / "peers.json"
     peers = "local,fsdp1,fsdp2,polyshard,polyshard-no-shard"
@@ -299,7 +299,7 @@ def test_peers_that_take_turns_at_each_step_train_alike(tmp_path: Path) -> None:
         assert summary[peer]["loss_difference"] < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_hybrid_peers_train_alike_on_two_by_two_ranks(tmp_path: Path) -> None:
     out = tmp_path / "peers.json"
     measured = ["--work", "tiny", "--rounds", "1", "--steps", "2", "--peers", "fsdp2,fsdp2-hybrid,polyshard-hybrid"]

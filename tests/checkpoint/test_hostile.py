@@ -79,6 +79,7 @@ def flip(path: Path, byte: int, bit: int) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_is_named(directory: Path) -> None:
     chosen = random.Random(0)
     for path in sorted(directory.iterdir()):
@@ -210,6 +211,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_manifest_that_cannot_be_is_refused(name: str, directory: Path) -> None:
     change, words = HOSTILE[name]

@@ -52,8 +52,6 @@ _FENCE = re.compile(r"^```([\w{}-]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NAMED = re.compile(r"^`([\w./-]+)`$")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _DECIMAL = re.compile(r"-?\d+\.\d+")
-#: For pages that start programs.
-_LAUNCHES = (pytest.mark.slow, pytest.mark.timeout(140))
 _FOLDERS = "core|engine|backends|policies|layouts|plugins|tests|docs|examples|benchmarks"
 _FILE = re.compile(rf"`((?:{_FOLDERS})/[\w./-]*|\w+\.py)`")
 
@@ -104,13 +102,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_other_plugins: No
             del sys.modules[name]
 
 
-def _launches(page: Path) -> bool:
-    return re.search(r"^\$ (torchrun|python) ", page.read_text(encoding="utf-8"), re.MULTILINE) is not None
+def _marks(page: Path) -> tuple[pytest.MarkDecorator, ...]:
+    """Of pages that start programs."""
+    if re.search(r"^\$ (torchrun|python) ", page.read_text(encoding="utf-8"), re.MULTILINE) is None:
+        return ()
+    # Runs pytest six times over what tests/examples/test_acme.py tries as well.
+    how_often = pytest.mark.nightly if page.name == "plugins.md" else pytest.mark.slow
+    return (how_often, pytest.mark.timeout(140))
 
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, id=_identify(page), marks=_LAUNCHES if _launches(page) else ()) for page in PAGES],
+    [pytest.param(page, id=_identify(page), marks=_marks(page)) for page in PAGES],
 )
 def test_page_runs(
     page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -354,6 +354,7 @@ def test_a_launch_is_what_torchrun_says(variables: dict[str, str], job: str, res
     assert launch.Launch.from_environment(variables) == launch.Launch(job, restarts)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_the_checkpoint_before_a_truncated_one(tmp_path: Path) -> None:
     checkpointing, settings, ranks = part("checkpointing"), part("settings"), part("ranks")
     loaded = settings.load_settings(CONFIG, [*TINY, "shard.collectives=fake"], environ={})
@@ -461,6 +462,7 @@ def test_one_pretended_rank_of_1024_says_what_memory_it_needs() -> None:
     assert rows["total"] == sum(nbytes for name, nbytes in rows.items() if name != "total")
 
 
+@pytest.mark.slow
 def test_without_torchrun_the_script_says_how_to_launch_it() -> None:
     done = start([], ranks=0, RANK="")
     assert done.returncode == 2

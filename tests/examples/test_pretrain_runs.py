@@ -198,6 +198,7 @@ def test_a_run_that_is_started_again_is_the_run_that_never_stopped(whole: Run) -
     assert one == other
 
 
+@pytest.mark.nightly
 def test_another_number_of_ranks_and_compiled_blocks_see_the_same_text(whole: Run) -> None:
     folder = stopped(whole, "alone")
     # Compiled without generating code, which would take longest; what is traced is the same.

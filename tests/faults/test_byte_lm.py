@@ -9,7 +9,7 @@ import pytest
 from killed_runs import KILLS, LIMIT, STEPS, run, run_alone
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 # Longer than a run may take, which then says where it stands.
 @pytest.mark.timeout(2 * LIMIT)
 def test_a_run_whose_ranks_are_killed_three_times_ends_bit_equal(tmp_path: Path) -> None:

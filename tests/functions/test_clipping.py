@@ -278,6 +278,7 @@ def test_what_is_not_finite_on_one_rank_is_an_error_on_all_where_that_is_asked_f
         assert not torch.isfinite(other)
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_one_that_leaves_its_empty_parameters_out_and_say_so() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> str:
         # Six elements, two to a rank.
@@ -410,6 +411,7 @@ def _clip_compiled(rank: int) -> tuple[float, int]:
     return norm, refusals
 
 
+@pytest.mark.slow
 def test_on_processes() -> None:
     norm = norm_of(p.grad for p in averaged(2).parameters()).item()
     with RankPool(2) as ranks:

@@ -205,6 +205,7 @@ def test_at_most_a_bounded_part_is_on_its_way(tmp_path: Path, monkeypatch: pytes
     assert same(load_file(tmp_path / "out" / "model.safetensors"), expected)
 
 
+@pytest.mark.slow
 def test_the_layout_of_several_files(tmp_path: Path) -> None:
     on_ranks(2, lambda model, rank: huggingface.save(model, tmp_path, max_shard_size=700))
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -229,7 +230,7 @@ def test_the_layout_of_several_files(tmp_path: Path) -> None:
     on_ranks(2, lambda model, rank: huggingface.load(model, tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_benchmark_runs_on_processes(tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "huggingface_load.py"
     out = tmp_path / "load.json"

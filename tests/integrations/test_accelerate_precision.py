@@ -53,6 +53,7 @@ def train_in(rank: int, precision: str) -> None:
         accelerator.free_memory()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision_is_what_the_model_computes_in(precision: str) -> None:
     on_ranks(2, train_in, precision)

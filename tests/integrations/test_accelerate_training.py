@@ -76,9 +76,14 @@ def train_twenty_steps(rank: int, split_batches: bool, strategy: str) -> None:
         accelerator.free_memory()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "split_batches", "strategy"),
-    [(2, True, "full_shard"), (2, False, "no_shard"), pytest.param(3, False, "shard_grad_op", marks=pytest.mark.slow)],
+    [
+        (2, True, "full_shard"),
+        (2, False, "no_shard"),
+        pytest.param(3, False, "shard_grad_op", marks=pytest.mark.nightly),
+    ],
 )
 def test_twenty_steps_are_those_of_the_unsharded_model(world_size: int, split_batches: bool, strategy: str) -> None:
     on_ranks(world_size, train_twenty_steps, split_batches, strategy)
@@ -283,6 +288,7 @@ def train_a_pair(rank: int) -> None:
         accelerator.free_memory()
 
 
+@pytest.mark.slow
 def test_two_models_with_optimizers_of_their_own() -> None:
     on_ranks(2, train_a_pair)
 

@@ -81,6 +81,7 @@ def train(
     return losses, whole(model), norms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["jointly", "model first", "optimizer first"])
 def test_twenty_steps_equal_those_of_the_unsharded_model(order: str) -> None:
     losses, parameters = reference(20)
@@ -286,6 +287,7 @@ def checkpoints(rank: int, folder: str, form: str) -> tuple[list[float], list[fl
     return steps(*straight), steps(*resumed), {"rest": rest, "step": state["step"], "same": same}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["sharded", "full"])
 def test_a_run_that_resumes_is_the_run_that_did_not_stop(tmp_path: Path, form: str) -> None:
     for straight, resumed, found in on_ranks(checkpoints, str(tmp_path), form):
@@ -408,6 +410,7 @@ def whole_file(rank: int, folder: str, settings: dict[str, Any]) -> None:
         assert torch.equal(each, whole(model)[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"layout": "rows"}, {"strategy": "no_shard"}], ids=str)
 def test_a_full_checkpoint_is_the_file_of_the_unsharded_model(tmp_path: Path, settings: dict[str, Any]) -> None:
     on_ranks(whole_file, str(tmp_path), settings)
@@ -476,6 +479,7 @@ def wrong(rank: int, folder: str) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_wrong_use_is_refused_by_name(tmp_path: Path) -> None:
     expected = [
         (ConfigError, "Parameter 0 of group 0 of SGD"),

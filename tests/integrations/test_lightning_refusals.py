@@ -248,6 +248,7 @@ def refusals(rank: int, folder: str) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_wrong_use_of_the_trainer_is_refused_by_name(tmp_path: Path) -> None:
     expected = [
         (UnsupportedError, "WeightAveraging"),

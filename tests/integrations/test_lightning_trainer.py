@@ -56,21 +56,25 @@ def fit(rank: int, folder: str, dtype: torch.dtype, config: ShardConfig, setting
 # Steps.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [CONFIG, ShardConfig(), ShardConfig(strategy="no_shard")])
 def test_twenty_steps_equal_those_of_the_unsharded_model(tmp_path: Path, config: ShardConfig) -> None:
     assert_equal(on_ranks(fit, str(tmp_path), torch.float64, config, {}), reference(20))
 
 
+@pytest.mark.slow
 def test_twenty_steps_in_fp32_equal_within_its_rounding(tmp_path: Path) -> None:
     ranks = on_ranks(fit, str(tmp_path), torch.float32, CONFIG, {"precision": "32-true"})
     assert_equal(ranks, reference(20, dtype=torch.float32), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_accumulated_steps_equal_those_of_the_unsharded_model(tmp_path: Path) -> None:
     ranks = on_ranks(fit, str(tmp_path), torch.float64, CONFIG, {"accumulate_grad_batches": 4})
     assert_equal(ranks, reference(20, accumulates=4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_clipped_steps_equal_those_of_the_unsharded_model(tmp_path: Path, algorithm: str) -> None:
     settings = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": algorithm}
@@ -216,6 +220,7 @@ def adversaries() -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [ShardConfig(), CONFIG])
 def test_two_optimizers_in_turns_equal_the_unsharded_models(tmp_path: Path, config: ShardConfig) -> None:
     assert mean_losses(on_ranks(fit_adversaries, str(tmp_path), config)) == pytest.approx(adversaries(), rel=1e-10)

@@ -130,7 +130,7 @@ def carried(folder: Path, one: Run, other: Run, kind: str) -> None:
     ("one", "other"),
     # Of all pairs, each layout is quick once on either side.
     [
-        pytest.param(*pair, marks=() if index % (len(EVERY) + 1) == 1 else pytest.mark.slow)
+        pytest.param(*pair, marks=() if index % (len(EVERY) + 1) == 1 else pytest.mark.nightly)
         for index, pair in enumerate(PAIRS)
     ],
 )
@@ -145,6 +145,7 @@ def test_whatever_else_changes(one: Run, other: Run, kind: str, tmp_path_factory
     carried(tmp_path_factory.mktemp("run"), one, other, kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", EVERY)
 def test_any_program_reads_whole_parameters(layout: str, tmp_path: Path) -> None:
     def save(rank: int, world: ThreadedWorld) -> None:

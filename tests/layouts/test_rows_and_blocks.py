@@ -101,6 +101,7 @@ def test_no_block_is_cut(unit: UnitGeometry, size: int, smallest: int) -> None:
     assert not any(each.by_rows for each in arrangements)
 
 
+@pytest.mark.slow
 @given(units(), st.sampled_from([(1, 1), (2, 2), (32, 32), (5, 1000)]), st.sampled_from([0, 4096]))
 @settings(deadline=None)
 def test_no_tile_is_cut(unit: UnitGeometry, size: tuple[int, int], smallest: int) -> None:

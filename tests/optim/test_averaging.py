@@ -164,6 +164,7 @@ def test_weights_of_16_bits_are_averaged_in_fp32() -> None:
         assert torch.equal(behind, inside)
 
 
+@pytest.mark.slow
 def test_an_average_is_saved_and_loaded_by_checkpoints_at_any_number_of_ranks(tmp_path: Path) -> None:
     trained, averaged = reference(2, 4, EMA)
     _, longer = reference(2, 5, EMA)

@@ -34,7 +34,7 @@ def _cases() -> list[Any]:
     ):
         # Every strategy with every layout and number of ranks, every layout with every number.
         quick = (row + column) % 3 + 2 == ranks
-        found.append(pytest.param(strategy, layout, ranks, marks=() if quick else pytest.mark.slow))
+        found.append(pytest.param(strategy, layout, ranks, marks=() if quick else pytest.mark.nightly))
     return found
 
 
@@ -88,6 +88,7 @@ def test_twenty_steps_in_bf16_are_those_of_torchs_muon(strategy: str, layout: st
     assert distance(trained, expected) < 1.5 * rounding
 
 
+@pytest.mark.slow
 def test_dtype_says_what_travels_and_is_computed_with() -> None:
     expected = reference_zoo(2, exact)
     lost = [

@@ -69,7 +69,9 @@ def trained(sharding: str, folder: Path, saves: int | None = None, resumes: bool
 def _pairs() -> list[Any]:
     names = list(SHARDINGS)
     return [
-        pytest.param(saves, loads, marks=() if (names.index(loads) - names.index(saves)) % 7 < 2 else pytest.mark.slow)
+        pytest.param(
+            saves, loads, marks=() if (names.index(loads) - names.index(saves)) % 7 < 2 else pytest.mark.nightly
+        )
         for saves in names
         for loads in names
     ]
@@ -84,6 +86,7 @@ def test_resuming_elsewhere_gives_the_run_that_never_stopped(saves: str, loads: 
     assert most_apart(resumed, went_on) <= (0.0 if same_means else 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["whole-2", "replicas-3", "tiles-4"])
 def test_a_run_that_is_resumed_twice_is_the_one_that_never_stopped(sharding: str, tmp_path: Path) -> None:
     """Replicas share the work: of what all of them loaded, one alone goes on with each momentum."""

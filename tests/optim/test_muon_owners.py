@@ -113,11 +113,12 @@ def step_of(
 BLOCKS = {"name": "blocks", "size": 64, "smallest": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "dtype", "layout"),
     [
         *itertools.product((2, 8), (torch.bfloat16, torch.float32), ("flat", "rows", BLOCKS)),
-        pytest.param(64, torch.bfloat16, "rows", marks=pytest.mark.slow),
+        pytest.param(64, torch.bfloat16, "rows", marks=pytest.mark.nightly),
     ],
     ids=str,
 )

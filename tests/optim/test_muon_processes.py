@@ -43,7 +43,7 @@ def train(rank: int, settings: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return whole
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "settings",
     [

@@ -34,7 +34,7 @@ ROWS_AND_REPLICAS = [
     pytest.param(
         {"layout": {"name": "blocks", "size": 4, "smallest": 1}, "strategy": "hybrid_shard", "shard_size": 2},
         4,
-        marks=pytest.mark.slow,
+        marks=pytest.mark.nightly,
     ),
 ]
 
@@ -137,10 +137,12 @@ def scheduled(model: nn.Module) -> torch.optim.Optimizer:
     return cast("torch.optim.Optimizer", Scheduled(model))
 
 
+@pytest.mark.slow
 def test_a_schedule_of_the_learning_rate() -> None:
     assert most_apart(train_zoo(3, scheduled), reference_zoo(3, scheduled)) < 1e-11
 
 
+@pytest.mark.slow
 def test_parked_shards() -> None:
     assert most_apart(train_zoo(3, exact, offload="cpu", layout="rows"), reference_zoo(3, exact)) < 1e-11
 
@@ -204,6 +206,7 @@ def test_bf16_gradients_reach_fp32_masters() -> None:
     assert most_apart(trained, dict(master.named_parameters())) < 1e-3
 
 
+@pytest.mark.slow
 def test_a_model_built_on_the_meta_device() -> None:
     start = seeded(Zoo)
     values = {name: value.clone() for name, value in start.state_dict().items()}
@@ -254,6 +257,7 @@ def test_a_world_of_one_rank(strategy: str) -> None:
     assert most_apart(trained_alone(model, exact(model)), reference_zoo(1, exact)) < 1e-11
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["flat", "rows"])
 def test_an_optimizer_made_before_sharding(layout: str) -> None:
     start = seeded(Zoo)

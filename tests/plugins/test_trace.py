@@ -269,6 +269,7 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
         read_trace(path)
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn_in_the_format_of_their_name(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     draw_trace(crowded(), tmp_path / "step.svg")
@@ -727,6 +728,7 @@ def train_on_gloo(rank: int, folder: str) -> None:
         square_step(model, turn, rank)
 
 
+@pytest.mark.slow
 def test_processes_know_their_rank(tmp_path: Path) -> None:
     run_processes(2, train_on_gloo, str(tmp_path))
     for rank in range(2):

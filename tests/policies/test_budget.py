@@ -256,6 +256,7 @@ def models(draw: st.DrawFn) -> nn.Module:
     return root
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(models(), st.integers(1, 600), st.sampled_from([None, 1e-7, 1e-4]), st.booleans())
 def test_every_unit_fits_or_cannot_be_divided_and_is_named(

@@ -255,6 +255,7 @@ for policy in ("always", "one"):
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_but_what_was_named(site: Site, tmp_path: Path) -> None:
     path = os.pathsep.join([str(site.folder), *filter(None, sys.path)])
     ended = subprocess.run(

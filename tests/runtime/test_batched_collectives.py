@@ -99,6 +99,7 @@ def test_nothing_is_batched_that_is_not_prefetched() -> None:
     assert batches_of_a_step(7, **settings) == ([], [], 15)
 
 
+@pytest.mark.slow
 def test_by_default_small_units_travel_together_and_large_ones_do_not() -> None:
     class Sizes(nn.Module):
         def __init__(self) -> None:
@@ -230,7 +231,8 @@ def test_no_more_is_gathered_at_once_than_the_report_says(ahead: int, together: 
     on_ranks(2, on_rank)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("batch_nbytes", [pairs(2), pairs(3)])
 @pytest.mark.parametrize(
     "settings",

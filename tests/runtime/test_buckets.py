@@ -133,8 +133,9 @@ def test_by_default_units_of_up_to_32_mib_share_a_launch_of_64_mib() -> None:
     assert launches([2560] * 3 + [2896] * 2 + [2944] * 2) == [2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "world_size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+    "world_size", [2, pytest.param(3, marks=pytest.mark.nightly), pytest.param(4, marks=pytest.mark.nightly)]
 )
 @pytest.mark.parametrize("limit", [3 * BLOCK_NBYTES, 4 * BLOCK_NBYTES, 5 * BLOCK_NBYTES, "16 MiB"])
 @pytest.mark.parametrize(
@@ -147,6 +148,7 @@ def test_training_is_that_of_the_unsharded_model(world_size: int, limit: int | s
     assert_parity(seeded(lambda: Net(11)), world_size=world_size, turns=4, optimizer=adam, settings=everything)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [4 * 9 * 18 * 8, "16 MiB"], ids=["several", "one"])
 def test_buckets_of_more_ranks_than_have_a_copy_each(limit: int | str) -> None:
     # Up to eight ranks, each one's part of a unit is copied by itself.
@@ -154,6 +156,7 @@ def test_buckets_of_more_ranks_than_have_a_copy_each(limit: int | str) -> None:
     assert_parity(seeded(lambda: Net(9)), world_size=9, turns=2, optimizer=adam, settings=everything)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(0, 5000), st.sampled_from([2, 3]))
 @settings(max_examples=15, deadline=None)
 def test_units_of_any_sizes_in_buckets_of_any_size(widths: list[int], limit: int, world_size: int) -> None:
@@ -167,6 +170,7 @@ def test_units_of_any_sizes_in_buckets_of_any_size(widths: list[int], limit: int
     assert_parity(seeded(lambda: layers(widths)), step, world_size=world_size, turns=2, settings=config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
 @pytest.mark.parametrize("blocks", [3, 4], ids=["grouped", "merged"])
 def test_hybrid_groups_reduce_buckets_over_shards_and_replicas(strategy: str, blocks: int) -> None:

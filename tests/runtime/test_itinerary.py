@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from polyshard.engine.step.itinerary import Act, Itinerary, Mark, Walk, backward_order
@@ -23,6 +24,7 @@ def marks_of(call: Call, known: dict[tuple[str, Act], Mark[str]]) -> list[Mark[s
     return [entry, *(mark for each in inner for mark in marks_of(each, known)), leave]
 
 
+@pytest.mark.slow
 @given(calls)
 def test_a_stage_is_gathered_for_its_last_call_and_finished_after_its_first(call: Call) -> None:
     marks = marks_of(call, {})

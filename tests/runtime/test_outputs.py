@@ -452,6 +452,7 @@ def around(output: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return output["hidden"].view(-1, 5), output["logits"].t()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("structure", "read"),
     [(late, lambda output: (output.hidden, output.logits)), (linked, ends_of), (deep, bottom_of), (round_trip, around)],

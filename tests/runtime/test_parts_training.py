@@ -30,8 +30,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     "strategy",
     [
         "full_shard",
-        pytest.param("shard_grad_op", marks=pytest.mark.slow),
-        pytest.param("no_shard", marks=pytest.mark.slow),
+        pytest.param("shard_grad_op", marks=pytest.mark.nightly),
+        pytest.param("no_shard", marks=pytest.mark.nightly),
     ],
 )
 @pytest.mark.parametrize("use", USES)
@@ -89,7 +89,7 @@ def several_forwards(model: nn.Module, turn: int, rank: int) -> list[torch.Tenso
     return [loss.detach()]
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", pytest.param("shard_grad_op", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["full_shard", pytest.param("shard_grad_op", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("shape", [several_backwards, several_forwards])
 @pytest.mark.parametrize("use", FEW_USES)
 def test_steps_of_several_forwards_and_backwards_are_the_same(use: str, shape: Step, strategy: str) -> None:

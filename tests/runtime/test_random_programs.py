@@ -353,6 +353,7 @@ def check_all(numbers: range, folder: Path) -> None:
 ONE = os.environ.get("POLYSHARD_PROGRAM")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, QUICK, QUICK_CHUNK) if ONE is None else [int(ONE)])
 def test_training_is_right_or_every_rank_is_told(first: int, tmp_path: Path) -> None:
     if ONE is not None:

@@ -219,6 +219,7 @@ def test_orders_that_come_in_turns_are_foreseen(routes: list[tuple[int, ...]], a
             assert walk(schedule, route) == behind(route, ahead)
 
 
+@pytest.mark.slow
 @given(st.lists(ROUTES, max_size=40), ROUTES)
 def test_an_order_that_is_repeated_is_followed_whatever_came_before(
     before: list[tuple[int, ...]], route: tuple[int, ...]

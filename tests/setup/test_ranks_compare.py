@@ -374,6 +374,7 @@ def come_late(rank: int) -> tuple[str, list[float]]:
     return str(late.value), found
 
 
+@pytest.mark.slow
 def test_ranks_that_missed_each_other_may_all_call_again() -> None:
     expected = square_step(seeded(Net), 0, 0)[0].item()
     for text, found in run_processes(3, come_late):

@@ -147,6 +147,7 @@ def require_little(found: Sequence[Traffic]) -> None:
     assert max(each.longest_key for each in found) <= KEY
 
 
+@pytest.mark.slow
 def test_a_rank_asks_no_more_of_the_store_where_there_are_more_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {size: shard_on_all(size, monkeypatch) for size in (2, 4, 16)}
     for traffic in found.values():
@@ -212,6 +213,7 @@ def test_an_error_whose_words_cannot_be_had_is_told_at_once(monkeypatch: pytest.
     assert last == first
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_too_late_and_all_may_call_again(monkeypatch: pytest.MonkeyPatch) -> None:
     late = threading.Event()
 

@@ -406,11 +406,13 @@ FAULTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planted", FAULTS)
 def test_only_these_fail(planted: Fault) -> None:
     assert failing(planted) == set(planted.fails)
 
 
+@pytest.mark.slow
 def test_nothing_fails_over_a_sound_backend() -> None:
     assert failing(Fault(Sound, (), ranks=3, impatient=True)) == set()
 

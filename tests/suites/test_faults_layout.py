@@ -171,6 +171,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planted", FAULTS)
 def test_only_these_fail(planted: Fault) -> None:
     assert failing(LayoutSuite, planted) == set(planted.fails)

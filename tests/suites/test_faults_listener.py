@@ -326,6 +326,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planted", FAULTS)
 def test_only_these_fail(planted: Fault) -> None:
     assert failing(ListenerSuite, planted) == set(planted.fails)

@@ -57,6 +57,7 @@ def test_threads_train_a_model_that_they_share() -> None:
     check_gradients(run_ranks(2, gradients))
 
 
+@pytest.mark.slow
 def test_processes_train_a_model_that_they_share(kept: KeptProcesses) -> None:
     check_gradients(run_in(kept.of(2), gradients))
     # The same processes once more, in the group that they have joined.
@@ -91,6 +92,7 @@ def exchanging(rank: Rank) -> None:
     collectives.all_reduce(torch.ones(1), op=ReduceOp.SUM).wait()
 
 
+@pytest.mark.slow
 def test_what_one_process_raises_is_raised_here_with_its_traceback(kept: KeptProcesses) -> None:
     processes = kept.of(2)
     with pytest.raises(KeyError, match="lost") as raised:
@@ -137,6 +139,7 @@ def sleeping() -> None:
     time.sleep(1.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["threads", pytest.param("processes", marks=pytest.mark.slow)])
 def test_a_hang_ends_with_the_stacks_of_all_ranks(kept: KeptProcesses, backend: str) -> None:
     def run() -> None:

@@ -240,6 +240,7 @@ def pretended(program: str) -> tuple[str, ...]:
     return (sys.executable, "-S", "-c", begin + program)
 
 
+@pytest.mark.slow
 def test_ranks_that_hang_are_ended_and_what_they_did_is_told(tmp_path: Path) -> None:
     program = (
         f"open(r'{tmp_path}/' + str(os.getpid()), 'w').close()\n"
@@ -264,6 +265,7 @@ def test_ranks_that_hang_are_ended_and_what_they_did_is_told(tmp_path: Path) -> 
     assert "look at gathers and reductions" in finding.cure
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_told_by_its_own_words() -> None:
     program = (
         "note(stage='joining', difference=None)\n"

@@ -51,6 +51,7 @@ def check(*arguments: str) -> int:
     return main(["plugins", "check", *arguments])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("acme")
 def test_a_rule_that_does_not_hold_is_shown_with_its_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert check("children", "--options", '{depth = 1, setting = "presicion"}', "--json") == 1
