@@ -45,6 +45,15 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 _FILE = pytest.StashKey[object]()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def close_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The processes that a file keeps as ``RANKS = KeptRanks()`` leave behind its tests."""
+    yield
+    close = getattr(getattr(request.module, "RANKS", None), "close", None)
+    if close is not None:
+        close()
+
+
 @pytest.fixture
 def no_other_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This process sees polyshard's own plugins, and those of packages below ``tmp_path``, alone."""

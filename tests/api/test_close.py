@@ -6,7 +6,6 @@ import gc
 import os
 import resource
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,6 @@ from torch import nn
 
 WORLD = 4
 RANKS = KeptRanks()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
 
 
 HYBRID: dict[str, Any] = {"strategy": "hybrid_shard", "shard_size": 2}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -26,12 +26,6 @@ T = TypeVar("T")
 RANKS = KeptRanks()
 #: Older versions of torch number the ranks of a group in ascending order only.
 ANY_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
 
 
 def context(timeout_s: float = 20.0, group: Any = None, mesh: Any = None) -> PluginContext:

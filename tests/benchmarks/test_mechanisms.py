@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,16 +18,6 @@ from processes import run_script
 from torch import nn
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The files import each other by plain names, which are not left to tests of others that do."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield
-    for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", "")).startswith(str(BENCHMARKS)):
-            del sys.modules[name]
 
 
 @pytest.fixture(autouse=True)
@@ -119,13 +108,6 @@ def test_a_switch_changes_what_it_says_and_no_number(name: str) -> None:
     assert direct is (name != "direct weight gradients")
 
 
-def test_medium_units_are_reduced_one_by_one_without_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "MERGED_NBYTES", 0)
-    assert Seen("none").reduction_batches == [14]
-    off = Seen("grouped reductions")
-    assert (off.reductions, off.reduction_batches) == (14, [])
-
-
 def test_every_switch_finds_what_it_replaces_and_puts_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
     from polyshard.engine.gradients.reduction_input import ReductionInput
     from polyshard_backends import nccl
@@ -146,61 +128,6 @@ def test_every_switch_finds_what_it_replaces_and_puts_it_back(monkeypatch: pytes
         with mechanism.switch():
             pass
     assert (nccl._find_mean_of_rows, nccl.SharedScope, ReductionInput.new_result) == before
-
-    off = {mechanism.name: mechanism.switch for mechanism in MECHANISMS}
-    kernel = nccl._find_mean_of_rows()
-    assert kernel is not None
-    with off["mean kernel"]():
-        assert nccl._find_mean_of_rows() is None
-    monkeypatch.delitem(sys.modules, "polyshard_backends.row_mean")
-
-
-def test_a_captured_step_has_no_room_in_a_pool_that_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    from polyshard_backends import _torch_private, nccl
-    from switches import MECHANISMS
-
-    entered: list[str] = []
-
-    class Scope:
-        def __enter__(self) -> None:
-            entered.append("in")
-
-        def __exit__(self, *_: object) -> None:
-            entered.append("out")
-
-    monkeypatch.setattr(_torch_private, "pool_scope", lambda pool, index: Scope())
-    with next(each for each in MECHANISMS if each.name == "shared pool").switch():
-        scope = nccl.SharedScope(None, 0)  # type: ignore[arg-type]
-    assert not scope.has_room(1)
-    scope.share(None, None)  # type: ignore[arg-type]
-    with scope:
-        pass
-    assert entered == ["in", "out"]
-
-
-@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
-def test_each_mechanism_races_once_beside_the_engine_as_it_is(device_type: str) -> None:
-    from mechanisms import _PACES, heats_of, make_parser, settings_of
-    from switches import MECHANISMS, WHOLE
-
-    parser = make_parser()
-    heats = heats_of(settings_of(parser, parser.parse_args([])), device_type)
-    raced: list[tuple[str, bool, str]] = []
-    for heat in heats:
-        names = [mechanism.name for mechanism in heat.mechanisms]
-        assert names.count(WHOLE) == 1
-        assert device_type == "cpu" or len(names) <= _PACES[heat.workload.name, heat.captured].beside
-        raced += [(heat.workload.name, heat.captured, name) for name in names if name != WHOLE]
-    acting = {
-        (workload, captured, mechanism.name)
-        for workload in ("host", "300m", "1b")
-        for captured in (False, True)
-        for mechanism in MECHANISMS
-        if mechanism.acts_in(workload, captured, device_type)
-    }
-    assert len(raced) == len(set(raced))
-    assert set(raced) == acting
-    assert {name for _, _, name in raced} >= {mechanism.name for mechanism in MECHANISMS if not mechanism.needs_cuda}
 
 
 def rounds(heat: int, mechanism: str, medians: list[float]) -> list[dict[str, Any]]:

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 from processes import run_script
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The files import each other by plain names, which are not left to tests of others that do."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield
-    for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", "")).startswith(str(BENCHMARKS)):
-            del sys.modules[name]
 
 
 def row(peer: str, number: int, ms: float, **others: Any) -> dict[str, Any]:
@@ -85,12 +72,6 @@ def test_ratios_are_taken_within_rounds_and_then_their_median() -> None:
 def test_a_loss_that_differs_in_any_step_of_any_round_shows() -> None:
     assert report()["summary"]["tiny"]["polyshard"]["loss_difference"] == pytest.approx(0.1)
     assert report()["summary"]["tiny"]["fsdp2"]["loss_difference"] == 0.0
-
-
-def test_compiled_peers_are_compared_with_compiled_peers() -> None:
-    figures = report()["summary"]["tiny"]["polyshard+compile"]
-    assert figures["speed_to_fsdp2"]["median"] == 2.0
-    assert "speed_to_local" not in figures
 
 
 def test_a_peer_that_failed_keeps_its_reason_and_the_others_their_rows() -> None:
@@ -169,93 +150,6 @@ def test_the_page_gets_the_tables_and_keeps_the_rest(tmp_path: Path) -> None:
     assert main(arguments) == 0
     assert page.read_text() == text
     assert chart.read_bytes() == picture
-
-
-def test_the_page_gets_bandwidths_by_number_of_ranks(tmp_path: Path) -> None:
-    from figures import BEGIN, END, main
-
-    (tmp_path / "peers.json").write_text(json.dumps(report()))
-    row = {"operation": "gather", "backend": "nccl", "aligned": True, "nbytes": 2**22}
-    rows = [row | {"world_size": world, "gb_s": 80.0 + world, "gemm_cost": {"median": 0.25}} for world in (2, 3)]
-    rows.append(row | {"aligned": False, "world_size": 3, "gb_s": 40.0, "gemm_cost": {"median": 0.5}})
-    environment = {"world_size": 3, "device": "Some GPU", "torch": "2", "nccl": "3", "commit": "0" * 40, "date": "now"}
-    (tmp_path / "gathers.json").write_text(json.dumps({"environment": environment, "rows": rows}))
-    page = tmp_path / "page.md"
-    page.write_text(f"{BEGIN}\n{END}\n<!-- begin: gathers -->\n<!-- end: gathers -->\n")
-    assert main(["--results", str(tmp_path), "--page", str(page), "--chart", str(tmp_path / "chart.svg")]) == 0
-    text = page.read_text()
-    assert "| gather | nccl | 4 | aligned | 82 | 0.25 | 83 | 0.25 |" in text
-    assert "| gather | nccl | 4 | not aligned | - | - | 40 | 0.50 |" in text
-
-
-def test_a_page_without_a_place_for_tables_is_left_alone(tmp_path: Path) -> None:
-    from figures import main
-
-    (tmp_path / "peers.json").write_text(json.dumps(report()))
-    page = tmp_path / "page.md"
-    page.write_text("nothing here\n")
-    assert main(["--results", str(tmp_path), "--page", str(page), "--chart", str(tmp_path / "chart.svg")]) == 2
-    assert page.read_text() == "nothing here\n"
-
-
-class Alone:
-    """The one rank of a job."""
-
-    device, rank, world_size = torch.device("cpu"), 0, 1
-
-    def synchronize(self) -> None:
-        pass
-
-    def meet(self, error: str = "") -> str:
-        return error
-
-    def largest(self, values: Sequence[float]) -> list[float]:
-        return list(values)
-
-    mean = largest
-
-
-def test_peers_take_turns_at_each_step_until_one_fails(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import peers as program
-    from contenders import Contender
-    from options import Settings
-    from workloads import WORKLOADS
-
-    # There is one alarm in a process, and the tests' own is set.
-    monkeypatch.setattr(program, "faulthandler", Mock())
-    order: list[str] = []
-
-    class Recorded:
-        def __init__(self, name: str, good_for: int) -> None:
-            self.name, self.left = name, good_for
-
-        def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            order.append(self.name)
-            self.left -= 1
-            if self.left < 0:
-                raise RuntimeError("spent")
-            return tokens.sum()
-
-        def close(self) -> None:
-            order.append(f"{self.name} dropped")
-
-    def peer(name: str, good_for: int) -> Contender:
-        return Contender(name, False, False, lambda site: Recorded(name, good_for))
-
-    peers = (peer("a", 99), peer("b", 4), peer("c", 2), peer("d", 99))
-    settings = Settings((WORKLOADS["tiny"],), peers, 1, 3, 3, None, 60.0, None, by_step=True)
-    report: dict[str, Any] = {"rows": [], "skipped": []}
-    program.Benchmark(Alone(), settings, report).run()
-    warm = [*"aaa", *"bbb", *"ccc", *"ddd"]
-    # c fails before it is timed, b at its second turn.
-    turns = [*"abd", *"bda", *"da"]
-    assert order == [*warm, *turns, "d dropped", "c dropped", "b dropped", "a dropped"]
-    rows = {row["peer"]: row for row in report["rows"]}
-    assert {name: len(row["ms"]["steps"]) for name, row in rows.items() if "ms" in row} == {"a": 3, "d": 3}
-    assert rows["b"]["error"] == rows["c"]["error"] == "RuntimeError: spent"
-    assert capsys.readouterr().err.count("raise RuntimeError") == 2
 
 
 def output_on_ranks(ranks: int, script: str, *arguments: str) -> str:

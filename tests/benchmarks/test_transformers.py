@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The files import each other by plain names, which are not left to other tests."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield
-    for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", "")).startswith(str(BENCHMARKS)):
-            del sys.modules[name]
 
 
 def row(peer: str, number: int, ms: float, **others: Any) -> dict[str, Any]:

@@ -15,113 +15,86 @@ HEADER = ["PyTorch's test", "What it asserts", "Test here", "Where", "Reference,
 _NODE = re.compile(r"`(tests/[\w/]+\.py)((?:::\w+)*)`")
 _PLACE = re.compile(r"(CPU|GPU)(?: (gloo|nccl))? [12]")
 
-#: Class and name of each test, by the file of PyTorch's that it is in: releases 2.3 and 2.4.
+#: Names of the tests behind `test_`, by their class, by the file of PyTorch's that it is in: releases 2.3 and 2.4.
 PYTORCH = {
-    "test_wrap.py": (
-        ("TestFSDPWrap", "test_error_already_wrapped"),
-        ("TestFSDPWrap", "test_wrap_batchnorm_individually"),
-        ("TestFSDPWrap", "test_bn_always_wrapped_individually"),
-        ("TestFSDPWrap", "test_main_wrap_api"),
-        ("TestAutoWrap", "test_wrap"),
-        ("TestAutoWrap", "test_wrap_disabled_outside_context"),
-        ("TestAutoWrap", "test_wrap_override_defaults"),
-        ("TestAutoWrap", "test_always_wrap"),
-        ("TestAutoWrap", "test_transformer_auto_wrap_policy"),
-        ("TestAutoWrap", "test_module_wrap_policy"),
-        ("TestAutoWrap", "test_module_wrap_policy_callable"),
-        ("TestAutoWrap", "test_custom_policy"),
-        ("TestAutoWrap", "test_auto_wrap_api"),
-        ("TestAutoWrap", "test_auto_wrap_preset_exclude_wrap"),
-        ("TestAutoWrap", "test_auto_wrap_preset_exclude_wrap_include_children"),
-        ("TestAutoWrap", "test_auto_wrap_preset_force_leaf"),
-        ("TestAutoWrap", "test_auto_wrap_preset_force_leaf_custom"),
-        ("TestAutoWrap", "test_auto_wrap_smoke_test"),
-        ("TestAutoWrap", "test_auto_wrap_with_ignored_modules"),
-        ("TestAutoWrap", "test_frozen_params"),
-        ("TestWrapUtils", "test_validate_frozen_params"),
-    ),
-    "test_fsdp_use_orig_params.py": (
-        ("TestFSDPUseOrigParamsMultipleParamGroups", "test_fsdp_compile"),
-        ("TestFSDPUseOrigParamsMultipleParamGroups", "test_diff_hyperparams"),
-        ("TestFSDPUseOrigParamsMultipleParamGroups", "test_diff_hyperparams_cpu_offload"),
-        ("TestFSDPUseOrigParamsMultipleParamGroups", "test_diff_trainability"),
-        ("TestFSDPUseOrigParamsMultipleParamGroups", "test_multiple_optimizers"),
-        ("TestFSDPUseOrigParamsUnshardReshard", "test_multiple_forward"),
-        ("TestFSDPUseOrigParamsUnshardReshard", "test_summon_between_two_forwards"),
-        ("TestFSDPUseOrigParamsParamAccess", "test_access_params_after_forward"),
-        ("TestFSDPUseOrigParamsWriteback", "test_param_writeback"),
-        ("TestFSDPUseOrigParamsWriteback", "test_grad_writeback"),
-        ("TestFSDPUseOrigParamsWriteback", "test_writeback_shape_mismatch"),
-        ("TestFSDPUseOrigParamsWriteback", "test_writeback_between_fwd_and_bwd_for_no_reshard_raises"),
-        ("TestFSDPUseOrigParamsWriteback", "test_no_reshard_and_mixed_precision"),
-        ("TestFSDPUseOrigParamsFQNs", "test_named_parameters_in_forward"),
-        ("TestFSDPUseOrigParamsNoSync", "test_no_sync_correctness"),
-        ("TestFSDPUseOrigParamsNoSync", "test_no_sync_mixed_precision"),
-        ("TestFSDPUseOrigParamsInit", "test_non_uniform_requires_grad"),
-        ("TestMultiTensorApply", "test_multi_tensor_apply_size0_tensors_cpu"),
-        ("TestMultiTensorApply", "test_multi_tensor_apply_size0_tensors_cuda"),
-    ),
-    "test_fsdp_core.py": (
-        ("TestParityWithDDP", "test_nested_wrapped_model"),
-        ("TestParityWithDDP", "test_nested_wrapped_model_single_iteration_mixed_precision"),
-        ("TestParityWithDDP", "test_nested_always_wrap_model"),
-        ("TestParityWithDDP", "test_transformer"),
-        ("TestParityWithDDP", "test_delayed_optim_step"),
-        ("TestParityWithDDP", "test_delayed_reduce_scatter"),
-        ("TestParityWithDDP", "test_mixture_of_experts"),
-        ("TestParityWithDDP", "test_mixture_of_experts_with_delay_before_free"),
-        ("TestParamInit", "test_param_change_after_init"),
-        ("TestHooks", "test_pre_backward_hook_registration"),
-        ("TestHooks", "test_pre_backward_hook_registration_after_state_dict"),
-        ("TestHooks", "test_register_functions_called"),
-        ("TestNoGrad", "test_transformer_no_grad"),
-        ("TestAutograd", "test_unshard_params_as_tensors"),
-    ),
-    "test_fsdp_mixed_precision.py": (
-        ("TestFSDPMixedPrecisionSharded", "test_mixed_precision_no_reshard_after_forward"),
-        ("TestFSDPMixedPrecisionSharded", "test_mixed_precision_e2e_full_shard"),
-        ("TestFSDPMixedPrecisionSharded", "test_mp_embedding_reduce"),
-        ("TestFSDPMixedPrecisionSharded", "test_mp_embedding_only_params_and_bufs"),
-        ("TestFSDPMixedPrecisionSharded", "test_mp_embedding_default"),
-        ("TestFSDPMixedPrecisionSharded", "test_mp_embedding_params_and_reduce_diff"),
-        ("TestFSDPMixedPrecisionSharded", "test_mixed_precision_resnet"),
-        ("TestFSDPMixedPrecisionSharded", "test_grads_reduced_precision"),
-        ("TestFSDPMixedPrecisionSharded", "test_mp_batchnorm"),
-        ("TestFSDPMixedPrecisionSharded", "test_eval_root_cast_inputs"),
-        ("TestFSDPMixedPrecisionSharded", "test_full_precision_in_eval"),
-        ("TestFSDPMixedPrecisionSharded", "test_full_precision_in_eval_buffers"),
-        ("TestFSDPMixedPrecisionSharded", "test_full_precision_in_eval_comm"),
-        ("TestFSDPMixedPrecisionSharded", "test_input_grads_with_param_mixed_precision"),
-        ("TestFSDPMixedPrecisionUnsharded", "test_grads_reduced_precision"),
-        ("TestFSDPMixedPrecisionUnsharded", "test_mixed_precision_no_reshard_after_forward"),
-        ("TestFSDPMixedPrecisionUnsharded", "test_mixed_precision_e2e_full_shard"),
-        ("TestFSDPMixedPrecisionIgnoredModules", "test_mixed_precision_with_ignored_module"),
-        ("TestFSDPDifferentSubmodulePrecision", "test_float16_on_one_submodule"),
-        ("TestFSDPDifferentSubmodulePrecision", "test_float16_on_one_submodule_skip_inputs"),
-        ("TestFSDPDifferentSubmodulePrecision", "test_float16_on_one_submodule_skip_inputs_error"),
-        ("TestFSDPDifferentSubmodulePrecision", "test_submodules_with_different_precisions_error"),
-        ("TestFSDPDifferentSubmodulePrecision", "test_submodules_with_different_precisions"),
-        ("TestFSDPDifferentSubmodulePrecision", "test_submodules_with_external_inputs"),
-        ("TestFSDPTrainEval", "test_train_ema_eval_flow"),
-    ),
-    "test_fsdp_flatten_params.py": (
-        ("TestFlattenParams", "test_partial_flattening"),
-        ("TestFlattenParams", "test_flatten_nothing"),
-        ("TestFlattenParams", "test_empty_module"),
-        ("TestFlattenParams", "test_numel_without_shared_params"),
-        ("TestFlattenParams", "test_numel_with_shared_params"),
-        ("TestFlattenParams", "test_output_without_shared_params"),
-        ("TestFlattenParams", "test_output_with_shared_params"),
-        ("TestFlattenParams", "test_pnorm_after_step_with_shared_params"),
-        ("TestFlattenParams", "test_flat_param_shard_metadata_aligned_full_precision"),
-        ("TestFlattenParams", "test_flat_param_shard_metadata_aligned_mixed_precision"),
-    ),
-    "test_fsdp_grad_acc.py": (
-        ("TestGradAcc", "test_grad_acc"),
-        ("TestGradAcc", "test_grad_acc_cpu_offload"),
-    ),
-    "test_fsdp_memory.py": (("TestFSDPMemory", "test_fsdp_memory"),),
+    "test_wrap.py": {
+        "TestFSDPWrap": (
+            "error_already_wrapped wrap_batchnorm_individually bn_always_wrapped_individually main_wrap_api"
+        ),
+        "TestAutoWrap": (
+            "wrap wrap_disabled_outside_context wrap_override_defaults always_wrap transformer_auto_wrap_policy "
+            "module_wrap_policy module_wrap_policy_callable custom_policy auto_wrap_api "
+            "auto_wrap_preset_exclude_wrap auto_wrap_preset_exclude_wrap_include_children "
+            "auto_wrap_preset_force_leaf auto_wrap_preset_force_leaf_custom auto_wrap_smoke_test "
+            "auto_wrap_with_ignored_modules frozen_params"
+        ),
+        "TestWrapUtils": "validate_frozen_params",
+    },
+    "test_fsdp_use_orig_params.py": {
+        "TestFSDPUseOrigParamsMultipleParamGroups": (
+            "fsdp_compile diff_hyperparams diff_hyperparams_cpu_offload diff_trainability multiple_optimizers"
+        ),
+        "TestFSDPUseOrigParamsUnshardReshard": "multiple_forward summon_between_two_forwards",
+        "TestFSDPUseOrigParamsParamAccess": "access_params_after_forward",
+        "TestFSDPUseOrigParamsWriteback": (
+            "param_writeback grad_writeback writeback_shape_mismatch "
+            "writeback_between_fwd_and_bwd_for_no_reshard_raises no_reshard_and_mixed_precision"
+        ),
+        "TestFSDPUseOrigParamsFQNs": "named_parameters_in_forward",
+        "TestFSDPUseOrigParamsNoSync": "no_sync_correctness no_sync_mixed_precision",
+        "TestFSDPUseOrigParamsInit": "non_uniform_requires_grad",
+        "TestMultiTensorApply": "multi_tensor_apply_size0_tensors_cpu multi_tensor_apply_size0_tensors_cuda",
+    },
+    "test_fsdp_core.py": {
+        "TestParityWithDDP": (
+            "nested_wrapped_model nested_wrapped_model_single_iteration_mixed_precision nested_always_wrap_model "
+            "transformer delayed_optim_step delayed_reduce_scatter mixture_of_experts "
+            "mixture_of_experts_with_delay_before_free"
+        ),
+        "TestParamInit": "param_change_after_init",
+        "TestHooks": (
+            "pre_backward_hook_registration pre_backward_hook_registration_after_state_dict register_functions_called"
+        ),
+        "TestNoGrad": "transformer_no_grad",
+        "TestAutograd": "unshard_params_as_tensors",
+    },
+    "test_fsdp_mixed_precision.py": {
+        "TestFSDPMixedPrecisionSharded": (
+            "mixed_precision_no_reshard_after_forward mixed_precision_e2e_full_shard mp_embedding_reduce "
+            "mp_embedding_only_params_and_bufs mp_embedding_default mp_embedding_params_and_reduce_diff "
+            "mixed_precision_resnet grads_reduced_precision mp_batchnorm eval_root_cast_inputs "
+            "full_precision_in_eval full_precision_in_eval_buffers full_precision_in_eval_comm "
+            "input_grads_with_param_mixed_precision"
+        ),
+        "TestFSDPMixedPrecisionUnsharded": (
+            "grads_reduced_precision mixed_precision_no_reshard_after_forward mixed_precision_e2e_full_shard"
+        ),
+        "TestFSDPMixedPrecisionIgnoredModules": "mixed_precision_with_ignored_module",
+        "TestFSDPDifferentSubmodulePrecision": (
+            "float16_on_one_submodule float16_on_one_submodule_skip_inputs "
+            "float16_on_one_submodule_skip_inputs_error submodules_with_different_precisions_error "
+            "submodules_with_different_precisions submodules_with_external_inputs"
+        ),
+        "TestFSDPTrainEval": "train_ema_eval_flow",
+    },
+    "test_fsdp_flatten_params.py": {
+        "TestFlattenParams": (
+            "partial_flattening flatten_nothing empty_module numel_without_shared_params numel_with_shared_params "
+            "output_without_shared_params output_with_shared_params pnorm_after_step_with_shared_params "
+            "flat_param_shard_metadata_aligned_full_precision flat_param_shard_metadata_aligned_mixed_precision"
+        ),
+    },
+    "test_fsdp_grad_acc.py": {
+        "TestGradAcc": "grad_acc grad_acc_cpu_offload",
+    },
+    "test_fsdp_memory.py": {
+        "TestFSDPMemory": "fsdp_memory",
+    },
 }
+
+
+def named_in(file: str) -> list[tuple[str, str]]:
+    return [(owner, name) for owner, names in PYTORCH[file].items() for name in names.split()]
 
 
 @cache
@@ -154,11 +127,11 @@ def defined_in(file: str) -> set[str]:
 def test_every_test_of_pytorchs_has_one_row(file: str) -> None:
     header, *rows = sections()[file]
     assert header == HEADER
-    assert [row[0] for row in rows] == [f"`{owner}.{name}`" for owner, name in PYTORCH[file]]
+    assert [row[0] for row in rows] == [f"`{owner}.test_{name}`" for owner, name in named_in(file)]
 
 
 def test_there_are_as_many_as_the_page_says() -> None:
-    pairs = [pair for of_file in PYTORCH.values() for pair in of_file]
+    pairs = [pair for file in PYTORCH for pair in named_in(file)]
     assert len(pairs) == len(set(pairs)) == 92
     assert " 92 tests of seven files " in PAGE.read_text(encoding="utf-8").replace("\n", " ")
 

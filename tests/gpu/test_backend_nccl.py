@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -31,12 +31,6 @@ WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
 #: Older versions of torch number the ranks of a group in ascending order only.
 ANY_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
 
 
 def context(rank: int) -> PluginContext:

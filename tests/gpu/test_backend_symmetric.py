@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -34,12 +34,6 @@ RANKS = KeptRanks("nccl")
 #: Older versions of torch number the ranks of a group in ascending order only.
 ANY_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 needs_two = pytest.mark.skipif(WORLD_SIZE < 2, reason="one rank gathers nothing")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
 
 
 def run(fn: Callable[..., T], *args: Any) -> list[T]:

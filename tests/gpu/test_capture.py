@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import polyshard
@@ -28,12 +28,6 @@ RANKS = KeptRanks("nccl")
 
 #: Gathers, and reductions of 16 bits, that are copies out of memory which outlives the graph.
 SYMMETRIC = {"name": "symmetric", "smallest_mib": 0}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
 
 
 def run(fn: Callable[..., T], *args: Any) -> list[T]:

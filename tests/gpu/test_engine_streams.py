@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -31,12 +31,6 @@ WIDTH = 192
 
 
 RANKS = KeptRanks("nccl")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
 
 
 def run(fn: Callable[..., T], *args: Any) -> list[T]:

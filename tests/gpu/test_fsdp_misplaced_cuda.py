@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,12 +15,6 @@ pytestmark = pytest.mark.gpu
 
 WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
 
 
 def refused(rank: int, use_orig_params: bool, offload: bool) -> tuple[str, bool]:

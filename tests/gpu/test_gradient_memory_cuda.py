@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import polyshard
@@ -20,12 +20,6 @@ WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
 #: The CUDA allocator hands out multiples of so many bytes.
 GRANULE = 512
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
 
 
 def run(fn: Callable[..., T], *args: Any) -> list[T]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import polyshard
@@ -24,12 +24,6 @@ WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
 CUDA = torch.device("cuda", 0)
 ROWS = 256
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
 
 
 def run(fn: Callable[..., T], *args: Any) -> list[T]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import polyshard
@@ -25,12 +25,6 @@ RANKS = KeptRanks("nccl")
 # Large enough that a copy (32 MiB and more) takes far longer than the host needs to get to its next call.
 NUMEL = 8 * 2**20
 CYCLES_OF_DELAY = 200_000_000
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
 
 
 def run(fn: Callable[..., T], *args: Any) -> list[T]:

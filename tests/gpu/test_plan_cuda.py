@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import polyshard
@@ -25,12 +25,6 @@ T = TypeVar("T")
 WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
 WIDTH, DEPTH, ROWS = 2048, 6, 4096
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
 
 
 def run(fn: Callable[..., T], *args: Any) -> list[T]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 
 import polyshard
 import psutil
@@ -17,12 +16,6 @@ pytestmark = pytest.mark.gpu
 WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
 STEPS, WARM = 2000, 200
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
 
 
 def train(rank: int) -> tuple[list[int], list[int]]:

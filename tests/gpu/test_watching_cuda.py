@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
 
 import polyshard
 import pytest
@@ -23,12 +22,6 @@ pytestmark = pytest.mark.gpu
 WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
 POLICY = {"name": "module_class", "classes": [nn.Linear]}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
 
 
 def net(device: torch.device) -> nn.Sequential:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import polyshard
@@ -29,12 +29,6 @@ RANKS = KeptRanks("nccl")
 CUDA = torch.device("cuda", 0)
 CASTERS: dict[str, type[BlockScaled]] = {"int8": Int8, "fp8": Fp8}
 NUMBERS = pytest.mark.parametrize("name", ["int8", "fp8"])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
 
 
 def run(fn: Callable[..., T], *args: Any) -> list[T]:

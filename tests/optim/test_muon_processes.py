@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import polyshard
@@ -18,12 +18,6 @@ from torch import nn
 
 RANKS = KeptRanks()
 TIMEOUT_S = 30.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
 
 
 def sharded(settings: Mapping[str, Any], timeout_s: float = TIMEOUT_S) -> nn.Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import polyshard
@@ -16,12 +15,6 @@ from torch import nn
 
 RANKS = KeptRanks()
 TURNS = 3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def close_ranks() -> Iterator[None]:
-    yield
-    RANKS.close()
 
 
 def train(rank: int, compiles: str, strategy: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], int]:

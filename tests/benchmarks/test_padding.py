@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -14,19 +12,13 @@ from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
 
 ROOT = Path(__file__).parents[2]
-BENCHMARKS = ROOT / "benchmarks"
 
 
 @pytest.fixture
-def padding(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The files import each other by plain names, which are not left to tests of others that do."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def padding(benchmarks: Path) -> ModuleType:
     import padding
 
-    yield padding
-    for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", "")).startswith(str(BENCHMARKS)):
-            del sys.modules[name]
+    return padding
 
 
 @pytest.mark.slow
