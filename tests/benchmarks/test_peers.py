@@ -162,14 +162,14 @@ def output_on_ranks(ranks: int, script: str, *arguments: str) -> str:
 @pytest.mark.slow
 def test_peers_train_alike_on_two_ranks(tmp_path: Path) -> None:
     out = tmp_path / "peers.json"
-    peers = "local,ddp,fsdp1,fsdp2,polyshard,polyshard-keep,polyshard-no-shard,polyshard:strategi=x"
+    peers = "local,fsdp1,fsdp2,polyshard,polyshard-keep,polyshard:strategi=x"
     measured = ["--work", "tiny", "--rounds", "1", "--steps", "2", "--peers", peers, "--out", str(out)]
     said = output_on_ranks(2, "peers.py", *measured)
     found = json.loads(out.read_text())
     peers = found["summary"]["tiny"]
     assert "CUDA" in peers["fsdp1"]["error"]
     assert "POLYSHARD_STRATEGY" in peers["polyshard:strategi=x"]["error"]
-    for peer in ("ddp", "fsdp2", "polyshard", "polyshard-keep", "polyshard-no-shard"):
+    for peer in ("fsdp2", "polyshard", "polyshard-keep"):
         assert peers[peer]["loss_difference"] < 1e-3
         assert peers[peer]["loss"]["last"] < peers[peer]["loss"]["first"]
     assert found["environment"]["world_size"] == 2

@@ -106,8 +106,8 @@ def _marks(page: Path) -> tuple[pytest.MarkDecorator, ...]:
     """Of pages that start programs."""
     if re.search(r"^\$ (torchrun|python) ", page.read_text(encoding="utf-8"), re.MULTILINE) is None:
         return ()
-    # Runs pytest six times over what tests/examples/test_acme.py tries as well.
-    how_often = pytest.mark.nightly if page.name == "plugins.md" else pytest.mark.slow
+    # They take longest, and tests/examples/test_acme.py and tests/integrations try the same.
+    how_often = pytest.mark.nightly if page.name in ("plugins.md", "lightning.md") else pytest.mark.slow
     return (how_often, pytest.mark.timeout(140))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import os
 import socket
 import sys
@@ -111,25 +110,6 @@ def test_training_and_held_out_text_are_whole_files_and_share_none(library: Path
     assert sorted(train + held_out) == sorted(f"# {number}\n".encode() for number in range(60))
 
 
-def test_a_file_stays_held_out_when_other_files_come_or_go(library: Path) -> None:
-    data = part("data")
-    before = {path for path in data.library_files(library) if data.is_held_out(path)}
-    assert before
-    removed = next(path for path in data.library_files(library) if not data.is_held_out(path))
-    (library / removed).unlink()
-    (library / "added.py").write_text("# new\n")
-    after = {path for path in data.library_files(library) if data.is_held_out(path)}
-    assert after - {Path("added.py")} == before
-
-
-@pytest.mark.slow
-def test_the_real_library_gives_megabytes_of_text_with_a_tenth_held_out() -> None:
-    corpus = part("data").Corpus.read()
-    assert len(corpus.train) > 2_000_000
-    assert 0.02 < len(corpus.held_out) / (len(corpus.train) + len(corpus.held_out)) < 0.25
-    assert b"import" in bytes(corpus.held_out[:200_000].tolist())
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_the_ranks_parts_together_are_the_whole_batch(world_size: int) -> None:
     data = part("data")
@@ -143,22 +123,6 @@ def test_the_ranks_parts_together_are_the_whole_batch(world_size: int) -> None:
     assert max(sizes) - min(sizes) <= 1
     # In this text each byte is one more than the byte before it.
     assert torch.equal(whole[1], (whole[0] + 1) % 256)
-
-
-def test_a_batch_follows_from_seed_and_step() -> None:
-    data = part("data")
-    text = torch.randint(256, (5000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-
-    def drawn(seed: int, step: int) -> torch.Tensor:
-        inputs: torch.Tensor = data.Batches(text, context=16, batch=4, seed=seed).whole(step)[0]
-        return inputs
-
-    torch.manual_seed(1)
-    first = drawn(0, 10)
-    torch.manual_seed(2)
-    assert torch.equal(drawn(0, 10), first)
-    assert not torch.equal(drawn(0, 11), first)
-    assert not torch.equal(drawn(1, 10), first)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
@@ -190,44 +154,6 @@ def test_the_model_of_run_toml_has_a_million_parameters_and_six_blocks_with_bias
     assert net.head.weight is not net.bytes.weight
 
 
-def test_the_model_sees_no_later_byte() -> None:
-    settings, model = part("settings"), part("model")
-    net = model.build_model(settings.RunSettings(width=16, layers=2, heads=2, context=8))
-    inputs = torch.arange(8)[None]
-    changed = inputs.clone()
-    changed[0, 5] = 200
-    before, after = net(inputs), net(changed)
-    assert torch.equal(before[0, :5], after[0, :5])
-    assert not torch.equal(before[0, 5], after[0, 5])
-
-
-def test_generating_continues_the_prompt_beyond_the_context_and_repeats_itself() -> None:
-    settings, model = part("settings"), part("model")
-    net = model.build_model(settings.RunSettings(width=16, layers=1, heads=2, context=8))
-
-    def written(temperature: float) -> bytes:
-        text: bytes = model.generate(
-            net, b"def f", 20, context=8, temperature=temperature, seed=0, device=torch.device("cpu")
-        )
-        return text
-
-    assert written(0.7).startswith(b"def f")
-    assert len(written(0.7)) == 25
-    assert written(0.7) == written(0.7)
-    assert written(0.0)[5] == net(torch.tensor([list(b"def f")]))[0, -1].argmax().item()
-
-
-def test_the_learning_rate_rises_to_its_highest_and_falls_to_a_tenth() -> None:
-    settings, training = part("settings"), part("training")
-    run = settings.RunSettings(lr=0.01, warmup=10, steps=110)
-    rates = [training.rate_at(step, run) for step in range(110)]
-    assert rates[0] == pytest.approx(0.001)
-    assert max(rates) == rates[9] == rates[10] == pytest.approx(0.01)
-    assert rates[60] == pytest.approx(0.01 * (0.1 + 0.9 * 0.5))
-    assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert rates[-1] == pytest.approx(0.001, rel=0.01)
-
-
 def test_the_command_line_wins_over_the_environment_and_that_over_the_file() -> None:
     settings = part("settings")
     environ = {"POLYSHARD_STRATEGY": "shard_grad_op", "POLYSHARD_PRECISION": "bf16"}
@@ -237,18 +163,6 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file() -> 
     assert loaded.shard.offload == "none"
     assert (loaded.run.steps, loaded.run.lr, loaded.run.width) == (7, 1, 128)
     assert not loaded.pretends
-
-
-def test_flags_are_short_for_settings() -> None:
-    parsed = part("train").parse_arguments(["--steps", "7", "--offload", "cpu", "--set", "run.seed=3"])
-    loaded = part("settings").load_settings(CONFIG, parsed.overrides, environ={})
-    assert (loaded.run.steps, loaded.run.seed, loaded.shard.offload) == (7, 3, "cpu")
-
-
-def test_verify_takes_its_own_table_and_the_command_line_over_it() -> None:
-    loaded = part("settings").load_settings(CONFIG, ["run.context=16"], verify=True, environ={})
-    assert (loaded.run.steps, loaded.run.context) == (20, 16)
-    assert loaded.run.width < 128
 
 
 def test_fake_pretends_1024_ranks_unless_told_otherwise() -> None:
@@ -278,15 +192,7 @@ def test_a_wrong_setting_is_named(override: str, words: str) -> None:
         part("settings").load_settings(CONFIG, [override], environ={})
 
 
-def test_differences_outside_the_bounds_fail_and_so_does_standing_still() -> None:
-    verify = part("verify")
-    good = verify.Comparison(steps=20, loss=1e-6, relative_loss=1e-7, parameters=1e-5, movement=0.02)
-    assert good.failures(verify.Bounds(loss=1e-5)) == []
-    assert len(good.failures(verify.Bounds(parameters=1e-10))) == 1
-    assert len(verify.Comparison(20, math.nan, 0.0, 0.0, 0.0).failures(verify.Bounds(loss=1e-5))) == 2
-
-
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     tiny = [*changes(*TINY), "--steps", "6"]

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from polyshard import Strategy
 from polyshard.errors import ConfigError
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
@@ -107,14 +106,6 @@ def test_a_wrong_setting_is_named(override: str, words: str) -> None:
         settings_of(override)
 
 
-def test_the_command_line_wins_over_the_environment_and_that_over_the_file() -> None:
-    environ = {"POLYSHARD_STRATEGY": "shard_grad_op", "POLYSHARD_PRECISION": "bf16"}
-    overrides = ["shard.strategy=no_shard", "optimizer.lr=1", 'data.files=["x", "y"]', "data.held_out=z"]
-    loaded = part("settings").load_settings(CONFIG, overrides, environ=environ)
-    assert (loaded.shard.strategy, loaded.shard.precision) == (Strategy.NO_SHARD, "bf16")
-    assert (loaded.optimizer.lr, loaded.data.files, loaded.data.held_out) == (1.0, ("x", "y"), ("z",))
-
-
 def test_every_setting_of_the_example_stands_in_its_file_with_its_default() -> None:
     module = part("settings")
     loaded, default = module.load_settings(CONFIG, environ={}), module.Settings()
@@ -150,23 +141,6 @@ def test_rates_rise_over_the_warm_up_and_fall_as_their_shape_says() -> None:
     assert wsd[9:83] == [1.0] * 74
     assert [wsd[step] for step in (96, 110)] == pytest.approx([0.55, 0.1])
     assert rates("constant")[9:] == [1.0] * 102
-
-
-def test_a_scheduler_made_at_a_step_goes_on_as_the_one_that_began_before_it() -> None:
-    make, schedule = part("schedule").make_scheduler, part("settings").Schedule(warmup=2)
-
-    def rates(first: int, last: int) -> list[float]:
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=7.0)
-        scheduler = make(optimizer, 0.5, 8, schedule, first)
-        found = []
-        for _ in range(first, last):
-            found.append(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-            scheduler.step()
-        return found
-
-    assert rates(0, 8)[:2] == [0.25, 0.5]
-    assert rates(0, 8)[3:] == rates(3, 8)
 
 
 def test_tokens_are_the_documents_with_an_end_behind_each_and_none_is_held_out_as_well(texts: Path) -> None:

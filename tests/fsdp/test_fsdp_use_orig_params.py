@@ -14,7 +14,6 @@ offloads = pytest.mark.parametrize("offload_params", [False, True])
 class TestMultipleParamGroups:
     """Parameter groups, each with hyperparameters of its own, and several optimizers."""
 
-    @pytest.mark.nightly
     def test_fsdp_compile(self, ranks: Pools) -> None:
         if ranks.device_type == "cpu":
             # Inductor needs a compiler for C++ there; what FSDP meets is dynamo and the tracing of autograd. The graphs
@@ -32,7 +31,6 @@ class TestMultipleParamGroups:
         cases = 24 if ranks.device_type == "cpu" else 48
         assert ranks.run(2, parameter_groups.diff_hyperparams, strategy) == [cases, cases]
 
-    @pytest.mark.nightly
     @strategies
     def test_diff_hyperparams_cpu_offload(self, ranks: Pools, strategy: str) -> None:
         assert ranks.run(2, parameter_groups.diff_hyperparams_cpu_offload, strategy) == [2, 2]

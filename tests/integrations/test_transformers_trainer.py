@@ -93,7 +93,7 @@ def require_alike(
         ("llama", {}),
         ("qwen", {"gradient_accumulation_steps": 2}),
         ("mixtral", {"activation_checkpointing": True}),
-        ("gpt2", {"own_optimizer": True}),
+        pytest.param("gpt2", {"own_optimizer": True}, marks=pytest.mark.nightly),
         # T5 computes a mean that Trainer takes for a share of all ranks' tokens.
         ("t5", {"average_tokens_across_devices": False, "predict_with_generate": True, "generation_max_length": 7}),
         ("vit", {"max_grad_norm": 0.0}),

@@ -12,6 +12,7 @@ from parity import (
     Block,
     Net,
     adam,
+    assert_all_close,
     draw,
     is_sharded,
     on_ranks,
@@ -19,9 +20,11 @@ from parity import (
     sharded_copy,
     square_step,
     threaded,
+    train,
     train_reference,
     units_of,
     warns_for,
+    whole,
 )
 from polyshard.errors import ParameterChangedError, StateError, UnsupportedError
 from polyshard_backends.threaded import ThreadedWorld
@@ -50,8 +53,7 @@ def trained(
             assert all(parameter.grad is None for parameter in model.parameters())
             optimizer.step()
             optimizer.zero_grad()
-        with polyshard.unsharded(model):
-            return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        return whole(model)
 
     with warns_for(world_size, settings):
         return on_ranks(world_size, on_rank)
@@ -62,8 +64,7 @@ def trained(
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_training_with_flat_parameters_equals_the_unsharded_model(world_size: int, strategy: str, offload: str) -> None:
     expected = train_reference(seeded(Net), square_step, world_size, turns=4, optimizer=adam).parameters
-    for whole in trained(world_size, 4, policy=units_of(Block), strategy=strategy, offload=offload):
-        torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)
+    assert_all_close(trained(world_size, 4, policy=units_of(Block), strategy=strategy, offload=offload), expected)
 
 
 def test_there_is_one_parameter_a_unit_and_it_is_this_ranks_shard() -> None:
@@ -98,15 +99,10 @@ def test_gradients_accumulate_over_backwards_and_microbatches() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
         model = sharded_copy(seeded(Net), rank, world, policy=units_of(Block))
         optimizer = flat_adam(model)
-        for turn in range(3):
-            step(model, turn, rank)
-            optimizer.step()
-            optimizer.zero_grad()
-        with polyshard.unsharded(model):
-            return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        train(model, optimizer, step, rank, 3)
+        return whole(model)
 
-    for whole in on_ranks(2, on_rank):
-        torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)
+    assert_all_close(on_ranks(2, on_rank), expected)
 
 
 def test_clipping_sees_the_norm_of_all_ranks() -> None:
@@ -136,14 +132,10 @@ def test_a_single_rank_without_casts_trains_its_own_parameters() -> None:
         model = sharded_copy(seeded(Net), rank, world, policy=units_of(Block), strategy="no_shard")
         assert {id(each) for each in polyshard.flat_parameters(model)} == {id(each) for each in model.parameters()}
         optimizer = flat_adam(model)
-        for turn in range(2):
-            square_step(model, turn, rank)
-            optimizer.step()
-            optimizer.zero_grad()
+        train(model, optimizer, square_step, rank, 2)
         return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
-    (whole,) = on_ranks(1, on_rank)
-    torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)
+    assert_all_close(on_ranks(1, on_rank), expected)
 
 
 def test_parameters_outside_of_units_come_last() -> None:
@@ -369,12 +361,7 @@ def test_a_unit_without_any_gradient_is_left_alone() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
         model = sharded_copy(seeded(Skips), rank, world, policy=units_of(Block))
         optimizer = flat_adam(model)
-        for turn in range(3):
-            step(model, turn, rank)
-            optimizer.step()
-            optimizer.zero_grad()
-        with polyshard.unsharded(model):
-            return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        train(model, optimizer, step, rank, 3)
+        return whole(model)
 
-    for whole in on_ranks(2, on_rank):
-        torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)
+    assert_all_close(on_ranks(2, on_rank), expected)

@@ -8,7 +8,20 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Block, Net, assert_parity, draw, on_ranks, seeded, sharded_copy, square_step, threaded, units_of
+from parity import (
+    Block,
+    Net,
+    assert_all_close,
+    assert_parity,
+    draw,
+    on_ranks,
+    seeded,
+    sharded_copy,
+    square_step,
+    threaded,
+    units_of,
+    whole,
+)
 from polyshard.errors import ConfigError, ConfigTypeError, StateError, UnsupportedError
 from polyshard.optim import decay_groups
 from polyshard_backends.threaded import ThreadedWorld
@@ -183,12 +196,10 @@ def test_a_group_that_is_added_later_trains() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
         model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
         train(model, [rank])
-        with polyshard.unsharded(model):
-            return {name: p.detach().clone() for name, p in model.named_parameters()}
+        return whole(model)
 
     wanted = {name: p.detach() for name, p in plain.named_parameters()}
-    for got in on_ranks(2, on_rank):
-        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    assert_all_close(on_ranks(2, on_rank), wanted)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])

@@ -89,8 +89,9 @@ def train_tailed(rank: int, use: str, compiles: str) -> tuple[list[torch.Tensor]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("use", ["called", "its weight"])
-@pytest.mark.parametrize("compiles", ["model", "forward", "head"])
+@pytest.mark.parametrize(
+    ("compiles", "use"), [("model", "called"), ("model", "its weight"), ("forward", "its weight"), ("head", "called")]
+)
 def test_a_head_that_was_split_off_may_be_compiled_and_used_in_compiled_code(compiles: str, use: str) -> None:
     reference = train_reference(seeded(lambda: Tailed(use)), square_step, 2, turns=TURNS)
     expected = [[tensor for turn in reference.observed for tensor in turn[rank]] for rank in range(2)]

@@ -11,7 +11,19 @@ import polyshard
 import pytest
 import torch
 import torch.distributed as dist
-from parity import Block, Net, adam, draw, root_of, seeded, square_step, train_reference, units_of
+from parity import (
+    Block,
+    Net,
+    adam,
+    assert_all_close,
+    draw,
+    root_of,
+    seeded,
+    square_step,
+    train_reference,
+    units_of,
+    whole,
+)
 from polyshard import ShardConfig
 from polyshard.errors import (
     ParameterError,
@@ -54,16 +66,14 @@ def trained(config: ShardConfig, rank: int, turns: int = 5) -> dict[str, torch.T
         assert root_of(model).gathered == ()
         optimizer.step()
         optimizer.zero_grad()
-    with polyshard.unsharded(model):
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return whole(model)
 
 
 def assert_trained(ranks: list[dict[str, torch.Tensor] | None], world_size: int) -> None:
     expected = train_reference(seeded(Net), square_step, world_size, 5, adam).parameters
-    took_part = [whole for whole in ranks if whole is not None]
+    took_part = [parameters for parameters in ranks if parameters is not None]
     assert len(took_part) == world_size
-    for whole in took_part:
-        torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)
+    assert_all_close(took_part, expected)
 
 
 # Parity.

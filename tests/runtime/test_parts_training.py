@@ -9,7 +9,21 @@ import polyshard
 import pytest
 import torch
 from models import USES, WIDTH, WORDS, Tailed, sharded_tailed, tailed_step, units_in
-from parity import Block, Step, adam, assert_parity, is_sharded, on_ranks, seeded, sgd, train_reference, units_of
+from parity import (
+    Block,
+    Step,
+    adam,
+    assert_all_close,
+    assert_parity,
+    is_sharded,
+    on_ranks,
+    seeded,
+    sgd,
+    train,
+    train_reference,
+    units_of,
+    whole,
+)
 from polyshard.engine import thresholds
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
@@ -103,16 +117,11 @@ def test_groups_that_replicate_each_other_train_the_same(use: str) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
         mine = sharded_tailed(world, rank, model, strategy="hybrid_shard", shard_size=2)
         optimizer = sgd(mine)
-        for turn in range(3):
-            tailed_step(mine, turn, rank)
-            optimizer.step()
-            optimizer.zero_grad()
-        with polyshard.unsharded(mine):
-            return {name: parameter.detach().clone() for name, parameter in mine.named_parameters()}
+        train(mine, optimizer, tailed_step, rank, 3)
+        return whole(mine)
 
     expected = train_reference(model, tailed_step, 4).parameters
-    for whole in on_ranks(4, on_rank):
-        torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)
+    assert_all_close(on_ranks(4, on_rank), expected)
 
 
 def test_composing_from_the_inside_out_splits_what_is_left() -> None:
@@ -162,18 +171,13 @@ def test_optimizers_see_the_same_parameters_before_and_after_a_part_goes_back() 
         mine = sharded_tailed(world, rank, seeded(lambda: Tailed("its weight")))
         before = polyshard.flat_parameters(mine)
         optimizer = torch.optim.AdamW(before, lr=1e-2)
-        for turn in range(3):
-            tailed_step(mine, turn, rank)
-            optimizer.step()
-            optimizer.zero_grad()
+        train(mine, optimizer, tailed_step, rank, 3)
         after = polyshard.flat_parameters(mine)
         assert all(one is other for one, other in zip(before, after, strict=True))
-        with polyshard.unsharded(mine):
-            return {name: parameter.detach().clone() for name, parameter in mine.named_parameters()}
+        return whole(mine)
 
     expected = train_reference(seeded(lambda: Tailed("its weight")), tailed_step, 2, optimizer=adam).parameters
-    for whole in on_ranks(2, on_rank):
-        torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)
+    assert_all_close(on_ranks(2, on_rank), expected)
 
 
 def test_a_block_that_computes_with_another_s_weight_where_nothing_is_sharded() -> None:

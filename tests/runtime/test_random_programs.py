@@ -40,8 +40,8 @@ from random_programs import (
 )
 from torch import nn
 
-QUICK = 60
-QUICK_CHUNK = 20
+QUICK = 30
+QUICK_CHUNK = 10
 NIGHTLY = 2000
 CHUNK = 50
 

@@ -8,7 +8,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import adam, assert_parity, draw, on_ranks, seeded, sharded_copy, units_of
+from parity import adam, assert_parity, draw, mean_square, on_ranks, seeded, sharded_copy, stepping, units_of
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
@@ -28,12 +28,7 @@ class Recurrent(nn.Module):
         return self.last(output) + last.mean()
 
 
-def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-    x = draw(2, 6, 3, turn=turn, rank=rank, requires_grad=True)
-    loss = model(x).square().mean()
-    loss.backward()
-    assert x.grad is not None
-    return [loss.detach(), x.grad]
+step = stepping(mean_square, 2, 6, 3)
 
 
 @pytest.mark.parametrize(

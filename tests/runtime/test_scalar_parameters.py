@@ -14,7 +14,7 @@ import polyshard.optim
 import polyshard.state
 import pytest
 import torch
-from parity import adam, assert_parity, draw, on_ranks, seeded, sharded_copy, threaded, units_of
+from parity import adam, assert_parity, draw, on_ranks, seeded, sharded_copy, threaded, units_of, whole
 from polyshard.errors import PolyshardError, UnsupportedError
 from polyshard.optim import decay_groups, for_matrices
 from polyshard_backends.threaded import ThreadedWorld
@@ -91,8 +91,7 @@ def test_it_trains_as_unsharded(world_size: int, settings: dict[str, Any]) -> No
 
 
 def whole_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    with polyshard.unsharded(model):
-        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return whole(model)
 
 
 def same(got: dict[str, torch.Tensor], plain: nn.Module) -> None:

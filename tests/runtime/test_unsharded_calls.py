@@ -61,10 +61,12 @@ CALLS: dict[str, Callable[[Translates, torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("writeback", [False, True])
-@pytest.mark.parametrize(("strategy", "world_size"), [("full_shard", 3), ("shard_grad_op", 2), ("no_shard", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "writeback"),
+    [("full_shard", 3, True), ("full_shard", 2, False), ("shard_grad_op", 2, True), ("no_shard", 2, False)],
+)
 def test_calls_compute_with_the_whole_parameters_that_the_user_sees(
-    call: str, writeback: bool, strategy: str, world_size: int
+    call: str, strategy: str, world_size: int, writeback: bool
 ) -> None:
     model = cast("Translates", seeded(Translates))
     doubled = copy.deepcopy(model)

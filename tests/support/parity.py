@@ -154,13 +154,33 @@ def draw(*shape: int, turn: int = 0, rank: int = 0, requires_grad: bool = False)
     return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_(requires_grad)
 
 
-def square_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-    """Mean square of the output for an input of shape [4, 3] that requires a gradient."""
-    x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
-    loss = model(x).square().mean()
-    loss.backward()
-    assert x.grad is not None
-    return [loss.detach(), x.grad]
+def mean_square(model: nn.Module, x: torch.Tensor, turn: int, rank: int) -> torch.Tensor:
+    """The loss of most tests."""
+    loss: torch.Tensor = model(x).square().mean()
+    return loss
+
+
+def stepping(
+    loss_of: Callable[[nn.Module, torch.Tensor, int, int], torch.Tensor], *shape: int, grad: bool = True
+) -> Step:
+    """Forward and backward of ``loss_of(model, x, turn, rank)``, for an input of ``shape``, [4, 3] where none is given.
+
+    With ``grad`` the input requires a gradient, which is compared too.
+    """
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        x = draw(*(shape or (4, 3)), turn=turn, rank=rank, requires_grad=grad)
+        loss = loss_of(model, x, turn, rank)
+        loss.backward()
+        if not grad:
+            return [loss.detach()]
+        assert x.grad is not None
+        return [loss.detach(), x.grad]
+
+    return step
+
+
+square_step = stepping(mean_square)
 
 
 def accumulating_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
@@ -301,6 +321,20 @@ def train_sharded(
     return result
 
 
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: Step, rank: int, turns: int) -> None:
+    """``turns`` steps of one rank, each from gradients of its own."""
+    for turn in range(turns):
+        step(model, turn, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole parameters of a sharded model; every rank calls it."""
+    with polyshard.unsharded(model):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
 def whole_of(original: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The whole tensor like ``original`` from the ranks' parts: shards in rank order, 1-D or rows, or whole on each."""
     if all(part.shape == original.shape for part in parts):
@@ -330,6 +364,18 @@ def assert_same(sharded: Training, reference: Training, tolerance: float = 1e-12
     for turn, (got, wanted) in enumerate(zip(sharded.gradients, reference.gradients, strict=True)):
         _close_by_name(got, wanted, f"gradient in turn {turn}", tolerance)
     _close_by_name(sharded.parameters, reference.parameters, "parameter", tolerance)
+
+
+def assert_observed(ranks: Sequence[Any], reference: Training) -> None:
+    """What each rank returned is what ``step`` of the reference did in its first turn, to 1e-12."""
+    for values, expected in zip(ranks, reference.observed[0], strict=True):
+        torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-12)
+
+
+def assert_all_close(ranks: Sequence[Any], expected: Any) -> None:
+    """Every rank returned ``expected``, to 1e-12."""
+    for values in ranks:
+        torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-12)
 
 
 def assert_parity(
