@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import socket
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 import torch
 from polyshard import Strategy
 from polyshard.errors import ConfigError
-from processes import run_script
+from processes import importing_from, run_script
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "byte_lm"
 CONFIG = EXAMPLE / "run.toml"
@@ -42,16 +41,8 @@ TINY = (
 
 @pytest.fixture(scope="module", autouse=True)
 def scripts_on_path() -> Iterator[None]:
-    """The example's files import each other by plain names, as Python sets it up for a script."""
-    sys.path.insert(0, str(EXAMPLE))
-    before = set(sys.modules)
-    try:
+    with importing_from(EXAMPLE):
         yield
-    finally:
-        sys.path.remove(str(EXAMPLE))
-        for name in set(sys.modules) - before:
-            if str(getattr(sys.modules[name], "__file__", "")).startswith(str(EXAMPLE)):
-                del sys.modules[name]
 
 
 def part(name: str) -> ModuleType:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from polyshard.errors import ConfigError
+from processes import importing_from
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -31,16 +31,8 @@ TINY = (
 
 @pytest.fixture(scope="module", autouse=True)
 def scripts_on_path() -> Iterator[None]:
-    """The example's files import each other by plain names, as Python sets it up for a script."""
-    sys.path.insert(0, str(EXAMPLE))
-    before = set(sys.modules)
-    try:
+    with importing_from(EXAMPLE):
         yield
-    finally:
-        sys.path.remove(str(EXAMPLE))
-        for name in set(sys.modules) - before:
-            if str(getattr(sys.modules[name], "__file__", "")).startswith(str(EXAMPLE)):
-                del sys.modules[name]
 
 
 def part(name: str) -> ModuleType:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from checkpoints import tensors_in
-from processes import Finished, run_script
+from processes import Finished, importing_from, run_script
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
@@ -89,14 +88,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture
 def example() -> Iterator[None]:
-    """The example's files can be imported, as a script does it."""
-    sys.path.insert(0, str(EXAMPLE))
-    before = set(sys.modules)
-    yield
-    sys.path.remove(str(EXAMPLE))
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(EXAMPLE)):
-            del sys.modules[name]
+    with importing_from(EXAMPLE):
+        yield
 
 
 def stopped(whole: Run, name: str) -> Path:

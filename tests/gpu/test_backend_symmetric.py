@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import polyshard
@@ -31,13 +32,10 @@ T = TypeVar("T")
 
 WORLD_SIZE = max(1, min(torch.cuda.device_count(), 4))
 RANKS = KeptRanks("nccl")
+run = partial(RANKS.run, WORLD_SIZE)
 #: Older versions of torch number the ranks of a group in ascending order only.
 ANY_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 needs_two = pytest.mark.skipif(WORLD_SIZE < 2, reason="one rank gathers nothing")
-
-
-def run(fn: Callable[..., T], *args: Any) -> list[T]:
-    return RANKS.run(WORLD_SIZE, fn, *args)
 
 
 def context(rank: int) -> PluginContext:

@@ -6,6 +6,7 @@ import copy
 import gc
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import polyshard
@@ -25,13 +26,10 @@ T = TypeVar("T")
 
 WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
+run = partial(RANKS.run, WORLD_SIZE)
 
 #: Gathers, and reductions of 16 bits, that are copies out of memory which outlives the graph.
 SYMMETRIC = {"name": "symmetric", "smallest_mib": 0}
-
-
-def run(fn: Callable[..., T], *args: Any) -> list[T]:
-    return RANKS.run(WORLD_SIZE, fn, *args)
 
 
 class Block(nn.Module):

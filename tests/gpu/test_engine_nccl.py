@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import polyshard
@@ -19,14 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.gpu
 
-T = TypeVar("T")
 
 WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
-
-
-def run(fn: Callable[..., T], *args: Any) -> list[T]:
-    return RANKS.run(WORLD_SIZE, fn, *args)
+run = partial(RANKS.run, WORLD_SIZE)
 
 
 class Block(nn.Module):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import polyshard
@@ -22,7 +22,6 @@ from torch import nn
 
 pytestmark = pytest.mark.gpu
 
-T = TypeVar("T")
 
 WORLD_SIZE = gpu_ranks()
 #: A few milliseconds: longer than all else that a step does.
@@ -31,10 +30,7 @@ WIDTH = 192
 
 
 RANKS = KeptRanks("nccl")
-
-
-def run(fn: Callable[..., T], *args: Any) -> list[T]:
-    return RANKS.run(WORLD_SIZE, fn, *args)
+run = partial(RANKS.run, WORLD_SIZE)
 
 
 class Late(torch.autograd.Function):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import polyshard
 import pytest
@@ -17,17 +18,13 @@ from torch import nn
 
 pytestmark = pytest.mark.gpu
 
-T = TypeVar("T")
 Kind = Callable[..., torch.optim.Optimizer]
 
 WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
+run = partial(RANKS.run, WORLD_SIZE)
 CUDA = torch.device("cuda", 0)
 ROWS = 256
-
-
-def run(fn: Callable[..., T], *args: Any) -> list[T]:
-    return RANKS.run(WORLD_SIZE, fn, *args)
 
 
 class Block(nn.Module):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import polyshard
 import pytest
@@ -18,17 +18,13 @@ from torch import nn
 
 pytestmark = pytest.mark.gpu
 
-T = TypeVar("T")
 
 WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
+run = partial(RANKS.run, WORLD_SIZE)
 # Large enough that a copy (32 MiB and more) takes far longer than the host needs to get to its next call.
 NUMEL = 8 * 2**20
 CYCLES_OF_DELAY = 200_000_000
-
-
-def run(fn: Callable[..., T], *args: Any) -> list[T]:
-    return RANKS.run(WORLD_SIZE, fn, *args)
 
 
 def partial(device: torch.device, **options: Any) -> PartialOffload:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import polyshard
 import pytest
@@ -22,17 +22,13 @@ from wires import CASES, Watched, decoded, normal
 
 pytestmark = pytest.mark.gpu
 
-T = TypeVar("T")
 
 WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
+run = partial(RANKS.run, WORLD_SIZE)
 CUDA = torch.device("cuda", 0)
 CASTERS: dict[str, type[BlockScaled]] = {"int8": Int8, "fp8": Fp8}
 NUMBERS = pytest.mark.parametrize("name", ["int8", "fp8"])
-
-
-def run(fn: Callable[..., T], *args: Any) -> list[T]:
-    return RANKS.run(WORLD_SIZE, fn, *args)
 
 
 def caster(name: str, **options: Any) -> BlockScaled:

@@ -13,7 +13,6 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from fake_distribution import install
 from hypothesis import given
 from hypothesis import strategies as st
 from parity import (
@@ -23,16 +22,19 @@ from parity import (
     adam,
     assert_parity,
     draw,
+    mean_square,
     on_ranks,
     seeded,
     sharded_copy,
     square_step,
+    stepping,
     threaded,
     units_of,
+    whole,
 )
 from polyshard import ShardConfig, checkpoint
 from polyshard.errors import ConfigError, PluginContractError, RankMismatchError
-from polyshard.interfaces import OffloadCapabilities, OffloadManager, UnitSpec
+from polyshard.interfaces import OffloadManager, UnitSpec
 from polyshard.testing import OffloadSuite, plugin_context
 from polyshard_backends.threaded import ThreadedWorld
 from polyshard_plugins.offload import CpuOffload
@@ -212,10 +214,7 @@ class AdaptedNet(nn.Module):
 
 
 def test_one_module_with_a_unit_here_and_one_on_the_host() -> None:
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        loss = model(draw(3, 4, turn=turn, rank=rank)).square().mean()
-        loss.backward()
-        return [loss.detach()]
+    step = stepping(mean_square, 3, 4, grad=False)
 
     def labels(rank: int, world: ThreadedWorld) -> tuple[str, ...]:
         # A frozen unit of 16 elements in fp64 takes 64 bytes of a rank, a trained one, the first of its module, 256.
@@ -244,12 +243,11 @@ def test_a_model_without_values_is_parked_in_part() -> None:
             threaded(world, rank, offload=partial(units="blocks.1"), **BLOCKS),
             initializer=lambda module: [nn.init.ones_(each) for each in module.parameters(recurse=False)],
         )
-        with polyshard.unsharded(model):
-            return polyshard.report(model).parked, {name: p.detach().clone() for name, p in model.named_parameters()}
+        return polyshard.report(model).parked, whole(model)
 
-    for parked, whole in on_ranks(2, on_rank):
+    for parked, parameters in on_ranks(2, on_rank):
         assert parked == ("blocks.1",)
-        assert all(value.eq(1).all() for value in whole.values())
+        assert all(value.eq(1).all() for value in parameters.values())
 
 
 # --- training ---
@@ -496,7 +494,7 @@ def test_a_checkpoint_goes_from_one_choice_of_units_to_another(tmp_path: Path) -
         checkpoint.save(tmp_path, 2, model, optimizer)
         square_step(model, 2, rank)
         optimizer.step()
-        return whole_of(model)
+        return whole(model)
 
     def loading(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
         model = sharded_copy(seeded(Net, 1), rank, world, offload=partial(units="(root)", keep="compute"), **BLOCKS)
@@ -504,16 +502,11 @@ def test_a_checkpoint_goes_from_one_choice_of_units_to_another(tmp_path: Path) -
         checkpoint.load(tmp_path / "step-00000002", model, optimizer)
         square_step(model, 2, rank)
         optimizer.step()
-        return whole_of(model)
+        return whole(model)
 
     for saved, loaded in zip(on_ranks(2, saving), on_ranks(2, loading), strict=True):
         for name, value in saved.items():
             torch.testing.assert_close(loaded[name], value, rtol=0, atol=0)
-
-
-def whole_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    with polyshard.unsharded(model):
-        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 # --- what is refused ---
@@ -608,30 +601,9 @@ def test_ranks_that_would_park_different_units_raise_before_anything_is_sent() -
         assert "parked" in text
 
 
-def test_a_capability_of_parking_nothing_is_not_asked_further() -> None:
-    class Never(Answering):
-        capabilities = OffloadCapabilities(parks=False)
-
-    def fail(units: Any) -> Any:
-        raise AssertionError("asked")
-
-    config = polyshard.ShardConfig(collectives={"name": "fake", "world_size": 2}, offload=Never(fail), **BLOCKS)
-    model = polyshard.shard(Net(), config)
-    assert polyshard.report(model).parked == ()
-
-
 # --- by name ---
 
 
-@pytest.fixture
-def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``partial`` by its name, also where polyshard was installed before it had one."""
-    value = "polyshard_plugins.partial_offload:PartialOffload"
-    install(tmp_path, "acme-partial", "1.0", [("polyshard.offload", "partial", value)])
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-
-@pytest.mark.usefixtures("named")
 def test_by_name_from_a_file_with_an_inner_manager(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(
         """
@@ -648,19 +620,6 @@ def test_by_name_from_a_file_with_an_inner_manager(tmp_path: Path) -> None:
     )
     model = polyshard.shard(Net(), polyshard.ShardConfig.from_toml(tmp_path / "run.toml"))
     assert polyshard.report(model).parked == ("blocks.0", "blocks.1")
-
-
-@pytest.mark.usefixtures("named")
-def test_ranks_compare_options_of_the_inner_manager_too() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> str:
-        inner = {"name": "cpu", "pin_memory": rank == 0}
-        offload = {"name": "partial", "units": "blocks.0", "inner": inner}
-        with pytest.raises(RankMismatchError) as caught:
-            sharded_copy(seeded(Net), rank, world, offload=offload, **BLOCKS)
-        return str(caught.value)
-
-    for text in on_ranks(2, on_rank):
-        assert "pin_memory" in text
 
 
 def test_a_copy_of_a_part_that_trained_by_itself_is_the_larger_models() -> None:

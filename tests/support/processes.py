@@ -220,6 +220,20 @@ class Finished(NamedTuple):
     """What all wrote to standard error."""
 
 
+@contextmanager
+def importing_from(folder: Path) -> Iterator[None]:
+    """Files of ``folder`` import each other by plain names, as those of a script. None of them stays imported."""
+    sys.path.insert(0, str(folder))
+    before = set(sys.modules)
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        for name in set(sys.modules) - before:
+            if str(getattr(sys.modules[name], "__file__", "")).startswith(str(folder)):
+                del sys.modules[name]
+
+
 def run_script(
     ranks: int,
     script: Path,
