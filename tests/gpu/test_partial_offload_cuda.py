@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
-from functools import partial
 from typing import Any
 
 import polyshard
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
-run = partial(RANKS.run, WORLD_SIZE)
+run = functools.partial(RANKS.run, WORLD_SIZE)
 # Large enough that a copy (32 MiB and more) takes far longer than the host needs to get to its next call.
 NUMEL = 8 * 2**20
 CYCLES_OF_DELAY = 200_000_000
