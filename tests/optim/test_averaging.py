@@ -11,7 +11,19 @@ import polyshard
 import polyshard.checkpoint
 import pytest
 import torch
-from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, square_step, threaded, units_of
+from parity import (
+    Block,
+    Net,
+    assert_all_close,
+    draw,
+    on_ranks,
+    seeded,
+    sharded_copy,
+    square_step,
+    threaded,
+    units_of,
+    whole,
+)
 from polyshard.errors import ConfigError, StateError
 from polyshard.optim import AveragedWeights
 from polyshard_backends.threaded import ThreadedWorld
@@ -39,11 +51,6 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    with polyshard.unsharded(model):
-        return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
 def named(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -113,8 +120,7 @@ def test_flat_parameters_and_those_outside_of_units_are_averaged_too() -> None:
         with average.applied():
             return whole(model)
 
-    for got in on_ranks(2, on_rank):
-        torch.testing.assert_close(got, named(averaged), rtol=1e-12, atol=1e-12)
+    assert_all_close(on_ranks(2, on_rank), named(averaged))
 
 
 def test_what_is_frozen_is_left_as_it_is_and_takes_no_memory() -> None:
@@ -303,5 +309,4 @@ def test_torchs_averaged_model_that_is_sharded_like_its_model_averages_pieces(
             average.update_parameters(model)
         return average(draw(4, 3)).detach()
 
-    for got in on_ranks(world_size, on_rank):
-        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    assert_all_close(on_ranks(world_size, on_rank), expected)

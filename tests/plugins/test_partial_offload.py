@@ -20,6 +20,7 @@ from parity import (
     Net,
     accumulating_step,
     adam,
+    assert_all_close,
     assert_parity,
     draw,
     mean_square,
@@ -375,8 +376,7 @@ def test_kept_slices_follow_every_way_of_writing_to_masters(change: Callable[[nn
         change(model)
         return model(x).detach()
 
-    for got in on_ranks(2, on_rank):
-        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    assert_all_close(on_ranks(2, on_rank), expected)
 
 
 def test_kept_slices_follow_an_optimizer_that_moves_no_version() -> None:
