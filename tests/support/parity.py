@@ -27,53 +27,6 @@ from polyshard.errors import StateError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
-
-def seed_all(number: int) -> None:
-    """Seed the generators of the devices that are there.
-
-    For every kind of device that is not in use, ``torch.manual_seed`` writes down where it was called: three stacks,
-    which take longer than a layer's forward.
-    """
-    torch.default_generator.manual_seed(number)
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed_all(number)
-
-
-@contextmanager
-def one_core() -> Iterator[None]:
-    """Threads that are started inside stay on the core on which this one runs now.
-
-    One alone can hold the interpreter lock. Those of other cores try to take it whenever it is let go, which costs
-    more than what the tests compute: on two cores the same tests take twice the CPU time.
-    """
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {psutil.Process().cpu_num()})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, allowed)
-
-
-def peak_of_live_bytes(function: Callable[[], Any], folder: Path) -> int:
-    """Most bytes of tensor memory alive at once during ``function``, beyond those that were alive before."""
-    # What earlier tests left in reference cycles must not be freed, and subtracted, in the middle.
-    gc.collect()
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
-        function()
-    trace = folder / "trace.json"
-    profile.export_chrome_trace(str(trace))
-    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("name") == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event["ts"]):
-        live += event["args"]["Bytes"]
-        peak = max(peak, live)
-    return peak
-
-
 T = TypeVar("T")
 
 _SEEDING = threading.Lock()
@@ -81,21 +34,11 @@ _SEEDING = threading.Lock()
 #: One step of one rank, forward and backward, as ``step(model, turn, rank)``; what it returns is compared (the loss,
 #: gradients of inputs).
 Step = Callable[[nn.Module, int, int], Sequence[torch.Tensor]]
+
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
 #: Makes a model sharded, in place or not: ``wrap(model, config)``.
 Wrap = Callable[[nn.Module, polyshard.ShardConfig], nn.Module]
-
-
-@dataclass
-class Training:
-    """What a training gave, on all ranks."""
-
-    observed: list[list[list[torch.Tensor]]] = field(default_factory=list)
-    """What ``step`` returned: by turn, rank and position."""
-    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    """By turn: the whole averaged gradient of each parameter; zeros where there was none."""
-    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Whole parameters after the last step."""
 
 
 class Block(nn.Module):
@@ -146,6 +89,17 @@ def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     with _SEEDING, torch.random.fork_rng(devices=[]):
         seed_all(seed)
         return make().double()
+
+
+def seed_all(number: int) -> None:
+    """Seed the generators of the devices that are there.
+
+    For every kind of device that is not in use, ``torch.manual_seed`` writes down where it was called: three stacks,
+    which take longer than a layer's forward.
+    """
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(number)
 
 
 def draw(*shape: int, turn: int = 0, rank: int = 0, requires_grad: bool = False) -> torch.Tensor:
@@ -223,6 +177,24 @@ def on_ranks(world_size: int, function: Callable[[int, ThreadedWorld], T]) -> li
         return ThreadedWorld(world_size, timeout=10.0).run(function, timeout=30.0)
 
 
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Threads that are started inside stay on the core on which this one runs now.
+
+    One alone can hold the interpreter lock. Those of other cores try to take it whenever it is let go, which costs
+    more than what the tests compute: on two cores the same tests take twice the CPU time.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {psutil.Process().cpu_num()})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
 def sharded_copy(model: nn.Module, rank: int, world: ThreadedWorld, **settings: Any) -> nn.Module:
     """A copy of ``model``, sharded."""
     with world.lock:
@@ -250,6 +222,18 @@ def warns_for(world_size: int, settings: Mapping[str, Any] | None = None) -> Abs
     if world_size == 1 and (settings or {}).get("strategy") != "no_shard":
         return pytest.warns(UserWarning, match="switching to use `NO_SHARD`")
     return nullcontext()
+
+
+@dataclass
+class Training:
+    """What a training gave, on all ranks."""
+
+    observed: list[list[list[torch.Tensor]]] = field(default_factory=list)
+    """What ``step`` returned: by turn, rank and position."""
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    """By turn: the whole averaged gradient of each parameter; zeros where there was none."""
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Whole parameters after the last step."""
 
 
 def train_reference(
@@ -410,3 +394,20 @@ def _close_by_name(
 def _close(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], what: str, tolerance: float) -> None:
     for mine, theirs in zip(got, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}")
+
+
+def peak_of_live_bytes(function: Callable[[], Any], folder: Path) -> int:
+    """Most bytes of tensor memory alive at once during ``function``, beyond those that were alive before."""
+    # What earlier tests left in reference cycles must not be freed, and subtracted, in the middle.
+    gc.collect()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+        function()
+    trace = folder / "trace.json"
+    profile.export_chrome_trace(str(trace))
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("name") == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event["ts"]):
+        live += event["args"]["Bytes"]
+        peak = max(peak, live)
+    return peak

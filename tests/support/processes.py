@@ -37,35 +37,11 @@ from polyshard.testing.rank_calls import Joined, answer_calls, prepared, store_i
 
 _TOGETHER = int(os.environ.get("POLYSHARD_RANKS_ON_ONE_GPU", "0"))
 
-
-def gpu_ranks(most: int = 2) -> int:
-    """How many ranks a test has, at ``most`` where each has a device; at least 1."""
-    return _TOGETHER or max(1, min(torch.cuda.device_count(), most))
-
-
-def share_device() -> bool:
-    """Whether all ranks compute on one device."""
-    return bool(_TOGETHER)
-
-
-def device_of(rank: int) -> torch.device:
-    """Where ``rank`` computes."""
-    return torch.device("cuda", 0 if _TOGETHER else rank)
-
-
-def settle_on_device(rank: int) -> torch.device:
-    """Make ``device_of(rank)`` this process's device; to be called before the process group is made."""
-    if _TOGETHER:
-        os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
-    device = device_of(rank)
-    torch.cuda.set_device(device)
-    return device
-
-
 T = TypeVar("T")
 
 #: Seconds for a process to import torch and join the group.
 _STARTUP = 90.0
+
 #: What a fork server imports once, and each rank would take seconds for. A rank forked from it finds them there.
 _PRELOADED = (
     "torch",
@@ -327,3 +303,27 @@ def kill_tree(process: subprocess.Popen[Any]) -> None:
         for each in [program, *program.children(recursive=True)]:
             with suppress(psutil.NoSuchProcess):
                 each.kill()
+
+
+def gpu_ranks(most: int = 2) -> int:
+    """How many ranks a test has, at ``most`` where each has a device; at least 1."""
+    return _TOGETHER or max(1, min(torch.cuda.device_count(), most))
+
+
+def share_device() -> bool:
+    """Whether all ranks compute on one device."""
+    return bool(_TOGETHER)
+
+
+def device_of(rank: int) -> torch.device:
+    """Where ``rank`` computes."""
+    return torch.device("cuda", 0 if _TOGETHER else rank)
+
+
+def settle_on_device(rank: int) -> torch.device:
+    """Make ``device_of(rank)`` this process's device; to be called before the process group is made."""
+    if _TOGETHER:
+        os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    device = device_of(rank)
+    torch.cuda.set_device(device)
+    return device
