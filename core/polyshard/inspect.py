@@ -6,35 +6,39 @@ runtime. A handle refers to the runtime's object and keeps no copy: what it says
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import nn
 
-from .composable import outermost_root
-from .engine.cutting.broken import refuse_broken
-from .engine.cutting.materialize import Initializer
-from .engine.planning.layout import FlatLayout, Piece, Slot
-from .engine.planning.plan import STAGE_ATTRIBUTE
-from .engine.planning.values import send_from_first
-from .engine.step.step import Phase
-from .engine.step.unit import Reshard
-from .engine.surface.gathered import gather_whole, whole_on_this_rank
-from .engine.surface.live_roots import live_roots
-from .engine.surface.state_dicts import state_dicts_of_pieces
+from .api import outermost_root
 from .errors import CollectiveError, StateError
+from .functions.lookup import live_roots
+from .functions.optimizers import NOT_BY_ELEMENT
+from .functions.torch_functions import replacing_values
+from .functions.whole import gather_whole, state_dicts_of_pieces, whole_on_this_rank
+from .planning.layout import FlatLayout, Piece, Slot
+from .planning.plan import MODULE_STATE_ATTRIBUTE
+from .planning.values import send_from_first
+from .runtime.step import Phase
+from .runtime.unit import Reshard
+from .setup.build import refuse_broken
+from .setup.materialize import Initializer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from .engine.step.root import Root
-    from .engine.step.unit import Unit
     from .interfaces import Collectives, OffloadManager, PrecisionCaster
+    from .runtime.root import Root
+    from .runtime.unit import Unit
 
 __all__ = [
+    "NOT_BY_ELEMENT",
+    "EndsWithModel",
     "FlatLayout",
     "Initializer",
     "LocatedParameter",
@@ -44,6 +48,7 @@ __all__ = [
     "ShardedParameter",
     "ShardedUnit",
     "Slot",
+    "WaitingTimes",
     "find",
     "idle_model",
     "is_sharded",
@@ -67,6 +72,8 @@ class ShardedParameter:
     """Where it lies in the unit's flat buffer, and its whole shape."""
     piece: Piece | None
     """The elements of this rank; None for none."""
+    sharded: bool
+    """Whether ranks hold different elements of it."""
 
     @property
     def name(self) -> str:
@@ -93,13 +100,17 @@ class ShardedUnit:
         """Fully-qualified name of its module, ``(root)`` for the outermost, and a suffix where that has several."""
         return self._unit.name
 
+    def reference(self) -> object:
+        """Equal for handles of the same unit; does not keep it alive."""
+        return weakref.ref(self._unit)
+
     @property
     def parameters(self) -> tuple[ShardedParameter, ...]:
         """In the order of the flat buffer."""
         unit = self._unit
         pieces = {piece.slot: piece for piece in unit.pieces}
         return tuple(
-            ShardedParameter(each.original, each.names, slot, pieces.get(index))
+            ShardedParameter(each.original, each.names, slot, pieces.get(index), unit.grid.shard is not None)
             for index, (each, slot) in enumerate(zip(unit.parameters, unit.layout.slots, strict=True))
         )
 
@@ -195,12 +206,11 @@ class ShardedUnit:
 class ShardedModel:
     """A model, seen at its outermost sharded module. Handles of one model are equal."""
 
-    __slots__ = ("_root", "units")
+    __slots__ = ("_root", "_units")
 
     def __init__(self, root: Root) -> None:
         self._root = root
-        #: Every unit, in module order.
-        self.units: tuple[ShardedUnit, ...] = tuple(map(ShardedUnit, root.units))
+        self._units: tuple[ShardedUnit, ...] = ()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ShardedModel) and other._root is self._root
@@ -209,9 +219,15 @@ class ShardedModel:
         return hash(self._root)
 
     @property
+    def units(self) -> tuple[ShardedUnit, ...]:
+        """Every unit, in module order."""
+        self._units = self._units or tuple(map(ShardedUnit, self._root.units))
+        return self._units
+
+    @property
     def module(self) -> nn.Module:
         """The outermost sharded module."""
-        return self._root.stages[0].module
+        return self._root.module_states[0].module
 
     @property
     def collectives(self) -> Collectives:
@@ -227,6 +243,28 @@ class ShardedModel:
     def phase(self) -> Phase:
         """Where the model stands in a step."""
         return self._root.phase
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that ranks wait for each other, by the configuration."""
+        return self._root.timeout_s
+
+    def reference(self) -> Callable[[], ShardedModel | None]:
+        """A call that gives this handle anew as long as the model lives, and does not keep it alive."""
+        reference = weakref.ref(self._root)
+
+        def model() -> ShardedModel | None:
+            root = reference()
+            return None if root is None else ShardedModel(root)
+
+        return model
+
+    def attached(self, make: Callable[[], A]) -> A:
+        """What ``make`` gave for this model at the first call. It lives with the model and is closed before it."""
+        if self._root.attached is None:
+            self._root.attached = _Attached(make())
+        found: A = self._root.attached.value  # type: ignore[attr-defined]
+        return found
 
     def refuse_inside_step(self, call: str) -> None:
         """Raise unless the model is between steps, open, and not whole; ``call`` begins the message.
@@ -284,13 +322,50 @@ class ShardedModel:
         """
         return self._root.meeting(operation, groups, detail)
 
+    def tell_failure(self, error: Exception) -> None:
+        """Let the other ranks know of an exception of this rank's program."""
+        self._root.recorder.tell(error)
+
     def fail(self, error: CollectiveError) -> None:
         """Let every later use be refused: a communication did not end, and ranks stand at different places."""
         self._root.recorder.fail(error)
 
     def wait_for_communication(self) -> None:
         """Order compute on the current stream after every gather and reduction that was issued."""
-        self._root.lanes.drain()
+        self._root.streams.drain()
+
+    def refuse_replaced_values(self, call: str) -> None:
+        """Raise inside ``replacing_values``; ``call`` begins the message.
+
+        Raises:
+            StateError: naming the context.
+        """
+        if self._root.replaced:
+            raise StateError(
+                f"{call} was called inside of {self._root.replaced[0]} (rank {self.rank}). Leave the context first."
+            )
+
+    @contextmanager
+    def replacing_values(self, context: str, values: str) -> Iterator[None]:
+        """Inside, masters hold other values than the trained ones: optimizers and backwards refuse the model.
+
+        Args:
+            context: What the program calls, for the messages.
+            values: What the masters hold, for the messages: ``averages``.
+        """
+        with replacing_values(self._root, context, values):
+            yield
+
+    def copy_into_masters(self, values: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
+        """Copy ``values`` into ``places``, masters or parameters, behind everything that still reads these."""
+        root = self._root
+        # A gather that no forward waited for may still read, and the host writes what is parked beside the device.
+        root.streams.drain()
+        if root.streams.here() is not None and any(unit.parks for unit in root.units):
+            torch.cuda.synchronize(root.collectives.device)
+        with torch.no_grad():
+            for value, place in zip(values, places, strict=True):
+                place.copy_(value)
 
     @contextmanager
     def synchronising(self, synchronises: bool) -> Iterator[None]:
@@ -328,6 +403,49 @@ class ShardedModel:
 
 
 @dataclass(frozen=True, slots=True)
+class _Attached:
+    """What stands above the runtime, as the runtime sees it."""
+
+    value: EndsWithModel
+
+    def close(self, root: Root) -> None:
+        self.value.close(ShardedModel(root))
+
+
+class EndsWithModel(Protocol):
+    """What is kept with a model, and ends before the model's communicators do."""
+
+    def close(self, model: ShardedModel) -> None:
+        """The model is closed. Every rank calls it."""
+
+
+A = TypeVar("A", bound=EndsWithModel)
+
+
+class WaitingTimes:
+    """Measures how long the steps of a model wait for other ranks, from its making until ``stop``."""
+
+    def __init__(self, model: ShardedModel) -> None:
+        self._streams = model._root.streams
+        self._stalls = self._streams.stalls = self._streams.measure()
+
+    @property
+    def forwards(self) -> int:
+        """How many forwards were measured; a CUDA graph that replays has none."""
+        return self._stalls.forwards
+
+    def stop(self) -> None:
+        """Measure no more."""
+        self._stalls.stop()
+        self._streams.stalls = None
+
+    def read(self) -> tuple[float, float]:
+        """Seconds of all measured steps that this rank did not wait for others, and seconds altogether."""
+        times = self._stalls.read()
+        return times.own_s, times.wall_s
+
+
+@dataclass(frozen=True, slots=True)
 class LocatedParameter:
     """Where a parameter of a sharded model lies."""
 
@@ -341,7 +459,7 @@ class LocatedParameter:
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether ``module`` itself was sharded; not what is inside it."""
-    return STAGE_ATTRIBUTE in module.__dict__
+    return MODULE_STATE_ATTRIBUTE in module.__dict__
 
 
 def outermost_model(model: nn.Module, call: str) -> ShardedModel:

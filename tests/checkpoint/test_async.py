@@ -19,10 +19,10 @@ from parity import on_ranks, threaded, units_of
 from plain_states import Odd, Part, adamw, differing, odd, train
 from polyshard import checkpoint
 from polyshard import state as states
-from polyshard.checkpoint.memory import HostCopy
 from polyshard.checkpoint.writing import Writing
 from polyshard.errors import BackgroundSaveError, CollectiveTimeoutError, ConfigError, RankMismatchError, StateError
 from polyshard.hookspecs import hookimpl
+from polyshard.io.memory import HostCopy
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import polyshard
 import pytest
 from polyshard import checkpoint
-from polyshard.checkpoint.attempt import attempt_in
-from polyshard.checkpoint.marker import Marker
+from polyshard.checkpoint.folder import attempt_in
+from polyshard.checkpoint.manifest import Marker
 from polyshard.errors import ConfigError
 from torch import nn
 
@@ -162,7 +162,7 @@ def test_a_job_whose_lock_was_removed_learns_at_its_next_save_that_another_has_t
 HOLDS = """
 import sys, time
 from pathlib import Path
-from polyshard.checkpoint.job_lock import JobLock
+from polyshard.checkpoint.folder import JobLock
 Path(sys.argv[1]).mkdir(exist_ok=True)
 lock = JobLock(Path(sys.argv[1]))
 print("held", flush=True)

@@ -245,3 +245,22 @@ def test_a_rank_without_elements_is_given_no_state(tmp_path: Path) -> None:
     counts = on_ranks(5, on_rank)
     assert all(have == held for have, held in counts)
     assert sum(held for _, held in counts) > 0
+
+
+def test_numbers_of_steps_may_differ_between_parameters_of_a_unit(tmp_path: Path) -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, float]:
+        model = sharded_copy(net(), rank, world, policy=units_of(Block))
+        optimizer = OPTIMIZERS["AdamW"](own(model))
+        for turn in range(2):
+            step(model, turn, rank)
+            optimizer.step()
+        # As of a parameter that was frozen for a while.
+        if model.blocks[0].up.bias.numel():
+            optimizer.state[model.blocks[0].up.bias]["step"].fill_(1.0)
+        directory = checkpoint.save(tmp_path, 2, model, optimizer)
+        fresh = OPTIMIZERS["AdamW"](own(model))
+        checkpoint.load(directory, model, fresh)
+        return {name: float(fresh.state[each]["step"]) for name, each in model.named_parameters() if each.numel()}
+
+    for found in on_ranks(2, on_rank):
+        assert all(step == (1.0 if name == "blocks.0.up.bias" else 2.0) for name, step in found.items())

@@ -27,7 +27,7 @@ from parity import (
     units_of,
     whole,
 )
-from polyshard.engine.surface.once_imported import once_imported
+from polyshard._torch_private import when_imported
 from polyshard.errors import ParameterChangedError, PolyshardError, StateError, UnsupportedError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
@@ -418,11 +418,11 @@ def test_modules_that_are_imported_later_are_reached_then(tmp_path: Path, monkey
     monkeypatch.syspath_prepend(str(tmp_path))
     before = list(sys.meta_path)
     seen: list[int] = []
-    once_imported("acme_imported_late", lambda module: seen.append(module.answer()))
+    when_imported("acme_imported_late", lambda module: seen.append(module.answer()))
     assert seen == []
     importlib.import_module("acme_imported_late")
     assert seen == [1]
-    once_imported("acme_imported_late", lambda module: seen.append(module.answer()))
+    when_imported("acme_imported_late", lambda module: seen.append(module.answer()))
     assert seen == [1, 1]
     assert sys.meta_path == before
     assert importlib.reload(sys.modules["acme_imported_late"]).answer() == 1

@@ -9,8 +9,8 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from polyshard.engine.step.root import Root
 from polyshard.interfaces import PluginContext
+from polyshard.runtime.root import Root
 from polyshard_backends.fake import FakeCollectives
 from processes import RankPool, device_of
 from torch import nn
@@ -44,7 +44,7 @@ def fresh_statistics() -> None:
 
 
 def root_of(model: nn.Module) -> Root:
-    root: Root = model.__dict__["_polyshard_stage"].step
+    root: Root = model.__dict__["_polyshard_module_state"].step
     return root
 
 

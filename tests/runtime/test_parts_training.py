@@ -24,7 +24,7 @@ from parity import (
     units_of,
     whole,
 )
-from polyshard.engine import thresholds
+from polyshard.planning import thresholds
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 from torch.nn import functional

@@ -20,8 +20,7 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from .. import checkpoint
-from ..checkpoint.attempt import discard
-from ..checkpoint.folder import Contents
+from ..checkpoint.folder import Contents, discard
 from ..errors import ConfigError, StateError
 from ..trainers.optimizers import parameters_of
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from .. import catalog
+from .. import registry
 from ..errors import ConfigError
 from ..forecast.bench import ROUNDS, SIZES, bench_machine
 from ..forecast.links import LinkModel
@@ -69,12 +69,12 @@ def _bench(arguments: argparse.Namespace) -> int:
 @contextmanager
 def _collectives(name: str, device: torch.device) -> Iterator[Collectives]:
     """The named ones over all ranks of the launch."""
-    resolved = catalog.resolve(Group.COLLECTIVES, name)
+    resolved = registry.resolve(Group.COLLECTIVES, name)
     began = not dist.is_initialized()
     if began:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=5))
     try:
-        made = catalog.construct(resolved, PluginContext(resolved.name, device)).instance
+        made = registry.construct(resolved, PluginContext(resolved.name, device)).instance
         assert isinstance(made, Collectives)
         try:
             yield made

@@ -12,8 +12,7 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-from .. import catalog
-from ..catalog.offers import normalised, offers_of
+from .. import registry
 from ..config import PluginSpec, did_you_mean
 from ..errors import (
     ConfigError,
@@ -27,16 +26,17 @@ from ..errors import (
     StateError,
 )
 from ..interfaces import Group
+from ..registry.find import normalised, offers_of
 from .groups import group_named
 from .suite_run import Rule, Suite, SuiteRun
 
 #: What a plugin that cannot be resolved is, by the error that says so.
-_STATES: Mapping[type[PluginError], catalog.PluginState] = {
-    PluginLoadError: catalog.PluginState.BROKEN,
-    PluginVersionError: catalog.PluginState.INCOMPATIBLE,
-    PluginContractError: catalog.PluginState.INCOMPLETE,
-    PluginConflictError: catalog.PluginState.AMBIGUOUS,
-    PluginRefusedError: catalog.PluginState.REFUSED,
+_STATES: Mapping[type[PluginError], registry.PluginState] = {
+    PluginLoadError: registry.PluginState.BROKEN,
+    PluginVersionError: registry.PluginState.INCOMPATIBLE,
+    PluginContractError: registry.PluginState.INCOMPLETE,
+    PluginConflictError: registry.PluginState.AMBIGUOUS,
+    PluginRefusedError: registry.PluginState.REFUSED,
 }
 #: Options that the suite of collectives gives on each rank.
 _GIVEN_BY_RANK = ("rank", "world_size")
@@ -73,7 +73,7 @@ def _check(arguments: argparse.Namespace) -> int:
     options = _table("--options", arguments.options)
     group = _group(arguments)
     try:
-        resolved = catalog.resolve(group, {"name": arguments.name, **options})
+        resolved = registry.resolve(group, {"name": arguments.name, **options})
     except tuple(_STATES) as error:
         state = next(state for kind, state in _STATES.items() if isinstance(error, kind))
         return _tell_unusable(arguments, {"group": group.value, "name": arguments.name}, state.value, str(error))
@@ -100,7 +100,7 @@ def _check(arguments: argparse.Namespace) -> int:
 def _group(arguments: argparse.Namespace) -> Group:
     if arguments.group is not None:
         return group_named(arguments.group)
-    scanned = catalog.scan()
+    scanned = registry.scan()
     spec = PluginSpec.parse(arguments.name)
     assert isinstance(spec, PluginSpec)
     offers = {group: offers_of(group, scanned) for group in Group}
@@ -141,7 +141,7 @@ def _table(option: str, text: str) -> dict[str, Any]:
     return found
 
 
-def _check_options(resolved: catalog.Resolved[Any]) -> None:
+def _check_options(resolved: registry.Resolved[Any]) -> None:
     given = dict(resolved.options)
     if resolved.group is Group.COLLECTIVES:
         taken = _parameters(resolved)
@@ -163,7 +163,7 @@ def _check_options(resolved: catalog.Resolved[Any]) -> None:
     dataclasses.replace(resolved, options=given).check_options()
 
 
-def _parameters(resolved: catalog.Resolved[Any]) -> dict[str, inspect.Parameter]:
+def _parameters(resolved: registry.Resolved[Any]) -> dict[str, inspect.Parameter]:
     try:
         parameters = inspect.signature(resolved.factory).parameters
     except (TypeError, ValueError):

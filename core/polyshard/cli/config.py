@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .. import catalog
+from .. import registry
 from ..config import GROUP_OF_SETTING, PluginChoice, PluginSpec, ShardConfig
 from ..errors import DeviceError
 from ..explaining.stand_ins import Workbench
@@ -62,17 +62,17 @@ def _set_by(config: ShardConfig, setting: str) -> str:
 
 
 def _found_in(group: Group, choice: PluginChoice) -> str:
-    resolved = catalog.resolve(group, choice)
+    resolved = registry.resolve(group, choice)
     # What it takes to see a misspelt option. Of those that only choose, values as well: the classes that a policy names
     # are imported when it is constructed. So of collectives, which communicate at first use, where they need no ranks
     # and no device. A manager may want room on a disk.
     resolved.check_options()
     context = PluginContext(resolved.name, torch.device("cpu"))
     if group in _CHOOSE:
-        catalog.construct(resolved, context)
+        registry.construct(resolved, context)
     elif group is Group.COLLECTIVES:
         with suppress(DeviceError):
-            Workbench(1, catalog.scan()).construct(group, choice, context)
+            Workbench(1, registry.scan()).construct(group, choice, context)
     return f"{resolved.value} ({resolved.distribution} {resolved.version})"
 
 

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 
-from .. import catalog, doctor
+from .. import doctor, registry
 from ..interfaces import Group
 
 
@@ -39,7 +39,7 @@ def _seconds(text: str) -> float:
 
 def _examine(arguments: argparse.Namespace) -> int:
     machine = doctor.read_machine(dict(os.environ))
-    installed = [plugin for group in Group for plugin in catalog.installed(group)]
+    installed = [plugin for group in Group for plugin in registry.installed(group)]
     sections = [
         doctor.versions(machine),
         doctor.devices(machine),

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 
-from .. import catalog
+from .. import registry
 from ..interfaces import Group
 from . import check
 from .groups import group_named
@@ -27,7 +27,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def _list(arguments: argparse.Namespace) -> int:
     groups = list(Group) if arguments.group is None else [group_named(arguments.group)]
-    plugins = [plugin for each in groups for plugin in catalog.installed(each)]
+    plugins = [plugin for each in groups for plugin in registry.installed(each)]
     if arguments.json:
         records = [dataclasses.asdict(plugin) | {"state": plugin.state.value} for plugin in plugins]
         print(json.dumps(records, indent=2))

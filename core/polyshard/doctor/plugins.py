@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..catalog import Installed, PluginState
-from ..interfaces.references import ALLOWED_PLUGINS, DISABLE_PLUGINS
+from ..interfaces.options import ALLOWED_PLUGINS, DISABLE_PLUGINS
+from ..registry import Installed, PluginState
 from .finding import Finding, Level, Section
 
 #: Those that a longer name still reaches.

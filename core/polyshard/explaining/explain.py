@@ -9,14 +9,15 @@ from datetime import timedelta
 import torch
 from torch import nn
 
-from .. import catalog
-from ..assembly import Drafted, Request, draft_module
-from ..chosen_plugins import group_of
+from .. import registry
 from ..config import Origin, ShardConfig, Source
-from ..devices import compute_device
 from ..errors import ConfigTypeError, WorldSizeError
 from ..interfaces import MOST_RANKS, Collectives, PluginContext
-from ..rank_groups import rank_lists_for, strategy_for
+from ..planning.groups import group_of, rank_lists_for, strategy_for
+from ..planning.units import PlannedModule
+from ..setup.build import Request
+from ..setup.plugins import compute_device
+from ..setup.shard import planned_modules
 from .explanation import ExplainedPlugin, Explanation, Value
 from .plugins import explained_plugin, find
 from .stand_ins import Workbench
@@ -69,13 +70,13 @@ def explain(
         mesh=mesh,
         timeout=timedelta(seconds=config.timeout_s),
     )
-    found = find(config, context, Workbench(world_size, catalog.scan()))
+    found = find(config, context, Workbench(world_size, registry.scan()))
     strategy = strategy_for(config, world_size)
     shard_lists, _ = rank_lists_for(config, strategy, world_size)
     shards = len(shard_lists[0])
     # Nothing is initialised: an initializer makes modules welcome that cannot initialise themselves.
     request = Request(model, placed, _unused, ignored_modules, ignored_parameters, composes=False)
-    drafted = draft_module(request, found.plugins, strategy, shards)
+    planned = planned_modules(request, found.plugins, strategy, shards)
     return Explanation(
         model=type(model).__name__,
         world_size=world_size,
@@ -83,8 +84,8 @@ def explain(
         strategy=strategy,
         device=placed.device,
         settings=_settings(config, device),
-        plugins=(*found.explained, *(plugin for each in drafted for plugin in _overriding(each))),
-        units=explained_units(drafted, found.policy, found.layout, model),
+        plugins=(*found.explained, *(plugin for each in planned for plugin in _overriding(each))),
+        units=explained_units(planned, found.policy, found.layout, model),
     )
 
 
@@ -120,10 +121,10 @@ def _settings(config: ShardConfig, device: torch.device | str | None) -> tuple[V
     return tuple(values)
 
 
-def _overriding(each: Drafted) -> list[ExplainedPlugin]:
-    label = each.draft.stage.name or "(root)"
+def _overriding(each: PlannedModule) -> list[ExplainedPlugin]:
+    label = each.name or "(root)"
     source = Source(Origin.CODE, "the policy")
     return [
         explained_plugin(constructed, f"{label}: {setting}", lambda option: source)
-        for setting, constructed in each.overrides.items()
+        for setting, constructed in each.plugins.overrides.items()
     ]

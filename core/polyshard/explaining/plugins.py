@@ -8,14 +8,15 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from .. import catalog
-from ..catalog.resolved import option_parameters
-from ..chosen_plugins import group_of, policy_choice, refuse_unserved
+from .. import registry
 from ..config import GROUP_OF_SETTING, Origin, PluginChoice, ShardConfig, Source
-from ..engine.planning.answers import refuse_unable
-from ..engine.planning.arrangement import NamedLayout
 from ..events import Events
 from ..interfaces import Group, PluginContext, UnitPlan, WrapPolicy
+from ..planning.answers import refuse_unable
+from ..planning.groups import group_of
+from ..planning.layout import NamedLayout
+from ..registry.make import option_parameters
+from ..setup.plugins import policy_choice, refuse_unserved
 from .explanation import ExplainedPlugin, Value
 from .stand_ins import StoodInPlugins, Tried, Workbench
 
@@ -94,9 +95,9 @@ def _choice(config: ShardConfig, setting: str) -> PluginChoice:
     return policy_choice(choice) if setting == "policy" else choice
 
 
-def explained_plugin(constructed: catalog.Constructed[Any], serves: str, source: OptionSource) -> ExplainedPlugin:
+def explained_plugin(constructed: registry.Constructed[Any], serves: str, source: OptionSource) -> ExplainedPlugin:
     """``constructed``, which ``serves`` a setting, with where its options come from."""
-    used, resolved = catalog.used(constructed), constructed.resolved
+    used, resolved = registry.used(constructed), constructed.resolved
     inner = zip(constructed.inner, constructed.choices, strict=True)
     return ExplainedPlugin(
         serves=serves,
@@ -115,7 +116,7 @@ def explained_plugin(constructed: catalog.Constructed[Any], serves: str, source:
     )
 
 
-def _source_inside(outer: catalog.Resolved[Any], source: OptionSource, choice: object, option: str) -> Source:
+def _source_inside(outer: registry.Resolved[Any], source: OptionSource, choice: object, option: str) -> Source:
     """Where an ``option`` of ``choice``, by which ``outer`` asked for a plugin, was set."""
     for name, value in outer.options.items():
         if value is choice or (isinstance(value, list | tuple) and any(each is choice for each in value)):
@@ -124,14 +125,14 @@ def _source_inside(outer: catalog.Resolved[Any], source: OptionSource, choice: o
 
 
 def _listener(choice: Any, serves: str, source: Source, workbench: Workbench) -> ExplainedPlugin:
-    resolved: catalog.Resolved[Any] = catalog.resolve(Group.PLUGINS, choice, workbench.entry_points)
+    resolved: registry.Resolved[Any] = registry.resolve(Group.PLUGINS, choice, workbench.entry_points)
     resolved.check_options()
     given = None if resolved.distribution else choice
-    described = explained_plugin(catalog.Constructed(resolved, given), serves, lambda option: source)
+    described = explained_plugin(registry.Constructed(resolved, given), serves, lambda option: source)
     return dataclasses.replace(described, absent="" if given is not None else "listeners may write files")
 
 
-def _options(resolved: catalog.Resolved[Any], source: OptionSource) -> tuple[Value, ...]:
+def _options(resolved: registry.Resolved[Any], source: OptionSource) -> tuple[Value, ...]:
     """Those that were given, and the factory's defaults of the others."""
     if not resolved.distribution:
         return ()

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoints
 from typing import Any, TypeVar
 
-from .. import catalog
-from ..chosen_plugins import ChosenPlugins
+from .. import registry
 from ..config import PluginChoice
 from ..errors import CollectiveError, PluginLoadError, PolyshardError, StateError
 from ..interfaces import Collectives, Group, PluginContext
+from ..setup.plugins import ChosenPlugins
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -20,7 +20,7 @@ _MISSES = (StateError, CollectiveError, PluginLoadError)
 
 
 @dataclass(frozen=True)
-class Tried(catalog.Constructed[_T_co]):
+class Tried(registry.Constructed[_T_co]):
     """A plugin whose factory was called."""
 
     absent: str = ""
@@ -38,14 +38,14 @@ class Workbench:
     def construct(self, group: Group, choice: PluginChoice, context: PluginContext) -> Tried[Any]:
         """What ``choice`` names, constructed, or a stand-in where it needs ranks or a device.
 
-        Raises what ``catalog.resolve`` and ``catalog.construct`` do for whatever else is wrong.
+        Raises what ``registry.resolve`` and ``registry.construct`` do for whatever else is wrong.
         """
-        resolved: catalog.Resolved[Any] = catalog.resolve(group, choice, self.entry_points)
-        inner: list[catalog.Constructed[Any]] = []
+        resolved: registry.Resolved[Any] = registry.resolve(group, choice, self.entry_points)
+        inner: list[registry.Constructed[Any]] = []
         choices: list[object] = []
         refused: list[PolyshardError] = []
 
-        def make_inner(group: Group, choice: PluginChoice, context: PluginContext) -> catalog.Constructed[Any]:
+        def make_inner(group: Group, choice: PluginChoice, context: PluginContext) -> registry.Constructed[Any]:
             try:
                 inner.append(self.construct(group, choice, context))
             except PolyshardError as error:
@@ -55,7 +55,7 @@ class Workbench:
             return inner[-1]
 
         try:
-            made = catalog.construct(resolved, context, self.entry_points, make_inner)
+            made = registry.construct(resolved, context, self.entry_points, make_inner)
         except _MISSES as error:
             # What an inner plugin misses is stood in for already: what it raises is wrong anywhere.
             if group not in _STAND_INS or error in refused:
@@ -72,8 +72,8 @@ class Workbench:
         choice = dict(_STAND_INS[group])
         if group is Group.COLLECTIVES:
             choice["world_size"] = self.world_size
-        resolved: catalog.Resolved[Any] = catalog.resolve(group, choice, self.entry_points)
-        return catalog.construct(resolved, replace(context, process_group=None), self.entry_points).instance
+        resolved: registry.Resolved[Any] = registry.resolve(group, choice, self.entry_points)
+        return registry.construct(resolved, replace(context, process_group=None), self.entry_points).instance
 
 
 #: Of the groups whose plugins may need what is not there. The other groups' only choose.
@@ -89,5 +89,5 @@ class StoodInPlugins(ChosenPlugins):
 
     workbench: Workbench
 
-    def override(self, group: Group, choice: PluginChoice) -> catalog.Constructed[Any]:
+    def override(self, group: Group, choice: PluginChoice) -> registry.Constructed[Any]:
         return self.workbench.construct(group, choice, self.context)

@@ -6,27 +6,26 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ..assembly import Drafted
-from ..engine.planning.draft import Draft, DraftedUnit
 from ..errors import PluginContractError
+from ..planning.units import PlannedModule, PlannedUnit
 from .explanation import ExplainedParameter, ExplainedUnit
 from .plugins import WatchedPolicy
 
 
 def explained_units(
-    drafted: Sequence[Drafted], policy: WatchedPolicy, layout: str, root: nn.Module
+    planned: Sequence[PlannedModule], policy: WatchedPolicy, layout: str, root: nn.Module
 ) -> tuple[ExplainedUnit, ...]:
-    """The units of ``drafted``, in the order of its stages. ``layout``: name of the one that the settings name."""
+    """The units of ``planned``, in its order. ``layout``: name of the one that the settings name."""
     found: list[ExplainedUnit] = []
-    for each in drafted:
-        own = each.overrides.get("layout")
+    for each in planned:
+        own = each.plugins.overrides.get("layout")
         arranged_by = layout if own is None else own.resolved.name
-        reason = _reason(each.draft, policy, root)
-        found += [_unit(each.draft, unit, arranged_by, reason) for unit in each.draft.units]
+        reason = _reason(each, policy, root)
+        found += [_unit(each, unit, arranged_by, reason) for unit in each.units]
     return tuple(found)
 
 
-def _unit(draft: Draft, unit: DraftedUnit, layout: str, reason: str) -> ExplainedUnit:
+def _unit(module: PlannedModule, unit: PlannedUnit, layout: str, reason: str) -> ExplainedUnit:
     spec, flat, dtypes = unit.spec, unit.layout, unit.dtypes
     elements = sum(slot.numel for slot in flat.slots)
     if flat.world_size == 1:
@@ -35,10 +34,10 @@ def _unit(draft: Draft, unit: DraftedUnit, layout: str, reason: str) -> Explaine
         gather_nbytes = flat.shard_numel * dtypes.compute.itemsize
     else:
         gather_nbytes = unit.wire.nbytes_per_rank
-    group = next(group for group in draft.stage.groups if group[0].names[0] in spec.parameter_names)
+    group = next(group for group in module.groups if group[0].names[0] in spec.parameter_names)
     return ExplainedUnit(
         name=spec.label,
-        module_class=type(draft.stage.module).__name__,
+        module_class=type(module.module).__name__,
         parameters=tuple(
             ExplainedParameter(name, slot.shape, slot.offset, slot.by_rows)
             for name, slot in zip(spec.parameter_names, flat.slots, strict=True)
@@ -55,22 +54,21 @@ def _unit(draft: Draft, unit: DraftedUnit, layout: str, reason: str) -> Explaine
         gather_nbytes=gather_nbytes,
         encoded=unit.wire is not None,
         layout=layout,
-        overrides=dict(draft.stage.overrides),
+        overrides=dict(module.overrides),
         reason=reason,
     )
 
 
-def _reason(draft: Draft, policy: WatchedPolicy, root: nn.Module) -> str:
-    stage = draft.stage
-    if stage.module is root:
+def _reason(module: PlannedModule, policy: WatchedPolicy, root: nn.Module) -> str:
+    if module.module is root:
         return "what no unit inside of it holds"
-    if stage.host is not None:
+    if module.parent is not None:
         return "a large module before or behind all units (split_root)"
-    if stage.module not in policy.chosen:
+    if module.module not in policy.chosen:
         return "the precision leaves it alone"
-    where = f"reason of {type(policy.policy).__module__}:{type(policy.policy).__qualname__} for '{stage.name}'"
+    where = f"reason of {type(policy.policy).__module__}:{type(policy.policy).__qualname__} for '{module.name}'"
     try:
-        answer: object = policy.policy.reason(stage.module, stage.name)
+        answer: object = policy.policy.reason(module.module, module.name)
     except Exception as error:
         raise PluginContractError(f"{where} failed: {type(error).__name__}: {error}") from error
     if not isinstance(answer, str):

@@ -1,16 +1,16 @@
-"""The engine's streams, without a device: what ``StreamLanes`` orders by events is noted."""
+"""The engine's streams, without a device: what ``CudaStreams`` orders by events is noted."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..engine.transport.gathering import Gatherable
-from ..engine.transport.lanes import HostLanes, Reduction
+from ..runtime.gather import GatherRecord
+from ..runtime.streams import HostStreams, Reduction
 from .recording import Recorder, Stream
 
 
-class NotedLanes(HostLanes):
-    """Runs everything where it is issued, as ``HostLanes`` does, and notes on which stream a device would run it.
+class NotedStreams(HostStreams):
+    """Runs everything where it is issued, as ``HostStreams`` does, and notes on which stream a device would run it.
 
     Memory comes and goes as with streams: a reduction is delivered when it is issued, and its input let go of when
     compute would have been ordered behind it.
@@ -19,7 +19,7 @@ class NotedLanes(HostLanes):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
-        self._arriving: dict[Gatherable, int] = {}
+        self._arriving: dict[GatherRecord, int] = {}
         # The last use of gathered memory since the gather stream was ordered behind compute.
         self._released: int | None = None
 
@@ -27,24 +27,24 @@ class NotedLanes(HostLanes):
         self._released = None
         self._order(Stream.COMPUTE, Stream.GATHER)
 
-    def gather(self, units: Sequence[Gatherable]) -> None:
+    def gather(self, records: Sequence[GatherRecord]) -> None:
         if self._released is not None:
             self._recorder.wait(Stream.GATHER, self._released)
             self._released = None
         with self._recorder.on(Stream.GATHER):
-            super().gather(units)
+            super().gather(records)
         event = self._recorder.signal(Stream.GATHER)
-        for unit in units:
-            self._arriving[unit] = event
+        for record in records:
+            self._arriving[record] = event
 
-    def arrive(self, unit: Gatherable) -> None:
-        event = self._arriving.pop(unit, None)
+    def arrive(self, record: GatherRecord) -> None:
+        event = self._arriving.pop(record, None)
         if event is not None:
             self._recorder.wait(Stream.COMPUTE, event)
-        super().arrive(unit)
+        super().arrive(record)
 
-    def release(self, unit: Gatherable) -> None:
-        super().release(unit)
+    def release(self, record: GatherRecord) -> None:
+        super().release(record)
         self._released = self._recorder.signal(Stream.COMPUTE)
 
     def reduce(self, reduction: Reduction, taken_at: Sequence[object]) -> None:

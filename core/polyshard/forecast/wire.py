@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..engine.step.root import Root
-from ..engine.step.unit import Unit
+from ..runtime.root import Root
+from ..runtime.unit import Unit
 from .links import Operation
 from .recording import Issued, Transfer
 
@@ -48,7 +48,7 @@ def wire_of_layout(root: Root) -> tuple[Wire, ...]:
     Launches are counted as if nothing travelled together.
     """
     rows: list[Wire] = []
-    outermost = root.stages[0].units
+    outermost = root.module_states[0].units
     for operation in Operation:
         carried = [found for unit in root.units for found in _carried(unit, operation, unit in outermost)]
         for ranks in sorted({size for _, size in carried}):

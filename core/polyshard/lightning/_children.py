@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .. import catalog
+from .. import registry
 from ..config import PluginChoice, PluginSpec
 from ..interfaces import Group, PluginContext, PolicyContext, UnitPlan, WrapPolicy
 
@@ -35,7 +35,7 @@ class Children(WrapPolicy):
         spec = PluginSpec.parse(self.inner)
         name = spec.name if isinstance(spec, PluginSpec) else ""
         made = PluginContext(name, context.device)
-        policy = catalog.construct(catalog.resolve(Group.POLICIES, self.inner), made).instance
+        policy = registry.construct(registry.resolve(Group.POLICIES, self.inner), made).instance
         children: dict[nn.Module, dict[str, Any]] = {child: {} for child in _called(root)}
         return {**children, **policy.plan(root, context)}
 

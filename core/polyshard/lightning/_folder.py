@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .. import checkpoint
-from ..checkpoint.marker import MARKER, Marker
+from ..checkpoint.manifest import MARKER, Marker
 from ..errors import ConfigError, UnsupportedError
 
 Barrier = Callable[[], None]
@@ -81,8 +81,6 @@ def load_folder(
     path: str | Path,
     module: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
-    *,
-    weights_only: bool | None = None,
 ) -> Mapping[str, Any]:
     """Read ``path`` into ``module`` and ``optimizers``; returns what ``extra`` was. Every rank calls it.
 
@@ -90,13 +88,12 @@ def load_folder(
         path: What ``save_folder`` wrote.
         module: The outermost sharded module.
         optimizers: Those that were saved, or none.
-        weights_only: False where the directory is trusted, so that it may be of format 1 or 2, which are pickles.
 
     Raises:
-        ConfigError: it is of another model or other optimizers, or of pickles; nothing was changed.
+        ConfigError: it is of another model or other optimizers; nothing was changed.
         StateError, RankMismatchError: as ``polyshard.checkpoint.load``.
     """
-    return checkpoint.load(Path(path), module, list(optimizers) or None, pickles=weights_only is False)
+    return checkpoint.load(Path(path), module, list(optimizers) or None)
 
 
 def make_room(path: str | Path, *, first: bool, agreed: Callable[[bool], bool]) -> None:
@@ -138,7 +135,6 @@ def require_file(path: str | Path) -> None:
 
 
 def has_optimizers(path: str | Path) -> bool:
-    """Whether optimizers were saved with the model; also where that cannot be known without reading pickles."""
+    """Whether optimizers were saved with the model."""
     directory = Path(path)
-    marker = Marker.read(directory)
-    return marker.pickled or marker.read_manifest(directory).optimizer is not None
+    return Marker.read(directory).read_manifest(directory).optimizer is not None

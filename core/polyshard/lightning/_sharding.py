@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torchmetrics import Metric
 
-from ..composable import fully_shard, shard
+from ..api import fully_shard, shard
 from ..config import ShardConfig
-from ..engine.cutting.materialize import Initializer
-from ..engine.planning.plan import STAGE_ATTRIBUTE
 from ..errors import AlreadyShardedError, ConfigError, ParameterError
+from ..planning.plan import MODULE_STATE_ATTRIBUTE
+from ..setup.materialize import Initializer
 from ..trainers import sharded as trainers
 from ..trainers.device import on_device
 from ..trainers.optimizers import refuse_stepped, refuse_strangers
@@ -69,7 +69,7 @@ def shard_once(
         # Their states are neither parameters nor buffers.
         if isinstance(metric, Metric):
             metric.to(device)
-    if any(STAGE_ATTRIBUTE in inner.__dict__ for inner in module.modules()):
+    if any(MODULE_STATE_ATTRIBUTE in inner.__dict__ for inner in module.modules()):
         _compose(module, config, rank, initializer, calls_children=calls_children)
     else:
         chosen = replace(config, policy=with_children(config.policy)) if calls_children else config

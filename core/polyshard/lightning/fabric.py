@@ -16,10 +16,10 @@ from lightning.fabric.plugins.precision import HalfPrecision
 from lightning.fabric.strategies import ParallelStrategy
 from torch import nn
 
-from ..composable import no_sync
+from ..api import no_sync
 from ..config import ShardConfig
-from ..engine.cutting.materialize import Initializer
 from ..errors import ConfigError, StateError, UnsupportedError
+from ..setup.materialize import Initializer
 from ..trainers.optimizers import parameters_of
 from ..trainers.saving import warn_unsaveable
 from ._folder import has_optimizers, is_folder, load_folder, make_room, require_file, save_folder
@@ -300,7 +300,7 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
         """
         path = self.broadcast(path)
         if is_folder(path):
-            return self._load_folder(path, state, strict, weights_only)
+            return self._load_folder(path, state, strict)
         require_file(path)
         checkpoint: dict[str, Any] = dict(self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
         if isinstance(state, nn.Module):
@@ -324,7 +324,7 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
                 _take(state, name, saved)
         return checkpoint
 
-    def _load_folder(self, path: str | Path, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+    def _load_folder(self, path: str | Path, state: Any, strict: bool) -> dict[str, Any]:
         if isinstance(state, nn.Module):
             state = {"module": state}
             key, strict = "module", False
@@ -342,7 +342,7 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
                 f"The checkpoint {path} has no optimizer, and {', '.join(map(repr, optimizers))} is to be loaded. Load "
                 "the model alone."
             )
-        extra = load_folder(path, module, list(optimizers.values()), weights_only=weights_only)
+        extra = load_folder(path, module, list(optimizers.values()))
         rest = dict(extra["rest"])
         others = [name for name in state if name != key and name not in optimizers]
         _require_keys(path, others, rest, strict)

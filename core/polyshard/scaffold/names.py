@@ -9,8 +9,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..catalog.offers import BUILT_IN, normalised, offers_of
 from ..errors import ConfigError
+from ..registry.find import BUILT_IN, normalised, offers_of
 from .kinds import Kind
 
 _PLUGIN = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)*")

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..catalog.offers import normalised
 from ..errors import ConfigError
 from ..interfaces import Group
+from ..registry.find import normalised
 
 _HEADER = re.compile(r"^\s*\[")
 _GROUPS = frozenset(group.value for group in Group)

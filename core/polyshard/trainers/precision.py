@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .. import catalog
+from .. import registry
 from ..config import PluginSpec, ShardConfig
 from ..interfaces import Group, PluginContext, PrecisionCaster, UnitSpec
 
@@ -63,4 +63,4 @@ def _caster(config: ShardConfig) -> PrecisionCaster:
     name = spec.name if isinstance(spec, PluginSpec) else ""
     # Dtypes are asked for, nothing is cast: the model's device, which may not be chosen yet, does not matter.
     context = PluginContext(name=name, device=torch.device("cpu"))
-    return catalog.construct(catalog.resolve(Group.PRECISION, config.precision), context).instance
+    return registry.construct(registry.resolve(Group.PRECISION, config.precision), context).instance

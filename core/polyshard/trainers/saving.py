@@ -7,7 +7,7 @@ import warnings
 import torch
 from torch import nn
 
-from ..checkpoint.saveable import require_saveable
+from ..checkpoint.contents import require_saveable
 from ..errors import ConfigError, RankMismatchError, UnsupportedError
 
 

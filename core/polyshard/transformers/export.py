@@ -11,11 +11,10 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from .. import huggingface
-from ..engine.surface.gathered import whole_on_this_rank
 from ..huggingface.saving import require_saveable
+from ..inspect import idle_model
 from ..state import StateForm, StateOptions, get_model_state_dict
-from ..state.agreement import together
-from ..state.resting import resting_root
+from ..state.exchange import together
 
 
 def require_exportable(model: nn.Module, *, one_folder: bool) -> None:
@@ -44,12 +43,12 @@ def export(model: nn.Module, folder: Path, *, writes: bool, one_folder: bool) ->
     if one_folder and isinstance(model, PreTrainedModel):
         huggingface.save(model, folder)
         return
-    root = resting_root(model, "export()")
+    sharded = idle_model(model, "export()")
     # Several ranks may write, each on a machine of its own; which do is not told to the others.
     state = get_model_state_dict(
         model, StateOptions(form=StateForm.FULL if not one_folder else StateForm.FULL_ON_RANK_0)
     )
-    with together(root.collectives, f"Writing {type(model).__name__} to {folder}"):
+    with together(sharded.collectives, f"Writing {type(model).__name__} to {folder}"):
         if not writes:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -58,5 +57,5 @@ def export(model: nn.Module, folder: Path, *, writes: bool, one_folder: bool) ->
             return
         # Beside what they are given, adapters look at the model: at state dicts of modules that are trained whole, and
         # at what prompts are computed from.
-        with whole_on_this_rank(root, state):
+        with sharded.whole_on_this_rank(state):
             cast("Any", model).save_pretrained(folder, state_dict=state)
