@@ -12,10 +12,10 @@ import torch
 from checkpoints import tensors_in
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import LAYOUTS, Frozen, Halves, mixed, mixed_step
 from parity import Block, on_ranks, threaded, units_of
 from polyshard import checkpoint
 from polyshard_backends.threaded import ThreadedWorld
+from reference_models import LAYOUTS, Frozen, Halves, mixed, mixed_step
 from torch import nn
 
 EVERY = {**LAYOUTS, "halves": Halves()}

@@ -9,10 +9,10 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from models import LAYOUTS, Frozen, Halves, Mixed, mixed, mixed_step
 from parity import Block, adam, assert_parity, on_ranks, threaded, train_reference, units_of, whole_of
 from polyshard.errors import ParameterChangedError, StateError
 from polyshard_backends.threaded import ThreadedWorld
+from reference_models import LAYOUTS, Frozen, Halves, Mixed, mixed, mixed_step
 from torch import nn
 
 EVERY = {**LAYOUTS, "halves": Halves()}

@@ -9,7 +9,6 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from models import LAYOUTS, WIDTH, WORDS, Frozen, Halves, Tailed, mixed, mixed_step, tailed_step
 from parity import (
     Block,
     Net,
@@ -29,6 +28,7 @@ from polyshard.planning import thresholds
 from polyshard_backends.threaded import ThreadedWorld
 from polyshard_plugins.trace import read_trace
 from processes import RankPool
+from reference_models import LAYOUTS, WIDTH, WORDS, Frozen, Halves, Tailed, mixed, mixed_step, tailed_step
 from torch import nn
 from wires import Int8Wire
 

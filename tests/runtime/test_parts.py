@@ -9,7 +9,6 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from models import WIDTH, WORDS, Tailed, sharded_tailed, tailed_step, units_in
 from parity import (
     Block,
     adam,
@@ -28,6 +27,7 @@ from parity import (
 from polyshard.errors import RankMismatchError, StateError, UnshardedUseError
 from polyshard.planning import thresholds
 from polyshard_backends.threaded import ThreadedWorld
+from reference_models import WIDTH, WORDS, Tailed, sharded_tailed, tailed_step, units_in
 from torch import nn
 from torch.nn import functional
 

@@ -8,7 +8,6 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from models import USES, WIDTH, WORDS, Tailed, sharded_tailed, tailed_step, units_in
 from parity import (
     Block,
     Step,
@@ -26,6 +25,7 @@ from parity import (
 )
 from polyshard.planning import thresholds
 from polyshard_backends.threaded import ThreadedWorld
+from reference_models import USES, WIDTH, WORDS, Tailed, sharded_tailed, tailed_step, units_in
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from models import Halves
 from polyshard.interfaces import Arrangement, Layout, PluginContext, UnitGeometry
 from polyshard.testing import LayoutSuite
 from polyshard_layouts.blocks import Blocks
 from polyshard_layouts.flat import Flat
 from polyshard_layouts.rows import Rows
+from reference_models import Halves
 
 CONTEXT = PluginContext("under test", torch.device("cpu"))
 
