@@ -22,7 +22,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     # Embedding and head of the model below, and nothing else of it.
-    monkeypatch.setattr(thresholds, "SMALLEST_PART", 64 * 512)
+    monkeypatch.setattr(thresholds, "SMALLEST_SPLIT", 64 * 512)
     monkeypatch.setattr(thresholds, "DIRECT_NUMEL", 64 * 512)
 
 

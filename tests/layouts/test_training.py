@@ -184,7 +184,7 @@ def test_listeners_change_nothing_and_are_told_each_unit(layout: str, tmp_path: 
 @pytest.mark.parametrize("layout", EVERY)
 @pytest.mark.parametrize("name", ["embedding and head", "root alone"])
 def test_parts_of_the_root_train_alike(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "SMALLEST_PART", WIDTH * WORDS if name != "root alone" else 1 << 40)
+    monkeypatch.setattr(thresholds, "SMALLEST_SPLIT", WIDTH * WORDS if name != "root alone" else 1 << 40)
     settings = {"policy": units_of(Block), "layout": EVERY[layout]}
     assert_parity(seeded(lambda: Tailed("called")), tailed_step, 3, settings=settings, optimizer=adam)
 

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Nothing averages the gradients o
 @pytest.fixture
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     # Embedding and head of these models, and not their norm.
-    monkeypatch.setattr(thresholds, "SMALLEST_PART", WIDTH * WORDS)
+    monkeypatch.setattr(thresholds, "SMALLEST_SPLIT", WIDTH * WORDS)
 
 
 small = pytest.mark.usefixtures("_small")

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     # Embedding and head of these models, and not their norm.
-    monkeypatch.setattr(thresholds, "SMALLEST_PART", WIDTH * WORDS)
+    monkeypatch.setattr(thresholds, "SMALLEST_SPLIT", WIDTH * WORDS)
 
 
 @pytest.mark.parametrize(
