@@ -19,11 +19,16 @@ from .api import outermost_root
 from .errors import CollectiveError, StateError
 from .functions.lookup import live_roots
 from .functions.optimizers import NOT_BY_ELEMENT
+from .functions.recorded_streams import RecordedStreams, Stream, StreamRecorder
 from .functions.torch_functions import replacing_values
 from .functions.whole import gather_whole, state_dicts_of_pieces, whole_on_this_rank
 from .planning.layout import FlatLayout, Piece, Slot
-from .planning.plan import MODULE_STATE_ATTRIBUTE
+from .planning.plan import MODULE_STATE_ATTRIBUTE, refuse_sharded
+from .planning.plan import refuse_unshardable as refuse_unshardable_parameters
 from .planning.values import send_from_first
+from .runtime import graph
+from .runtime.module_state import ModuleState
+from .runtime.root import root_of
 from .runtime.step import Phase
 from .runtime.unit import Reshard
 from .setup.build import refuse_broken
@@ -48,6 +53,8 @@ __all__ = [
     "ShardedParameter",
     "ShardedUnit",
     "Slot",
+    "Stream",
+    "StreamRecorder",
     "WaitingTimes",
     "find",
     "idle_model",
@@ -55,8 +62,11 @@ __all__ = [
     "models",
     "models_changed",
     "outermost_model",
+    "refuse_unshardable",
     "send_from_first",
+    "sharded_model",
     "state_dicts_of_pieces",
+    "units_in",
 ]
 
 
@@ -193,6 +203,38 @@ class ShardedUnit:
     def offload(self) -> OffloadManager:
         """Its offload plugin."""
         return self._unit.offload
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of the gathered unit; 0 where compute uses the master."""
+        return self._unit.gathered_nbytes
+
+    @property
+    def reduction_nbytes(self) -> int:
+        """Bytes of its whole gradient while ranks reduce it; 0 where none is reduced."""
+        unit = self._unit
+        return unit.gradients.input.nbytes if unit.trainable and not unit.resident else 0
+
+    @property
+    def reduced_nbytes(self) -> int:
+        """Bytes of the result on this rank, which replicas add up; 0 where none is reduced."""
+        if not self.reduction_nbytes:
+            return 0
+        reduction = self._unit.gradients.input
+        return reduction.layout.shard_numel * reduction.result_dtype.itemsize
+
+    @property
+    def gather_buffer(self) -> torch.Tensor | None:
+        """The flat buffer that gathers fill, whose memory comes and goes; None where compute uses the master."""
+        return None if self._unit.permanent else self._unit.buffer.flat
+
+    @property
+    def reduction_buffers(self) -> tuple[torch.Tensor, ...]:
+        """The flat buffers of whole gradients: the next reduction's input, and the sum of microbatches before it."""
+        if self.shard is None or not self.reduction_nbytes:
+            return ()
+        reduction = self._unit.gradients.input
+        return tuple(each.flat for each in (reduction.buffer, reduction.sum) if each is not None)
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """The whole flat tensor (``[padded_numel]``) of which each rank has ``own`` (``[shard_numel]``).
@@ -334,6 +376,17 @@ class ShardedModel:
         """Order compute on the current stream after every gather and reduction that was issued."""
         self._root.streams.drain()
 
+    def gathers_per_step(self, unit: ShardedUnit) -> int:
+        """How often a forward and a backward gather ``unit``: twice where it is released in between."""
+        if unit.shard is None or unit._unit.permanent:
+            return 0
+        # The backward of the outermost module follows its forward at once.
+        return 2 if unit._unit.releases(unit._unit in self._root.module_states[0].units) else 1
+
+    def record_streams(self, recorder: StreamRecorder) -> None:
+        """Run communication where it is issued from now on, and report to ``recorder`` the streams of a device."""
+        self._root.use_streams(RecordedStreams(recorder))
+
     def refuse_replaced_values(self, call: str) -> None:
         """Raise inside ``replacing_values``; ``call`` begins the message.
 
@@ -393,6 +446,47 @@ class ShardedModel:
         """Inside, every parameter is whole on this rank, with ``values`` by first name; nothing is communicated."""
         return whole_on_this_rank(self._root, values)
 
+    @property
+    def groups(self) -> Iterable[Collectives]:
+        """All groups of ranks that it communicates over, each once."""
+        return graph.groups_of(self._root)
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether the first steps still decide: which units stay gathered, and whether ranks issue the same."""
+        return self._root.budget_pending
+
+    def capture_obstacle(self) -> str | None:
+        """Why no step can be recorded in a CUDA graph, alike on all ranks; None where steps can be."""
+        return graph.capture_obstacle(self._root)
+
+    def step_obstacle(self) -> str | None:
+        """Why the next step cannot be recorded or replayed; None where it can."""
+        if self._root.audit is not None:
+            return "No warm-up step ran the model forward and backward. Let train_step do both."
+        return graph.step_obstacle(self._root)
+
+    def prepare_recording(self) -> RecordedModel:
+        """Do everything that a forward does before its first operation, and release all gather buffers.
+
+        Raises:
+            ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
+        """
+        graph.prepare_recording(self._root)
+        return graph.RecordedState(self._root)
+
+    def release_buffers(self) -> None:
+        """Take all gather buffers' memory, and order the current stream after everything that was issued."""
+        graph.release_buffers(self._root)
+
+    def recover_from_recording(self) -> None:
+        """Back to the state between steps, behind a recording that failed."""
+        graph.recover_from_recording(self._root)
+
+    def begin_gathers(self) -> None:
+        """Order the next gathers behind the current stream."""
+        self._root.streams.begin_forward()
+
     def tell_saved(self, model: nn.Module, path: Path) -> None:
         """Call the listeners' ``on_save``."""
         self._root.events.on_save(model, path)
@@ -400,6 +494,17 @@ class ShardedModel:
     def tell_loaded(self, model: nn.Module, path: Path) -> None:
         """Call the listeners' ``on_load``."""
         self._root.events.on_load(model, path)
+
+
+class RecordedModel(Protocol):
+    """The model as it was when a step was recorded in a CUDA graph."""
+
+    @property
+    def released(self) -> bool:
+        """Whether no gather buffer has got memory since."""
+
+    def obstacle(self) -> tuple[str, bool] | None:
+        """Why the recording cannot be replayed, and whether that lasts until it is recorded anew; None where it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,6 +565,33 @@ class LocatedParameter:
 def is_sharded(module: nn.Module) -> bool:
     """Whether ``module`` itself was sharded; not what is inside it."""
     return MODULE_STATE_ATTRIBUTE in module.__dict__
+
+
+def sharded_model(module: nn.Module) -> ShardedModel | None:
+    """The model that ``module`` is a sharded module of, closed or not; None where polyshard did not shard ``module``.
+
+    Modules that a drop-in sharded are not its own: they form a model at their first forward.
+    """
+    state = module.__dict__.get(MODULE_STATE_ATTRIBUTE)
+    return ShardedModel(root_of(state)) if type(state) is ModuleState else None
+
+
+def units_in(model: nn.Module) -> Iterator[ShardedUnit]:
+    """The units of every sharded module in ``model``, in module order."""
+    for module in model.modules():
+        state: ModuleState | None = module.__dict__.get(MODULE_STATE_ATTRIBUTE)
+        yield from map(ShardedUnit, () if state is None else state.units)
+
+
+def refuse_unshardable(model: nn.Module, rank: int) -> None:
+    """Raise where ``shard`` would refuse ``model``, without changing it.
+
+    Raises:
+        AlreadyShardedError: a module in it is sharded.
+        ParameterError: a parameter cannot be sharded.
+    """
+    refuse_sharded(model, rank)
+    refuse_unshardable_parameters(model, ignored_modules=(), ignored_parameters=(), rank=rank)
 
 
 def outermost_model(model: nn.Module, call: str) -> ShardedModel:

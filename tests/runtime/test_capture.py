@@ -15,9 +15,8 @@ import pytest
 import torch
 from parity import Net, assert_all_close, draw, on_ranks, seeded, train_reference
 from polyshard import CapturedStep, CaptureMode
+from polyshard.capture.graph import Recorder, Recording
 from polyshard.errors import CaptureError
-from polyshard.runtime.graph import Recorder, Recording
-from polyshard.runtime.root import Root
 from polyshard_backends.threaded import ThreadedWorld
 from rerun import Rerun, Rerunning, alone, captured, momentum, on_thread, reference, stepping, whole
 from torch import nn
@@ -36,8 +35,8 @@ class Failing(Rerun):
 class FailingOnRankOne(CapturedStep[Any, Any]):
     """Records, but for rank 1."""
 
-    def _make_recorder(self, root: Root) -> Recorder:
-        return Failing() if root.rank == 1 else Rerun()
+    def _make_recorder(self) -> Recorder:
+        return Failing() if self._sharded.rank == 1 else Rerun()
 
 
 @dataclass

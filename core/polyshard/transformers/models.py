@@ -1,20 +1,54 @@
-"""First values of models that are on the meta device, as their classes choose them."""
+"""Models of Transformers: ``generate`` that gathers once a call, and first values of models on the meta device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import nn
 
+from ..api import register_forward_method
 from ..errors import UnsupportedError
+from ..inspect import outermost_model
 from ._private import init_weights_of
+
+
+def register_generate(model: nn.Module, name: str = "generate") -> None:
+    """Let ``model.generate(...)`` gather each unit once a call, in the dtype in which the model computes.
+
+    A token is a forward of every block. Registered by ``polyshard.register_forward_method`` alone, each would gather
+    each block again. Here the first forward of a call gathers, and the call's end releases: whole parameters take the
+    model's size in compute dtype meanwhile. After its first forward a call communicates nothing, so ranks may be given
+    prompts of different lengths and end at different lengths. All ranks call it, as often.
+
+    Args:
+        model: The outermost sharded module, an adapter's wrapper too.
+        name: The method that calls the model's forward many times, without gradients.
+
+    Raises:
+        StateError: ``model`` is not the outermost sharded module.
+        ConfigError: it has no such method.
+    """
+    outermost_model(model, "register_generate()")
+    register_forward_method(model, name)
+    method = getattr(model, name)
+
+    @wraps(method)
+    def gathered_once(*args: Any, **kwargs: Any) -> Any:
+        # Without a backward to come, all is released when the call ends.
+        with outermost_model(model, f"{name}()").kept_unsharded(), torch.no_grad():
+            return method(*args, **kwargs)
+
+    setattr(model, name, gathered_once)
+
 
 Initialize = Callable[[nn.Module], None]
 
 
 def initializer_of(model: nn.Module) -> Initialize:
-    """What fills a module's own parameters and buffers, to be given to ``polyshard.shard``.
+    """A function that fills a module's own parameters and buffers, for ``polyshard.shard``.
 
     A module that is in a model of Transformers is initialised by the innermost one around it, others by their
     ``reset_parameters()``. Some classes, T5's, choose values of a layer by the module around it, and Transformers asks
