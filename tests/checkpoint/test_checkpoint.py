@@ -439,7 +439,7 @@ def test_calls_at_the_wrong_place_are_refused(tmp_path: Path) -> None:
         assert len(refused) == 2
         with polyshard.unsharded(model), pytest.raises(StateError, match=r"inside polyshard.unsharded\(\)"):
             checkpoint.load(directory, model)
-        with pytest.raises(StateError, match="this Linear is none"):
+        with pytest.raises(StateError, match="this Linear is not sharded"):
             checkpoint.model_state(model.ignored)
         with pytest.raises(StateError, match="was given the inner one 'project'"):
             checkpoint.model_state(model.project)

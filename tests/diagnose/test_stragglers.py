@@ -179,7 +179,7 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], words: st
 
 
 def test_what_cannot_be_watched_is_refused() -> None:
-    with pytest.raises(StateError, match="Stragglers needs a sharded model"), polyshard.Stragglers(nn.Linear(2, 2)):
+    with pytest.raises(StateError, match="Stragglers needs a sharded module"), polyshard.Stragglers(nn.Linear(2, 2)):
         pass
     model = seeded(Net)
     alone = polyshard.shard(model, polyshard.ShardConfig(strategy="no_shard", collectives="fake"))
