@@ -8,9 +8,8 @@ from enum import auto
 from typing import Any, Protocol, cast
 
 import torch
-from polyshard.engine.planning.plan import STAGE_ATTRIBUTE
-from polyshard.engine.tensors import iter_tensors
 from polyshard.errors import TrainingStateError
+from polyshard.extension import STAGE_ATTRIBUTE, iter_tensors
 from polyshard_plugins.casts import make_input_cast, make_output_cast
 from torch import nn
 

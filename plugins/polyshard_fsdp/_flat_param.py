@@ -7,17 +7,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from polyshard.engine.parameters.originals import become
-from polyshard.engine.planning.layout import FlatLayout
-from polyshard.engine.planning.managed_parameter import ManagedParameter
-from polyshard.engine.transport.buffer import view_of
 from polyshard.errors import ParameterChangedError, ParameterError, UnsupportedError
+from polyshard.extension import FlatLayout, ManagedParameter, Slot, become, dense_stride, product, view_of
+from polyshard.interfaces import PARAMETER_ALIGNMENT_BYTES
 from torch import nn
 
 from ._collectives import rank_and_size
 from ._common_utils import FLAT_PARAM, HandleTrainingState, _set_fsdp_flattened
 from ._handle_unit import HandleUnit
-from ._layout import flat_layout
 from ._torch_settings import TorchNamed, own
 
 #: Names of environment variables; each is read when an instance is constructed.
@@ -450,3 +447,21 @@ def _as_tuples(metadata: _Metadata) -> tuple[tuple[Any, ...], ...]:
     shapes = tuple(tuple(shape) for shape in metadata.param_shapes)
     offsets = tuple(tuple(offset) for offset in metadata.param_offsets)
     return tuple(metadata.param_names), shapes, tuple(metadata.param_numels), offsets
+
+
+# Where FSDP lays the parameters of one instance: one after the other, cut evenly and nowhere rounded up.
+
+
+def flat_layout(parameters: Sequence[nn.Parameter], *, shards: int, itemsize: int, aligned: bool) -> FlatLayout:
+    """The layout of ``parameters`` in slices of ``ceil(total / shards)`` elements of ``itemsize`` bytes.
+
+    ``aligned``: each begins at a multiple of 16 bytes. Otherwise they lie back to back.
+    """
+    alignment = max(1, PARAMETER_ALIGNMENT_BYTES // itemsize) if aligned else 1
+    slots, cursor = [], 0
+    for parameter in parameters:
+        shape = tuple(parameter.shape)
+        offset = -(-cursor // alignment) * alignment
+        slots.append(Slot(offset, product(shape), shape, dense_stride(shape, parameter.stride())))
+        cursor = slots[-1].end
+    return FlatLayout(tuple(slots), cursor, -(-cursor // shards), shards)

@@ -6,24 +6,28 @@ changed and before anything is sent.
 
 from __future__ import annotations
 
+import itertools
+import os
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from polyshard.errors import ConfigError, ConfigTypeError, DeviceError, ParameterError
+import torch.distributed as dist
+from polyshard.errors import ConfigError, ConfigTypeError, DeviceError, ParameterError, WorldSizeError
+from polyshard.interfaces import Collectives
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import _torch_private
+from ._collectives import GroupLike, collectives_of, rank_and_size
 from ._common_utils import _get_module_fsdp_state, _is_fsdp_flattened, clean_tensor_name
 from ._flat_param import HandleShardingStrategy
+from .api import ShardingStrategy
 
 # Under the names that FSDP has here.
-from ._groups import HYBRID_SHARDING_STRATEGIES as HYBRID_SHARDING_STRATEGIES
-from ._groups import _init_intra_and_inter_node_groups as _init_intra_and_inter_node_groups
-from .api import ShardingStrategy
 
 #: Bytes that ``sync_module_states`` broadcasts at a time.
 PARAM_BROADCAST_BUCKET_SIZE = 250 * 1024 * 1024
@@ -352,3 +356,306 @@ def compute_device(
     if device is not None and chosen != device:
         _refuse_device(rank, chosen, device)
     return chosen
+
+
+# The ranks that an instance shards over, and those that hold the same shard, from the constructor's arguments.
+
+
+HYBRID_SHARDING_STRATEGIES = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The ranks that shard one instance's parameters, and those that hold the same shard."""
+
+    process_group: Any
+    """Shards lie over it: a ``ProcessGroup``, a ``Collectives``, or an object with ``rank()`` and ``size()``."""
+    replicate_group: Any | None
+    """Gradients are also averaged over it; None for strategies that are not hybrid."""
+    rank: int
+    """This process's rank in ``process_group``."""
+    world_size: int
+    """Number of ranks in ``process_group``."""
+    device_mesh: DeviceMesh | None
+    """The mesh that the groups were taken from, if any."""
+    given: Any
+    """The constructor's ``process_group``."""
+
+    def for_children(self) -> Any:
+        """The ``process_group`` argument with which modules inside use the same groups.
+
+        Each instance would make groups of its own where a hybrid strategy was given none, and instances of one model
+        must share theirs.
+        """
+        if self.replicate_group is None or self.device_mesh is not None:
+            return self.given
+        return self.process_group, self.replicate_group
+
+
+def resolve_groups(
+    strategy: ShardingStrategy | None,
+    process_group: Any,
+    device_mesh: DeviceMesh | None,
+    policy: object | None,
+    device_type: str,
+) -> Groups:
+    """The groups that the constructor's arguments name.
+
+    Communicates only where a hybrid strategy is given neither groups nor a mesh: groups within and across nodes are
+    then made, which all ranks do together.
+
+    Args:
+        strategy: None for ``FULL_SHARD``.
+        process_group: one group; a (shard, replicate) pair for hybrid strategies; or None for the default group.
+        device_mesh: one-dimensional, or two-dimensional (replicate, shard) for hybrid strategies.
+        policy: the ``auto_wrap_policy``; wrapping by hand with a hybrid strategy must say which groups are meant.
+        device_type: where the model computes, to count the devices of a node.
+
+    Raises:
+        ConfigError: groups and mesh are both given, of a wrong kind, or missing.
+        WorldSizeError: this process is in none of the given groups, or nodes do not divide the ranks.
+    """
+    if process_group is not None and device_mesh is not None:
+        raise ConfigError(
+            "Cannot pass both process_group and device_mesh at the same time. Please just pass only one of them."
+        )
+    replicate_group: Any | None = None
+    given = process_group
+    if strategy not in HYBRID_SHARDING_STRATEGIES:
+        if device_mesh is not None:
+            process_group = device_mesh.get_group(mesh_dim=0)
+        elif process_group is None:
+            process_group = _default_group()
+    elif device_mesh is not None:
+        if not isinstance(device_mesh, DeviceMesh) or device_mesh.ndim != 2:
+            raise ConfigError(f"Expected device_mesh to have ndim=2 but got {getattr(device_mesh, 'ndim', None)}")
+        replicate_group, process_group = device_mesh.get_group(mesh_dim=0), device_mesh.get_group(mesh_dim=1)
+    elif process_group is not None:
+        if not (isinstance(process_group, tuple) and len(process_group) == 2 and all(map(_is_group, process_group))):
+            raise ConfigError(
+                "Expected process_group to be passed in as either None or "
+                f"Tuple[dist.ProcessGroup, dist.ProcessGroup] but got {type(process_group)}; {strategy} shards over "
+                f"the first group and replicates over the second"
+            )
+        process_group, replicate_group = process_group
+    elif policy is None:
+        raise ConfigError(
+            f"Manual wrapping with {strategy} requires explicit specification of process group or device_mesh."
+        )
+    else:
+        process_group, replicate_group = _init_intra_and_inter_node_groups(
+            _default_group(), _devices_per_node(device_type)
+        )
+    rank, world_size = _place_in(process_group)
+    return Groups(process_group, replicate_group, rank, world_size, device_mesh, given)
+
+
+def _is_group(group: object) -> bool:
+    return isinstance(group, dist.ProcessGroup | Collectives | GroupLike)
+
+
+def _place_in(group: Any) -> tuple[int, int]:
+    if not _is_group(group):
+        raise WorldSizeError(
+            f"{group!r} is not a process group that this process is in; give one torch.distributed.ProcessGroup that "
+            f"contains this rank (a pair of groups is for hybrid strategies)"
+        )
+    return rank_and_size(group)
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if group is None:
+        raise ConfigError(
+            "Default process group has not been initialized, please make sure to call init_process_group, or pass "
+            "process_group or device_mesh"
+        )
+    return group
+
+
+def _devices_per_node(device_type: str) -> int:
+    """Ranks that share a node, as the launcher says, or else one for each device that this process sees."""
+    world_size = dist.get_world_size()
+    launched = os.environ.get("LOCAL_WORLD_SIZE")
+    if launched is not None:
+        return int(launched)
+    # Hosts without accelerators cannot tell how many ranks they have: all are taken to be on one.
+    return min(world_size, torch.accelerator.device_count()) if device_type != "cpu" else world_size
+
+
+def _init_intra_and_inter_node_groups(
+    global_process_group: dist.ProcessGroup, num_devices_per_node: int
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """New groups of this rank's node, and of the ranks at the same place in every node. All ranks call it together.
+
+    Ranks are taken to be numbered node by node, ``num_devices_per_node`` each.
+
+    Raises:
+        WorldSizeError: the nodes do not divide the ranks.
+    """
+    ranks = dist.get_process_group_ranks(global_process_group)
+    if num_devices_per_node < 1 or len(ranks) % num_devices_per_node:
+        raise WorldSizeError(
+            f"{len(ranks)} ranks cannot be divided over nodes of {num_devices_per_node}; start as many ranks on every "
+            f"node, or pass process_group=(shard group, replicate group)"
+        )
+    backend = dist.get_backend_config(global_process_group)
+    nodes = [ranks[start : start + num_devices_per_node] for start in range(0, len(ranks), num_devices_per_node)]
+    # Every rank makes every group, in the same order: making one is collective over the whole job.
+    intra = [dist.new_group(node, backend=backend) for node in nodes]
+    inter = [dist.new_group(list(peers), backend=backend) for peers in zip(*nodes, strict=True)]
+    node, place = divmod(global_process_group.rank(), num_devices_per_node)
+    return intra[node], inter[place]
+
+
+# First values: of meta tensors, and of every rank from rank 0.
+
+
+__all__ = ["materialize", "sync_module_states"]
+
+
+def materialize(
+    module: nn.Module, ignored: Ignored, param_init_fn: Callable[[nn.Module], None] | None, device: torch.device
+) -> None:
+    """Give values to meta parameters and buffers that ``module``'s instance manages; nothing happens without any.
+
+    With ``param_init_fn``, it is called on ``module`` and every managed module in it, outermost first. Otherwise each
+    managed module that itself holds meta tensors gets new ones on ``device``, uninitialised, and its
+    ``reset_parameters()`` is called. Shared parameters stay shared, and ignored parameters keep their values.
+
+    Raises:
+        DeviceError: ``param_init_fn`` left meta tensors.
+        Exception: what ``reset_parameters()`` raised, after a warning; the meta tensors are then back in place.
+    """
+    if not needs_materialization(module, ignored):
+        return
+    if param_init_fn is None:
+        _reset(managed_modules(module, ignored), ignored, device)
+        return
+    for child in managed_modules(module, ignored):
+        param_init_fn(child)
+    if needs_materialization(module, ignored):
+        left = [name for name, parameter in named_managed(module, ignored) if parameter.is_meta]
+        raise DeviceError(
+            f"`param_init_fn` left tensors on the meta device: {left or 'buffers'}; it is called on every module, and "
+            f"must give values to the parameters and buffers that the module itself holds"
+        )
+
+
+def _reset(modules: Sequence[nn.Module], ignored: Ignored, device: torch.device) -> None:
+    fresh = [module for module in modules if any(_own_meta(module, ignored))]
+    replaced: list[tuple[nn.Module, str, torch.Tensor]] = []
+    kept = [
+        (parameter, parameter.detach().clone())
+        for module in fresh
+        for parameter in module.parameters(recurse=False)
+        if parameter in ignored.parameters and not parameter.is_meta
+    ]
+    new: dict[torch.Tensor, torch.Tensor] = {}
+    module = modules[0]
+    try:
+        with torch.no_grad():
+            for module in fresh:
+                for name, tensor in _own_meta(module, ignored):
+                    if tensor not in new:
+                        new[tensor] = _empty(tensor, device)
+                    replaced.append((module, name, tensor))
+                    _put(module, name, new[tensor])
+                cast("Callable[[], None]", module.reset_parameters)()
+    except BaseException as error:
+        for changed, name, tensor in replaced:
+            _put(changed, name, tensor)
+        warnings.warn(
+            f"Unable to call `reset_parameters()` for module on meta device with error {error}. Please ensure that "
+            f"your module oftype {type(module)} implements a `reset_parameters()` method.",
+            stacklevel=STACKLEVEL,
+        )
+        raise
+    finally:
+        with torch.no_grad():
+            for parameter, value in kept:
+                parameter.copy_(value)
+
+
+def _own_meta(module: nn.Module, ignored: Ignored) -> list[tuple[str, torch.Tensor]]:
+    own = itertools.chain(
+        module.named_parameters(recurse=False, remove_duplicate=False),
+        module.named_buffers(recurse=False, remove_duplicate=False),
+    )
+    return [(name, tensor) for name, tensor in own if tensor.is_meta and tensor not in ignored.parameters]
+
+
+def _empty(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    empty = torch.empty_like(tensor.detach(), device=device)
+    if not isinstance(tensor, nn.Parameter):
+        return empty
+    parameter = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    parameter.__dict__.update(tensor.__dict__)
+    return parameter
+
+
+def _put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    # Through the module's own ``__setattr__``: an RNN keeps a second list of its weights, which follows assignments.
+    setattr(module, name, tensor)
+
+
+def sync_module_states(
+    module: nn.Module, parameters: Iterable[nn.Parameter], groups: Groups, device: torch.device
+) -> None:
+    """Overwrite parameters and all of ``module``'s buffers with rank 0's. All ranks of the groups call it together.
+
+    With two groups, rank 0 of every shard group first gets its values from the first replica, then passes them on.
+
+    Args:
+        module: what is being wrapped.
+        parameters: those that its instance manages.
+        groups: over which.
+        device: where the instance computes; its group moves tensors that are there.
+
+    Raises:
+        ConfigError: tensors are on the CPU, and the instance computes elsewhere.
+        StateError: the group is a dummy.
+    """
+    states = [
+        tensor
+        for state in itertools.chain(module.buffers(), parameters)
+        for tensor in _torch_private.plain_tensors(state.detach())
+    ]
+    if device.type != "cpu" and any(tensor.device.type == "cpu" for tensor in states):
+        raise ConfigError(
+            "The module has CPU parameters or buffers when `sync_module_states=True`, which requires them to be on "
+            "GPU. Please specify the `device_id` argument or move the module to GPU before passing it to FSDP."
+        )
+    for group in (groups.replicate_group, groups.process_group):
+        if group is not None:
+            _broadcast(states, group, device)
+
+
+def _broadcast(tensors: Sequence[torch.Tensor], group: Any, device: torch.device) -> None:
+    collectives = collectives_of(group, device)
+    if collectives.world_size == 1:
+        return
+    with torch.no_grad():
+        for bucket in _buckets(tensors, PARAM_BROADCAST_BUCKET_SIZE):
+            if len(bucket) == 1 and bucket[0].is_contiguous():
+                collectives.broadcast(bucket[0], 0).wait()
+                continue
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            collectives.broadcast(flat, 0).wait()
+            for tensor, values in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
+                tensor.copy_(values.view(tensor.shape))
+
+
+def _buckets(tensors: Iterable[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
+    """``tensors`` by dtype, in order, in lists of at most ``limit`` bytes, or of one larger tensor."""
+    buckets: list[list[torch.Tensor]] = []
+    filling: dict[torch.dtype, tuple[list[torch.Tensor], int]] = {}
+    for tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        bucket, used = filling.get(tensor.dtype, ([], limit))
+        if used + nbytes > limit:
+            bucket, used = [], 0
+            buckets.append(bucket)
+        bucket.append(tensor)
+        filling[tensor.dtype] = (bucket, used + nbytes)
+    return buckets

@@ -5,16 +5,20 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from polyshard.engine import _torch_private
-from polyshard.engine.step.backward import output_hook
-from polyshard.engine.step.boundary import pass_through_in
-from polyshard.engine.step.stage import Stage
-from polyshard.engine.tensors import distinct_tensors, iter_hidden_tensors, map_tensors
+from polyshard.extension import (
+    Stage,
+    distinct_tensors,
+    iter_hidden_tensors,
+    map_tensors,
+    on_gradient,
+    output_hook,
+    pass_through_in,
+)
 from torch import nn
 
 from ._common_utils import HandleTrainingState
 from ._flat_param import FlatParamHandle
-from ._idle import IdleUnit
+from ._runtime import IdleUnit
 from .api import BackwardPrefetch, MixedPrecision
 
 #: Attributes in which all instances under one root must agree.
@@ -92,7 +96,7 @@ def _register_pre_backward_hooks(
     hook = output_hook(state._stage)
     for tensor in iter_hidden_tensors(outputs):
         if tensor.grad_fn is not None:
-            _torch_private.on_gradient(tensor, hook)
+            on_gradient(tensor, hook)
     found = distinct_tensors(outputs, lambda tensor: tensor.grad_fn is not None)
     if any(tensor._is_view() for tensor in found):
         # An in-place change of a view rewrites its history, and a hook on it would be lost: hang it on what is none.

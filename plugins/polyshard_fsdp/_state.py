@@ -9,24 +9,26 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from polyshard.engine.planning.ranks import RankGrid
-from polyshard.engine.step.stage import Stage
-from polyshard.engine.transport.lanes import lanes_for
 from polyshard.errors import ConfigError, DeviceError, StateError, StepAssertionError, UnsupportedError
-from polyshard.events import Events
+from polyshard.extension import Events, RankGrid, Stage, lanes_for
 from torch import nn
 
 from . import _runtime_utils
 from ._collectives import collectives_of
 from ._common_utils import TrainingState, clean_tensor_name
-from ._exec_order import CheckedSchedule, ForwardOrder, UnitSchedule, checks_order
 from ._flat_param import _FSDP_USE_FULL_PREC_IN_EVAL, FlatParameter, FlatParamHandle
-from ._forward import FSDPForward
-from ._groups import HYBRID_SHARDING_STRATEGIES, Groups
-from ._idle import IdleUnit
-from ._init_utils import Ignored, managed_modules
-from ._root import OPTIMIZERS, FSDPRoot
-from ._stage import FSDPStage
+from ._init_utils import HYBRID_SHARDING_STRATEGIES, Groups, Ignored, managed_modules
+from ._runtime import (
+    OPTIMIZERS,
+    CheckedSchedule,
+    ForwardOrder,
+    FSDPForward,
+    FSDPRoot,
+    FSDPStage,
+    IdleUnit,
+    UnitSchedule,
+    checks_order,
+)
 from ._traversal_utils import _get_fsdp_states
 from ._unit import FlatUnit, misplaced_offload
 from .api import (

@@ -3,25 +3,51 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
-from polyshard.engine.parameters.bindings import Bindings, Shown
-from polyshard.engine.parameters.originals import MasterViews, Originals, become
-from polyshard.engine.planning.ranks import RankGrid
-from polyshard.engine.step.step import Phase
-from polyshard.engine.step.unit import Reshard, Unit, UnitState
-from polyshard.engine.transport.buffer import FlatBuffer, view_of
-from polyshard.errors import DeviceError, ParameterChangedError, ParameterMovedError, StateError
+from polyshard.errors import ConfigError, DeviceError, ParameterChangedError, ParameterMovedError, StateError
+from polyshard.extension import (
+    Bindings,
+    Copies,
+    FlatBuffer,
+    FlatLayout,
+    Gradients,
+    Lanes,
+    ManagedParameter,
+    MasterViews,
+    Originals,
+    Phase,
+    RankGrid,
+    Recipient,
+    Reducer,
+    Reducible,
+    ReductionInput,
+    Reshard,
+    ShardedParameter,
+    Shown,
+    Swap,
+    Unit,
+    UnitState,
+    become,
+    view_of,
+)
+from polyshard.extension import CommHook as HookedReduction
 from polyshard.interfaces import OffloadManager, PrecisionCaster, UnitDtypes, UnitSpec
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from . import _runtime_utils
 from ._common_utils import HandleTrainingState
-from ._flat_param import FlatParamHandle, HandleShardingStrategy
-from ._gradients import CommHook, FlatGradients
-from ._originals import FlatBindings, FlatOriginal
+from ._flat_param import FlatParameter, FlatParamHandle, HandleShardingStrategy
+from .api import MixedPrecision
 
 _KEPT_AFTER_FORWARD = (HandleShardingStrategy.SHARD_GRAD_OP, HandleShardingStrategy._HYBRID_SHARD_ZERO2)
 
@@ -424,3 +450,349 @@ def misplaced_offload(device: torch.device, name: str, rank: int) -> DeviceError
 
 def _parked(offload: OffloadManager, spec: UnitSpec, master: torch.Tensor) -> torch.Tensor:
     return offload.place(spec, master) if offload.capabilities.parks else master
+
+
+# What modules and optimizers hold where one flat parameter stands for all (``use_orig_params=False``).
+
+
+class FlatOriginal(MasterViews):
+    """One flat parameter over the whole master."""
+
+    def __init__(self, flat_param: FlatParameter, layout: FlatLayout, master: torch.Tensor) -> None:
+        self._flat_param = flat_param
+        self._layout = layout
+        self._master = master
+        self.tensors = [flat_param]
+        self._trained = flat_param.requires_grad
+        self.expose()
+
+    @property
+    def recipients(self) -> list[Recipient]:
+        return [Recipient(self._flat_param, 0, tuple(self._master.shape), (1,))]
+
+    @property
+    def trained(self) -> list[bool]:
+        return [self._flat_param.requires_grad] * len(self._layout.slots)
+
+    def expose(self) -> None:
+        self._flat_param.data = self._master
+
+    def take_up_changes(self) -> bool:
+        return self.retrained()
+
+    def retrained(self) -> bool:
+        before, self._trained = self._trained, self._flat_param.requires_grad
+        return before != self._trained
+
+    def refuse_changes(self, *, held: bool) -> None:
+        """Nothing: no parameter is within the user's reach."""
+
+
+class FlatBindings(Bindings):
+    """Plain tensors under the parameters' names, in ``module.__dict__``.
+
+    ``_parameters`` would make them the module's own again: in ``named_parameters``, in state dicts, in optimizers.
+    """
+
+    def __init__(
+        self, parameters: Sequence[ManagedParameter], leaves: Sequence[torch.Tensor], *, guarded: bool
+    ) -> None:
+        super().__init__(parameters, leaves, guarded=guarded)
+        # Whole views were left there when the parameters were flattened.
+        self.shown = Shown.VIEWS
+        self.show(Shown.ORIGINALS)
+
+    def _collect(self, leaves: Sequence[torch.Tensor]) -> dict[nn.Module, Swap]:
+        swaps: dict[nn.Module, Swap] = {}
+        for parameter, leaf in zip(self._parameters, leaves, strict=True):
+            guard = ShardedParameter.of(parameter)
+            outside = guard if self._elsewhere is Shown.GUARDS else leaf.detach()
+            for module, attribute in parameter.sites:
+                swap = swaps.setdefault(module, Swap(module.__dict__, {shown: {} for shown in Shown}))
+                swap.of[Shown.VIEWS][attribute] = leaf
+                swap.of[Shown.ORIGINALS][attribute] = swap.of[Shown.GUARDS][attribute] = outside
+        return swaps
+
+    def _add_guards(self) -> None:
+        """They are there already: outside of compute, too, nothing else stands under the names."""
+
+
+class ReplacedParameters:
+    """Parameters that a flat one took the place of. No module has them any more: their optimizer updates nothing."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watches = False
+        # What each was called, and on which rank.
+        self._replaced: Any = WeakTensorKeyDictionary()
+        # Optimizers that hold none of them, and how many parameter groups they had.
+        self._passed: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+
+    def add(self, parameters: Sequence[nn.Parameter], names: Sequence[str], rank: int) -> None:
+        """Refuse optimizers of ``parameters``, which had ``names``, from now on."""
+        with self._lock:
+            for parameter, name in zip(parameters, names, strict=True):
+                self._replaced[parameter] = name, rank
+            self._passed.clear()
+            if not self._watches:
+                register_optimizer_step_pre_hook(self.before_step)
+                self._watches = True
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """To be called before each step of each optimizer.
+
+        Raises:
+            ConfigError: it holds a trained parameter that was replaced.
+        """
+        if torch.compiler.is_compiling() or self._passed.get(optimizer) == len(optimizer.param_groups):
+            return
+        for parameter in (each for group in optimizer.param_groups for each in group["params"] if each.requires_grad):
+            found = self._replaced.get(parameter)
+            if found is not None:
+                name, rank = found
+                raise ConfigError(
+                    f"{type(optimizer).__name__} holds '{name}', which a flat parameter took the place of (rank "
+                    f"{rank}, use_orig_params=False): it would never be updated. Make the optimizer from "
+                    "model.parameters() behind the sharding, or pass use_orig_params=True."
+                )
+        self._passed[optimizer] = len(optimizer.param_groups)
+
+
+#: Optimizers are one for the whole process, and know of no model.
+replaced_parameters = ReplacedParameters()
+
+
+# Gradients of one flat parameter, reduced and shown as FSDP does.
+
+
+#: Attribute of a gradient that was given other data: the tensor whose data they are.
+_SHOWS = "_polyshard_shows"
+
+
+@dataclass(frozen=True, slots=True)
+class CommHook:
+    """What a user registered in the place of the reduction."""
+
+    state: object
+    hook: Callable[..., Any]
+
+
+class FlatParameterUnit(Reducible, Protocol):
+    """What gradients ask of their unit. ``_unit.FlatUnit`` is the one kind."""
+
+    layout: FlatLayout
+    dtypes: UnitDtypes
+    master: torch.Tensor
+    originals: MasterViews
+    comm_hook: CommHook | None
+
+    @property
+    def keeper(self) -> OffloadManager | None:
+        """The manager that the unit is parked with; None where it is not."""
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+
+    def unreduced_gradients(self, whole: torch.Tensor) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
+        """The trained parameters that the user sees, and their gradients as views of ``whole`` (``[padded_numel]``)."""
+
+
+class FlatInput(ReductionInput):
+    """Adds up in the compute dtype, in memory that lives as long as any ``.grad`` that shows it."""
+
+    def __init__(self, layout: FlatLayout, dtypes: UnitDtypes, device: torch.device) -> None:
+        super().__init__(layout, dtypes.reduce, dtypes.reduce, device)
+        self._sum_dtype = dtypes.compute
+
+    def choose(self, dtypes: UnitDtypes) -> None:
+        """In which dtypes the next backward accumulates and reduces."""
+        if dtypes.reduce != self.dtype:
+            self._buffer = None
+        self.dtype = self.result_dtype = dtypes.reduce
+        self._sum_dtype = dtypes.compute
+
+    def make_sum(self) -> FlatBuffer:
+        with torch.inference_mode(False):
+            flat = torch.empty(self.layout.padded_numel, dtype=self._sum_dtype, device=self.device)
+            return FlatBuffer(flat, self.layout, resizable=False)
+
+    def collect(self, buffer: FlatBuffer) -> Copies:
+        copies = super().collect(buffer)
+        # Not kept for the next accumulation: a user may still hold what ``.grad`` was.
+        self.sum = None
+        return copies
+
+
+class FlatGradients(Gradients):
+    """Differs from the engine's own in three things.
+
+    - Under ``no_sync`` gradients gather in the compute dtype, and ``.grad`` shows them, whole.
+    - A communication hook may stand in the place of the reduction.
+    - What was computed in full precision in eval mode is reduced in full precision.
+    """
+
+    input: FlatInput
+
+    def __init__(self, unit: FlatParameterUnit) -> None:
+        super().__init__(unit, unit.layout, unit.dtypes, unit.originals.recipients, unit.keeper)
+        self.input = FlatInput(unit.layout, unit.dtypes, unit.spec.device)
+        self._unit = unit
+        self._training_dtypes = unit.dtypes
+        #: ``.grad`` of the parameters from before the first backward under ``no_sync``; None while that shows.
+        self._reduced_before: list[tuple[nn.Parameter, torch.Tensor | None]] | None = None
+        # Unreduced gradients live as long as any ``.grad`` that shows them, as reduced ones do.
+        self._whole: TensorWeakRef | None = None
+        self._shown_at: list[int] = []
+
+    def choose(self, full_precision: bool) -> None:
+        """In which dtypes the next backward accumulates and reduces."""
+        dtypes = self._training_dtypes
+        if full_precision:
+            master = self.unit.spec.master_dtype
+            dtypes = UnitDtypes(compute=master, wire=master, reduce=master, grad=master)
+        self._dtypes = dtypes
+        self.input.choose(dtypes)
+
+    def keep(self, gradients: list[torch.Tensor | None], lanes: Lanes) -> None:
+        self._take_back()
+        super().keep(gradients, lanes)
+
+    def reduce(self, gradients: list[torch.Tensor | None], reducer: Reducer) -> None:
+        self._take_back()
+        self._restore_reduced()
+        super().reduce(gradients, reducer)
+
+    def show_unreduced(self) -> None:
+        """Let ``.grad`` be what waits for a synchronising backward; called when a backward under ``no_sync`` ended."""
+        if not self.input.has_sum or self.input.sum is None:
+            return
+        whole, self.input.sum = self.input.sum.flat, None
+        if self._whole is not None and self._whole() is whole:
+            return
+        shown = self._unit.unreduced_gradients(whole)
+        if self._reduced_before is None:
+            self._reduced_before = [(parameter, parameter.grad) for parameter, _ in shown]
+        for parameter, gradient in shown:
+            self.show(parameter, gradient)
+        self._whole = TensorWeakRef(whole)
+        self._shown_at = [gradient.data_ptr() for _, gradient in shown]
+
+    def show(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        """Let ``parameter.grad`` be ``gradient``, a shard's or a whole one."""
+        if gradient is None or (
+            gradient.shape == parameter.shape
+            and gradient.dtype == self._unit.dtypes.grad
+            and gradient.device == parameter.device
+        ):
+            parameter.grad = gradient
+            return
+        # Through ``.data``: the parameter is a shard in the original dtype, on the host where it is offloaded, and the
+        # gradient a whole one in the compute dtype where it was computed. Autograd would refuse the pair.
+        shown = parameter.grad = torch.empty_like(parameter, dtype=self._unit.dtypes.grad)
+        shown.data = gradient
+        setattr(shown, _SHOWS, gradient)
+
+    @property
+    def shows_unreduced(self) -> bool:
+        """Whether ``.grad`` is what waits for a synchronising backward, and not a reduced gradient."""
+        return self._reduced_before is not None
+
+    def reduced_shard(self) -> torch.Tensor | None:
+        """This rank's reduced gradient (``[shard_numel]``), zero where a parameter has none; None where none has."""
+        if self._reduced_before is None and (whole := self.delivered) is not None:
+            return whole
+        shown = {parameter: parameter.grad for parameter in self._owners}
+        shown.update(self._reduced_before or ())
+        gradients = [shown[owner] for owner in self._owners]
+        if all(gradient is None for gradient in gradients):
+            return None
+        shard = torch.zeros(self._layout.shard_numel, dtype=self._dtypes.grad, device=self._unit.master.device)
+        for recipient, gradient in zip(self._recipients, gradients, strict=True):
+            if gradient is not None:
+                view_of(shard, recipient.shape, recipient.stride, recipient.offset).copy_(gradient)
+        return shard
+
+    def drop_unreduced_if_cleared(self) -> None:
+        """Honour a ``zero_grad(set_to_none=True)`` between backwards under ``no_sync``."""
+        before = self._reduced_before
+        if before is not None and all(parameter.grad is None for parameter, _ in before):
+            self.input.sum = self._whole = self._reduced_before = None
+            self.input.has_sum = False
+
+    def _take_back(self) -> None:
+        """Have the buffer again that ``.grad`` shows, with what the user did to ``.grad`` since then.
+
+        Raises:
+            StateError: the user gave it another shape.
+        """
+        if self.input.sum is not None or not self.input.has_sum:
+            return
+        self.drop_unreduced_if_cleared()
+        if not self.input.has_sum:
+            return
+        whole = None if self._whole is None else self._whole()
+        if whole is None:
+            self.input.sum = self.input.make_sum()
+            self.input.sum.flat.zero_()
+        else:
+            self.input.sum = FlatBuffer(whole, self._layout, resizable=False)
+        shown = self._unit.unreduced_gradients(self.input.sum.flat)
+        current = [parameter.grad for parameter, _ in shown]
+        if whole is not None and [None if each is None else each.data_ptr() for each in current] == self._shown_at:
+            return
+        self._whole = None
+        for (_, gradient), given in zip(shown, current, strict=True):
+            if given is None:
+                gradient.zero_()
+            elif given.shape != gradient.shape:
+                raise StateError(
+                    f"Cannot writeback when the gradient shape changes\nExpects {gradient.shape} but got {given.shape} "
+                    f"in unit '{self._unit.name}' on rank {self.unit.grid.world.rank}, whose gradients under no_sync() "
+                    "are whole. Set .grad to a tensor of the whole shape, or to None."
+                )
+            elif given.data_ptr() != gradient.data_ptr():
+                gradient.copy_(given)
+
+    def _restore_reduced(self) -> None:
+        if self._reduced_before is not None:
+            for parameter, gradient in self._reduced_before:
+                parameter.grad = gradient
+            self._reduced_before = self._whole = None
+
+    @property
+    def comm_hook(self) -> HookedReduction | None:
+        registered = self._unit.comm_hook
+        return None if registered is None else partial(self._reduce_by, registered)
+
+    def _reduce_by(self, registered: CommHook, gradients: torch.Tensor) -> torch.Tensor:
+        # Hooks that compress give the tensor other data, and the input's memory serves the next backward too.
+        gradients = gradients.detach()
+        if self.unit.grid.shard is None:
+            registered.hook(registered.state, gradients)
+            return gradients
+        result = torch.empty(self._layout.shard_numel, dtype=gradients.dtype, device=gradients.device)
+        registered.hook(registered.state, gradients, result)
+        return result
+
+
+# ``MixedPrecision`` as a precision caster.
+
+
+class FSDPPrecision(PrecisionCaster):
+    """The dtypes of one FSDP instance. Inputs and buffers are cast by the instance, whose root has its own rules."""
+
+    def __init__(self, mixed_precision: MixedPrecision, full_precision_in_eval: bool) -> None:
+        self._settings = mixed_precision
+        self._full_precision_in_eval = full_precision_in_eval
+
+    def dtypes(self, unit: UnitSpec) -> UnitDtypes:
+        """Gradients travel in the dtype in which they are reduced, as FSDP's do."""
+        master = unit.master_dtype
+        compute = self._settings.param_dtype or master
+        reduce = self._settings.reduce_dtype or compute
+        grad = reduce if self._settings.keep_low_precision_grads else master
+        return UnitDtypes(compute=compute, wire=reduce, reduce=reduce, grad=grad)
+
+    def full_precision_in_eval(self, unit: UnitSpec) -> bool:
+        return self._full_precision_in_eval

@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from polyshard.engine.step.unit import UnitState
-from polyshard.engine.surface.gathered import gather_whole, own_part, write_back
-from polyshard.engine.transport.buffer import view_of
 from polyshard.errors import StepAssertionError, UnsupportedError
+from polyshard.extension import UnitState, gather_whole, own_part, view_of, write_back
 from polyshard.interfaces import ReduceOp
 from torch import nn
 

@@ -2,27 +2,50 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
+import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from polyshard.engine.surface.norms import clip_grad_norm
 from polyshard.errors import ConfigAssertionError, ConfigError, StateError
+from polyshard.extension import STAGE_ATTRIBUTE, RankGrid, Reshard, clip_grad_norm
+from polyshard.interfaces import Collectives, PluginContext, UnitSpec
+from polyshard_plugins.offload import CpuOffload, NoOffload
 from torch import nn
 
-from . import _optim_legacy, _optim_utils, _state_dict_utils, _unshard_param_utils
-from ._common_utils import FLAT_PARAM as FLAT_PARAM
+from . import _init_utils, _optim_utils, _state_dict_utils, _unshard_param_utils
+from ._collectives import collectives_of
 from ._common_utils import FSDP_PREFIX, FSDP_WRAPPED_MODULE, TrainingState, _assert_in_training_states
-from ._construct import Arguments, construct
-from ._gradients import CommHook
-from ._groups import HYBRID_SHARDING_STRATEGIES
-from ._state import FSDPInstance
+from ._flat_param import _FSDP_SKIP_WRITEBACK_CHECK, _FSDP_USE_UNSAFE_SETATTR, FlatParamHandle
+from ._init_utils import (
+    HYBRID_SHARDING_STRATEGIES,
+    SHARDING_STRATEGY_MAP,
+    check_devices,
+    check_parameters,
+    compute_device,
+    current_device,
+    device_type_of,
+    effective_strategy,
+    explicit_device,
+    find_ignored,
+    managed_parameters,
+    move_to,
+    resolve_groups,
+    warn_about_container,
+)
+from ._runtime import FSDPForward, FSDPStage
+from ._state import FSDPInstance, Settings
+from ._state_dict_utils import CheckpointGuard
 from ._torch_settings import TorchNamed, is_torchs, own
 from ._traversal_utils import _get_fsdp_states
+from ._unit import CommHook, FlatUnit, FSDPPrecision, replaced_parameters
+from ._wrap_utils import _auto_wrap
 from .api import (
     BackwardPrefetch,
     CPUOffload,
@@ -39,6 +62,7 @@ from .api import (
     StateDictSettings,
     StateDictType,
 )
+from .wrap import WrapFunction
 
 __all__ = [
     "BackwardPrefetch",
@@ -367,52 +391,52 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
     def full_optim_state_dict(
         model: nn.Module,
         optim: torch.optim.Optimizer,
-        optim_input: _optim_legacy.OptimInput = None,
+        optim_input: _optim_utils.OptimInput = None,
         rank0_only: bool = True,
         group: Any = None,
     ) -> dict[str, Any]:
         """The whole state of ``optim`` by parameter names; deprecated for ``optim_state_dict``."""
-        return _optim_legacy.full_optim_state_dict(model, optim, optim_input, rank0_only, group)
+        return _optim_utils.full_optim_state_dict(model, optim, optim_input, rank0_only, group)
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> dict[str, Any]:
         """The state of ``optim`` as distributed tensors; deprecated for ``optim_state_dict``."""
-        return _optim_legacy.sharded_optim_state_dict(model, optim, group)
+        return _optim_utils.sharded_optim_state_dict(model, optim, group)
 
     @staticmethod
     def shard_full_optim_state_dict(
         full_optim_state_dict: dict[str, Any],
         model: nn.Module,
-        optim_input: _optim_legacy.OptimInput = None,
+        optim_input: _optim_utils.OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
         """This rank's part of a whole state dict; deprecated for ``optim_state_dict_to_load``."""
-        return _optim_legacy.shard_full_optim_state_dict(full_optim_state_dict, model, optim_input, optim)
+        return _optim_utils.shard_full_optim_state_dict(full_optim_state_dict, model, optim_input, optim)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
         """This rank's part of a distributed state dict; deprecated for ``optim_state_dict_to_load``."""
-        return _optim_legacy.flatten_sharded_optim_state_dict(sharded_optim_state_dict, model, optim)
+        return _optim_utils.flatten_sharded_optim_state_dict(sharded_optim_state_dict, model, optim)
 
     @staticmethod
     def scatter_full_optim_state_dict(
         full_optim_state_dict: dict[str, Any] | None,
         model: nn.Module,
-        optim_input: _optim_legacy.OptimInput = None,
+        optim_input: _optim_utils.OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
         group: Any = None,
     ) -> dict[str, Any]:
         """This rank's part of rank 0's whole state dict; deprecated for ``optim_state_dict_to_load``."""
-        return _optim_legacy.scatter_full_optim_state_dict(full_optim_state_dict, model, optim_input, optim, group)
+        return _optim_utils.scatter_full_optim_state_dict(full_optim_state_dict, model, optim_input, optim, group)
 
     @staticmethod
     def rekey_optim_state_dict(
         optim_state_dict: dict[str, Any],
         optim_state_key_type: OptimStateKeyType,
         model: nn.Module,
-        optim_input: _optim_legacy.OptimInput = None,
+        optim_input: _optim_utils.OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
         """``optim_state_dict`` keyed by parameter names, or by positions in the optimizer of ``model``.
@@ -425,9 +449,9 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         if is_torchs(optim_state_key_type, "OptimStateKeyType"):
             optim_state_key_type = OptimStateKeyType[optim_state_key_type.name]
         if not isinstance(optim_state_key_type, OptimStateKeyType):
-            raise _optim_legacy.refuse_key_type(optim_state_key_type)
+            raise _optim_utils.refuse_key_type(optim_state_key_type)
         to_names = optim_state_key_type is OptimStateKeyType.PARAM_NAME
-        return _optim_legacy.rekey_optim_state_dict(optim_state_dict, to_names, model, optim_input, optim)
+        return _optim_utils.rekey_optim_state_dict(optim_state_dict, to_names, model, optim_input, optim)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module; inside ``summon_full_params`` the names are the module's own."""
@@ -481,3 +505,167 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
 
     def __getitem__(self, key: Any) -> Any:
         return self._fsdp_wrapped_module[key]  # type: ignore[index]
+
+
+# From a constructor's arguments to an FSDP instance: the steps that the wrapper and the form without one share.
+
+
+_RESHARDS_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What ``FullyShardedDataParallel`` takes beside the module, under its names, settings in this package's types."""
+
+    process_group: Any
+    sharding_strategy: ShardingStrategy | None
+    cpu_offload: CPUOffload | None
+    auto_wrap_policy: Any
+    backward_prefetch: BackwardPrefetch | None
+    mixed_precision: MixedPrecision | None
+    ignored_modules: Iterable[nn.Module] | None
+    param_init_fn: Callable[[nn.Module], None] | None
+    device_id: int | torch.device | None
+    sync_module_states: bool
+    forward_prefetch: bool
+    limit_all_gathers: bool
+    use_orig_params: bool
+    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None
+    device_mesh: Any
+
+    def inside(self) -> dict[str, Any]:
+        """Those that instances inside take over as they are. Groups and what is ignored, they get as resolved."""
+        resolved = ("process_group", "auto_wrap_policy", "ignored_modules", "ignored_states")
+        return {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in resolved
+        }
+
+
+def construct(
+    instance: FSDPInstance,
+    module: nn.Module,
+    staged: nn.Module,
+    arguments: Arguments,
+    wrap: WrapFunction,
+    inside: Mapping[str, Any],
+) -> None:
+    """Shard ``module`` in place, as ``instance``; what the policy chooses inside it first.
+
+    Args:
+        instance: Without any attributes of its own yet.
+        module: Whose parameters become shards, but for ignored ones and those of inner instances.
+        staged: The module whose forward is the instance's: the wrapper, or ``module`` itself.
+        arguments: The constructor's.
+        wrap: Makes an instance of a module inside; what it returns takes the module's place.
+        inside: Its arguments, by its own names, but ``process_group`` and ``ignored_states``.
+
+    Raises:
+        ConfigError, ParameterError, DeviceError, AlreadyShardedError: before anything is changed or sent.
+    """
+    given = arguments
+    if staged is not module:
+        warn_about_container(module)
+    ignored = find_ignored(module, given.ignored_modules, given.ignored_states)
+    device_type = device_type_of(module, ignored, given.device_id)
+    groups = resolve_groups(
+        given.sharding_strategy, given.process_group, given.device_mesh, given.auto_wrap_policy, device_type
+    )
+    device = explicit_device(given.device_id, groups.rank)
+    check_parameters(module, ignored, device, groups.rank, given.param_init_fn)
+    if given.auto_wrap_policy is not None:
+        inner = {**inside, "process_group": groups.for_children(), "ignored_states": ignored.parameters}
+        _auto_wrap(module, given.auto_wrap_policy, set(ignored.modules), set(ignored.parameters), inner, wrap)
+    strategy = effective_strategy(given.sharding_strategy, groups.world_size)
+    check_devices(module, ignored, device, groups.rank)
+    _init_utils.materialize(module, ignored, given.param_init_fn, device or current_device(device_type))
+    move_to(module, ignored, device, device_type)
+    computes_on = compute_device(module, ignored, device, device_type, groups.rank)
+    if given.sync_module_states:
+        _init_utils.sync_module_states(module, managed_parameters(module, ignored), groups, computes_on)
+    settings = Settings(
+        sharding_strategy=strategy,
+        cpu_offload=given.cpu_offload or CPUOffload(),
+        backward_prefetch=given.backward_prefetch,
+        mixed_precision=given.mixed_precision or MixedPrecision(),
+        forward_prefetch=given.forward_prefetch,
+        limit_all_gathers=given.limit_all_gathers,
+        use_orig_params=given.use_orig_params,
+    )
+    instance._configure(settings, groups, ignored, computes_on, module)
+    _give_stage(instance, module, staged)
+    CheckpointGuard.put(instance, staged)
+    _state_dict_utils._register_all_state_dict_hooks(instance)
+
+
+def _give_stage(instance: FSDPInstance, module: nn.Module, staged: nn.Module) -> None:
+    """Flatten the parameters of ``module`` that no inner instance has, and keep this rank's part of them."""
+    params = managed_parameters(module, instance._ignored)
+    units = [_make_unit(instance, module, params)] if params else []
+    observed: list[tuple[nn.Module, str]] = []
+    if instance._handle is not None and os.environ.get(_FSDP_USE_UNSAFE_SETATTR, "") != "1":
+        observed = [
+            (holder, attribute)
+            for parameter in instance._handle.parameters
+            for holder, attribute in parameter.sites
+            if type(holder).__setattr__ is not nn.Module.__setattr__
+        ]
+    instance._stage = FSDPStage(instance, staged, module, units, full_precision_in_eval=instance._use_full_prec_in_eval)
+    instance._forward = FSDPForward(instance._stage, observed)
+    staged.__dict__[STAGE_ATTRIBUTE] = instance._stage
+
+
+def _make_unit(instance: FSDPInstance, module: nn.Module, params: list[nn.Parameter]) -> FlatUnit:
+    policy, device = instance.mixed_precision, instance.compute_device
+    handle = FlatParamHandle(
+        params,
+        module,
+        device,
+        SHARDING_STRATEGY_MAP[instance.sharding_strategy],
+        instance.cpu_offload.offload_params,
+        policy.param_dtype,
+        policy.reduce_dtype,
+        policy.keep_low_precision_grads,
+        instance.process_group,
+        instance._use_orig_params,
+    )
+    caster = FSDPPrecision(policy, instance._use_full_prec_in_eval)
+    # Where everything computes in host memory there is nothing to offload to it.
+    offloads = instance.cpu_offload.offload_params and device.type != "cpu"
+    context = PluginContext("fsdp", device, instance.process_group)
+    spec = UnitSpec(
+        name="",
+        module_class=type(module),
+        parameter_names=handle.flat_param._fqns,
+        numel=handle.layout.padded_numel,
+        shard_numel=handle.layout.shard_numel,
+        master_dtype=handle.orig_dtype,
+        device=device,
+        is_root=False,
+    )
+    unit = FlatUnit(
+        instance,
+        handle,
+        spec,
+        _grid(instance),
+        caster.dtypes(spec),
+        caster,
+        CpuOffload(context) if offloads else NoOffload(context),
+        reshard=Reshard.UNLESS_TURNING if instance.sharding_strategy in _RESHARDS_AFTER_FORWARD else Reshard.NEVER,
+        checks_writeback=os.environ.get(_FSDP_SKIP_WRITEBACK_CHECK, "") != "1",
+    )
+    if not instance._use_orig_params:
+        handle.register_flat_param()
+        replaced_parameters.add(params, handle.flat_param._fqns, handle.rank)
+    instance._handle, instance._flat_unit = handle, unit
+    return unit
+
+
+def _grid(instance: FSDPInstance) -> RankGrid:
+    world = collectives_of(instance.process_group, instance.compute_device)
+    replicas: Collectives | None = None
+    if instance._groups.replicate_group is not None:
+        replicas = collectives_of(instance._groups.replicate_group, instance.compute_device)
+    if instance.sharding_strategy is ShardingStrategy.NO_SHARD:
+        among = replicas or world
+        return RankGrid(world, None, among if among.world_size > 1 else None)
+    return RankGrid(world, world, replicas)

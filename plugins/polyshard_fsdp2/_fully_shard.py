@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
-from polyshard.engine.planning.plan import STAGE_ATTRIBUTE, refuse_unshardable
-from polyshard.engine.step.root import root_of
-from polyshard.engine.surface.live_roots import live_roots
 from polyshard.errors import AlreadyShardedError, ConfigError, ConfigTypeError, ParameterError, StateError
+from polyshard.extension import STAGE_ATTRIBUTE, live_roots, refuse_unshardable, root_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 

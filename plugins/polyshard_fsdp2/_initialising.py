@@ -15,10 +15,7 @@ from collections.abc import ItemsView, Iterable, ValuesView
 from typing import Any
 
 import torch
-from polyshard.engine.step.stage import Stage
-from polyshard.engine.step.unit import Unit
-from polyshard.engine.surface.gathered import gather_whole, own_part
-from polyshard.engine.transport.buffer import view_of
+from polyshard.extension import Stage, Unit, gather_whole, own_part, view_of
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 

@@ -8,12 +8,8 @@ from dataclasses import dataclass, field
 import polyshard
 import torch
 from polyshard.config import ShardConfig
-from polyshard.engine.planning.plan import STAGE_ATTRIBUTE
-from polyshard.engine.step.root import Root, root_of
-from polyshard.engine.step.stage import Stage
-from polyshard.engine.step.unit import Reshard
-from polyshard.engine.surface.live_roots import live_roots
 from polyshard.errors import StateError, UnshardedUseError, UnsupportedError
+from polyshard.extension import STAGE_ATTRIBUTE, Reshard, Root, Stage, live_roots, root_of
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 

@@ -7,11 +7,8 @@ from functools import cache
 from typing import Any, NoReturn, cast
 
 import torch
-from polyshard.engine.cutting.build import is_meta
-from polyshard.engine.step.root import root_of
-from polyshard.engine.step.step import Phase
-from polyshard.engine.step.unit import Unit, unshard_due
 from polyshard.errors import ConfigError, ConfigTypeError, StateError, UnsupportedError
+from polyshard.extension import Phase, Unit, is_meta, root_of, unshard_due
 from torch import nn
 from torch.distributed.tensor import DTensor
 

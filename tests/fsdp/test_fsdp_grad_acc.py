@@ -20,7 +20,7 @@ from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from polyshard_fsdp import ShardingStrategy
 from polyshard_fsdp._common_utils import clean_tensor_name
-from polyshard_fsdp._gradients import FlatGradients
+from polyshard_fsdp._unit import FlatGradients
 from polyshard_fsdp.wrap import ModuleWrapPolicy
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode

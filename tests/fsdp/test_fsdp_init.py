@@ -16,7 +16,7 @@ from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
 from polyshard_fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy, _state
 from polyshard_fsdp import _init_utils as init
-from polyshard_fsdp._init_values import materialize
+from polyshard_fsdp._init_utils import materialize
 from polyshard_fsdp.wrap import ModuleWrapPolicy
 from torch import nn
 

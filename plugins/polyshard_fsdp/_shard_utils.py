@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from polyshard.engine.planning.layout import contiguous_stride, product
+from polyshard.extension import contiguous_stride, product
 from polyshard.interfaces import Collectives
 from torch.distributed.device_mesh import DeviceMesh
 

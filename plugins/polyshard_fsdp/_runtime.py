@@ -1,0 +1,441 @@
+"""The engine's stage with FSDP's habits: when it prefetches, what its handle says of it, who reduces nothing."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from polyshard.errors import StateError
+from polyshard.extension import (
+    Forward,
+    Root,
+    Schedule,
+    Stage,
+    Unit,
+    in_backward,
+    iter_hidden_tensors,
+    iter_tensors,
+    output_hook,
+    refuse_escape,
+    root_of,
+)
+from polyshard.interfaces import Collectives
+from torch import nn
+
+from . import _runtime_utils
+from ._common_utils import HandleTrainingState
+from ._flat_param import FlatParamHandle
+from ._unit import FlatUnit
+from .api import BackwardPrefetch
+
+
+class FSDPStage(Stage):
+    """One FSDP instance's place in a step."""
+
+    def __init__(
+        self,
+        instance: _runtime_utils.StepInstance,
+        module: nn.Module,
+        inner: nn.Module,
+        units: Sequence[FlatUnit],
+        *,
+        full_precision_in_eval: bool,
+    ) -> None:
+        # Gathered in every module's backward, as in FSDP, whose users see whole parameters there.
+        super().__init__("", module, units, full_precision_in_eval=full_precision_in_eval)
+        self.instance = instance
+        #: The module that the user gave; ``module`` is the one that is called, a wrapper around it or the same.
+        self.inner = inner
+        #: Whether its backward ends where its own gradients do, and not with the whole backward alone.
+        self.ends_by_hook = True
+        #: What follows in this backward, as recorded.
+        self._ahead: Sequence[Stage] = ()
+
+    @property
+    def busy(self) -> bool:
+        """Whether its forward or its backward runs."""
+        return self.entered > 0 or self.in_backward
+
+    def upcoming(self) -> FSDPStage | None:
+        """The stage that comes next in this backward, where that is known."""
+        stage = next(iter(self._ahead), None)
+        assert stage is None or isinstance(stage, FSDPStage)
+        return stage
+
+    def pre_backward(self, *, prefetches: bool = True) -> None:
+        if not self.in_backward:
+            self.mark(HandleTrainingState.BACKWARD_PRE)
+        super().pre_backward(prefetches=prefetches)
+
+    def prefetch(self, batches: Sequence[Sequence[Stage]]) -> None:
+        self._ahead = [stage for batch in batches for stage in batch]
+        if self.instance.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+            self._unshard_next()
+
+    def catch_up(self) -> None:
+        # Nothing asks for a gradient at its end: it has no hook that ended its backward.
+        self.ends_by_hook = any(unit.trainable for unit in self.units)
+        try:
+            super().catch_up()
+        finally:
+            self.ends_by_hook = True
+
+    def finish(self) -> None:
+        self.mark(HandleTrainingState.BACKWARD_POST)
+        self._take_part_if_idle()
+        super().finish()
+        if self.instance.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+            # One that has gone through its backward since then needs nothing any more.
+            self._ahead = [stage for stage in self._ahead if stage.awaits_backward]
+            self._unshard_next()
+        self._ahead = ()
+        self.mark(HandleTrainingState.IDLE)
+
+    def reset(self) -> None:
+        super().reset()
+        self._ahead = ()
+        self.mark(HandleTrainingState.IDLE)
+
+    def _unshard_next(self) -> None:
+        handle = self.instance._handle
+        if handle is None:
+            return
+        following = _runtime_utils._get_handle_to_prefetch(self.instance, handle)
+        if following is not None and following.unit is not None:
+            following.unit.unshard()
+
+    def _take_part_if_idle(self) -> None:
+        step = self.step
+        assert step is not None
+        if not (self.owes and step.accumulates):
+            return
+        for unit in self.units:
+            if not unit.trainable or unit.pending or unit.gradients.unreduced or unit.grid.alone:
+                continue
+            if step.synchronises:
+                self.instance._leave_idle(IdleUnit(unit))
+            else:
+                # Nothing to keep, and nobody to agree with.
+                self.owes = False
+
+    def mark(self, state: HandleTrainingState) -> None:
+        """Let the handle say where it is in its step."""
+        if self.instance._handle is not None:
+            self.instance._handle._training_state = state
+
+
+# The engine's forward of a stage with FSDP's habits: what its root does to inputs, where hooks hang.
+
+
+class FSDPForward(Forward):
+    """One FSDP instance's forward."""
+
+    stage: FSDPStage
+
+    def __init__(self, stage: FSDPStage, observed: Sequence[tuple[nn.Module, str]]) -> None:
+        """``observed``: parameters whose modules are told, through ``__setattr__``, what stands for them."""
+        super().__init__(stage)
+        self._observed = tuple(observed)
+        self._pending: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+
+    def watch_pending_inputs(self) -> None:
+        """Let backward end at the inputs of the forward that is being entered."""
+        self._pending = super()._watch_inputs(*self._pending)
+
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        stage, instance = self.stage, self.stage.instance
+        instance._enter_forward()
+        recomputes = in_backward()
+        policy = instance.mixed_precision
+        if instance._is_root and not recomputes and root_of(stage).active is None:
+            args, kwargs = _runtime_utils._move_inputs(args, kwargs, instance.compute_device)
+            instance._place_buffers()
+        casts = policy.cast_root_forward_inputs if instance._is_root else policy.cast_forward_inputs
+        if casts and not stage.in_full_precision and (instance._is_root or stage.units):
+            args, kwargs = _runtime_utils._cast_forward_inputs(policy.param_dtype, args, kwargs)
+        if recomputes:
+            return super()._enter(args, kwargs)
+        stage.mark(HandleTrainingState.FORWARD)
+        args, kwargs = super()._enter(args, kwargs)
+        if self._observed:
+            self._assign_anew()
+        return args, kwargs
+
+    def _leave(self, output: Any) -> Any:
+        try:
+            return super()._leave(output)
+        finally:
+            if not self.stage.in_backward:
+                self.stage.mark(HandleTrainingState.IDLE)
+            if self._observed:
+                self._assign_anew()
+
+    def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._pending = (args, kwargs)
+        instance = self.stage.instance
+        _runtime_utils._register_post_backward_hook(instance, instance._handle)
+        pending, self._pending = self._pending, ((), {})
+        return pending
+
+    def _watch_output(self, output: Any) -> tuple[Any, bool]:
+        watched = any(tensor.grad_fn is not None for tensor in (*iter_tensors(output), *iter_hidden_tensors(output)))
+        if watched:
+            instance = self.stage.instance
+            output = _runtime_utils._register_pre_backward_hooks(instance, self.stage.module, output, instance._handle)
+        return output, self.side_outputs.watch(output_hook(self.stage)) or watched
+
+    def _assign_anew(self) -> None:
+        for module, attribute in self._observed:
+            parameters = dict(module._parameters)
+            if attribute not in parameters:
+                setattr(module, attribute, module.__dict__[attribute])
+                continue
+            # ``nn.Module`` refuses a plain tensor in a parameter's place.
+            del module._parameters[attribute]
+            setattr(module, attribute, parameters[attribute])
+            module.__dict__.pop(attribute, None)
+            module._parameters.clear()
+            module._parameters.update(parameters)
+
+
+# What the outermost FSDP instance shares with those inside it: the engine's root with FSDP's habits.
+
+
+#: Where `_apply_optimizer_in_backward` leaves a parameter's optimizers.
+OPTIMIZERS = "_in_backward_optimizers"
+
+
+class FSDPRoot(Root):
+    """The engine's root over FSDP instances."""
+
+    #: None unless the debug level asks for checks.
+    order: ForwardOrder | None = None
+    #: Parameters that step as soon as their gradients are reduced.
+    stepping: tuple[nn.Parameter, ...] = ()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._idle: list[IdleUnit] = []
+
+    def leave_idle(self, idle: IdleUnit) -> None:
+        """A unit takes part in this backward's reductions although this rank has no gradient for it."""
+        self._idle.append(idle)
+
+    def refuse_escape(self, output: object) -> None:
+        """As the engine's, but for what stays whole until backward ends, as FSDP's root does."""
+        units = tuple(unit for stage in self.stages if not stage.awaits_backward for unit in stage.units)
+        refuse_escape(units, output, "")
+
+    def end_backward(self) -> None:
+        super().end_backward()
+        for idle in self._idle:
+            idle.settle()
+        self._idle.clear()
+        if self.synchronises and self.stepping:
+            _step_in_backward(self.stepping)
+        if self.order is not None:
+            self.order.end_iteration()
+        if not self.synchronises:
+            for unit in self.units:
+                assert isinstance(unit, FlatUnit)
+                unit.flat_gradients.show_unreduced()
+
+    def _turn(self) -> None:
+        """Hand reduced gradients over while parameters are shards, which those of the other forward gather again."""
+        self.reducer.flush()
+        self.lanes.drain()
+
+    def _presence_of_gradients(self) -> None:
+        """A parameter that was not used in a unit that was has a gradient of zeros in FSDP; of units, see ``_idle``."""
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._idle.clear()
+        if self.order is not None:
+            self.order.abandon()
+
+
+def _step_in_backward(parameters: Sequence[nn.Parameter]) -> None:
+    for parameter in parameters:
+        # Without a gradient there is nothing of it on this rank, or the backward did not reach it.
+        if parameter.grad is None:
+            continue
+        for optimizer in getattr(parameter, OPTIMIZERS, ()):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+
+# Units that a forward used and a backward did not reach.
+
+
+class IdleUnit:
+    """One rank's part in the reduction of a unit for which it has no gradient.
+
+    Other ranks may have one, so this rank reduces with them, and its part is zero. Where no rank has one, ``.grad`` is
+    to be None, as an optimizer does not leave zeros alone. A reduction that tells both apart needs no further message:
+    the part is *negative* zero, which adds to nothing, and whose sums are negative zeros exactly where no other number
+    was added.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        for leaf in unit.leaves:
+            if leaf.requires_grad:
+                leaf.grad = torch.full_like(leaf, -0.0, requires_grad=False)
+        self._fresh: Sequence[nn.Parameter] = [
+            parameter for parameter in unit.originals.tensors if parameter.grad is None
+        ]
+        # A flat parameter ends in padding, into which no rank puts its gradients.
+        self._used = max((piece.shard_offset + piece.numel for piece in unit.pieces), default=0)
+
+    def settle(self) -> None:
+        """The reduction is done: drop gradients to which no rank gave anything."""
+        reduced = [(parameter, parameter.grad) for parameter in self._fresh if parameter.grad is not None]
+        if all(_is_negative_zero(gradient.reshape(-1)[: self._used]) for _, gradient in reduced):
+            for parameter, _ in reduced:
+                parameter.grad = None
+
+
+def _is_negative_zero(tensor: torch.Tensor) -> bool:
+    return bool(((tensor == 0) & torch.signbit(tensor)).all())
+
+
+# In which order units run, and whether ranks agree on it: checked where ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` asks.
+
+
+__all__ = ["CheckedSchedule", "ForwardOrder", "UnitSchedule", "checks_order"]
+
+#: Frames between the warning and the user's call of the model.
+_STACKLEVEL = 8
+
+
+class ForwardOrder:
+    """The order in which training forwards gather flat parameters.
+
+    In the first iteration, which ends with the first backward, ranks compare it gather by gather, before each gather:
+    two of equal size would otherwise be matched silently. From then on every rank compares itself with its own first
+    iteration, without communication, and warns in the first iteration that departs from it. Forwards in eval mode or
+    without gradients are left out: no backward tells where their iteration ends.
+    """
+
+    def __init__(self, names: Mapping[FlatParamHandle, Sequence[str]], collectives: Collectives) -> None:
+        self._names = {handle: list(parameters) for handle, parameters in names.items()}
+        self._indices = {handle: index for index, handle in enumerate(names)}
+        self._collectives = collectives
+        self._first: list[FlatParamHandle] = []
+        self._is_first = True
+        self._position = 0
+        self._warned = False
+        self._done = False
+
+    def enter(self, handle: FlatParamHandle, *, training: bool) -> None:
+        """``handle`` is about to be gathered for a forward.
+
+        Raises:
+            StateError: (a ``RuntimeError``, on every rank) another rank is about to gather something else.
+        """
+        if self._done or not training or not torch.is_grad_enabled():
+            return
+        if self._is_first:
+            self._compare_ranks(handle)
+            self._first.append(handle)
+            return
+        expected = self._first[self._position] if self._position < len(self._first) else None
+        self._position += 1
+        if expected is handle:
+            return
+        self._warned = True
+        wanted = "not all-gather any more parameters in the forward"
+        if expected is not None:
+            wanted = f"all-gather for {self._names[expected]}"
+        warnings.warn(
+            f"Forward order differs from that of the first iteration on rank {self._collectives.rank}. Collectives "
+            f"are unchecked and may give incorrect results or hang.\nExpected to {wanted} but trying to all-gather "
+            f"parameters for {self._names[handle]}",
+            stacklevel=_STACKLEVEL,
+        )
+
+    def end_iteration(self) -> None:
+        """A backward ended."""
+        self._is_first = False
+        self._position = 0
+        # One iteration's warnings say it all.
+        self._done |= self._warned
+
+    def abandon(self) -> None:
+        """A forward or backward failed: what it recorded counts for nothing."""
+        self._position = 0
+        if self._is_first:
+            self._first.clear()
+
+    def _compare_ranks(self, handle: FlatParamHandle) -> None:
+        counts = self._gather(len(self._names[handle]))
+        indices = self._gather(self._indices[handle])
+        everyone = list(zip(counts, indices, strict=True))
+        for (rank, mine), (other, theirs) in itertools.combinations(enumerate(everyone), 2):
+            if mine == theirs:
+                continue
+            each, another = self._called(mine[1]), self._called(theirs[1])
+            if mine[0] != theirs[0]:
+                what = (
+                    f"rank {rank} is all-gathering {mine[0]} parameters while rank {other} is all-gathering "
+                    f"{theirs[0]} parameters: {each} and {another}"
+                )
+            else:
+                what = (
+                    f"rank {rank} is all-gathering parameters for {each} while rank {other} is all-gathering "
+                    f"parameters for {another}"
+                )
+            raise StateError(f"Forward order differs across ranks: {what}. Let all ranks run the same modules.")
+
+    def _gather(self, value: int) -> list[int]:
+        collectives = self._collectives
+        out = torch.zeros(collectives.world_size, dtype=torch.int32, device=collectives.device)
+        collectives.all_gather(out, torch.tensor([value], dtype=torch.int32, device=collectives.device)).wait()
+        return out.tolist()
+
+    def _called(self, index: int) -> list[str]:
+        return next((self._names[handle] for handle, each in self._indices.items() if each == index), [])
+
+
+class UnitSchedule(Schedule[Stage]):
+    """A schedule of the stages that have parameters: a container without any hides none of those behind it."""
+
+    def enter(self, stage: Stage) -> list[list[Stage]]:
+        return super().enter(stage) if stage.units else []
+
+    def leave(self, stage: Stage) -> None:
+        if stage.units:
+            super().leave(stage)
+
+    def enter_backward(self, stage: Stage) -> list[list[Stage]]:
+        return super().enter_backward(stage) if stage.units else []
+
+
+class CheckedSchedule(UnitSchedule):
+    """A schedule in which no stage starts a forward that differs over ranks."""
+
+    def __init__(
+        self, forward_ahead: int, backward_ahead: int, order: ForwardOrder, handles: Mapping[Stage, FlatParamHandle]
+    ) -> None:
+        super().__init__(forward_ahead, backward_ahead)
+        self._check = order
+        self._handles = handles
+
+    def enter(self, stage: Stage) -> list[list[Stage]]:
+        handle = self._handles.get(stage)
+        if handle is not None:
+            self._check.enter(handle, training=stage.module.training)
+        return super().enter(stage)
+
+
+def checks_order() -> bool:
+    """Whether the debug level asks for checks."""
+    if not dist.is_initialized():
+        return False
+    # Public names that the stubs do not export.
+    level: Any = getattr(dist, "get_debug_level")()  # noqa: B009
+    return bool(level.name == "DETAIL")
