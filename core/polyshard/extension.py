@@ -1,10 +1,11 @@
-"""The door of the engine to packages that sit on it with a face of their own: ``polyshard_fsdp``, ``polyshard_fsdp2``.
+"""The door of the engine for the faces: packages with a wrapper of their own on it, ``polyshard_fsdp`` and its like.
 
-They import the runtime from here alone, which import-linter holds. To subclass, since each overrides what its users can
-see and leaves the rest to the engine: ``Unit`` (what is gathered together), ``Stage`` (a module and where it stands),
-``Forward`` and ``Root`` (what hooks do, begin and end of a step), ``Schedule`` (prefetching), ``Gradients`` and
-``ReductionInput`` (what is reduced), ``Bindings`` and ``MasterViews`` (what stands under the parameters' names). All
-else here is called or held. These classes are no promise to plugins: their contracts are in ``polyshard.interfaces``.
+They import the runtime from here alone, which import-linter holds. To subclass, since a face overrides what its users
+can see and leaves the rest to the engine: ``Unit`` (parameters gathered together), ``Stage`` (the state of a module),
+``Forward`` and ``Root`` (hooks, begin and end of a step), ``Schedule`` (prefetching), ``Gradients`` and
+``ReductionInput`` (which gradients are reduced), ``RankGrid`` (how they are reduced), ``Bindings`` and ``MasterViews``
+(what modules and optimizers hold). The other names are called or held. None is a promise to plugins, whose contracts
+are in ``polyshard.interfaces``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from polyshard.engine._torch_private import in_backward, on_gradient
 from polyshard.engine.cutting.build import is_meta
 from polyshard.engine.gradients.gradients import Gradients
-from polyshard.engine.gradients.reducer import CommHook, Reducer
+from polyshard.engine.gradients.reducer import Reducer
 from polyshard.engine.gradients.reduction_input import Copies, ReductionInput
 from polyshard.engine.parameters.bindings import Bindings, ShardedParameter, Shown, Swap
 from polyshard.engine.parameters.originals import MasterViews, Originals, Recipient, become
@@ -39,7 +40,6 @@ from polyshard.events import Events
 __all__ = [
     "STAGE_ATTRIBUTE",
     "Bindings",
-    "CommHook",
     "Copies",
     "Events",
     "FlatBuffer",

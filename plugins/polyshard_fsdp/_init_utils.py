@@ -1,6 +1,6 @@
-"""What the constructor checks and chooses: strategy, what is ignored, devices.
+"""The steps of the constructor: strategy, ignored parts, groups of ranks, devices, and the first values.
 
-Pure functions, in the order in which the constructor calls them. All that can be refused is refused before a module is
+The functions stand in the order in which the constructor calls them. What can be refused is refused before a module is
 changed and before anything is sent.
 """
 
@@ -27,44 +27,19 @@ from ._common_utils import _get_module_fsdp_state, _is_fsdp_flattened, clean_ten
 from ._flat_param import HandleShardingStrategy
 from .api import ShardingStrategy
 
-# Under the names that FSDP has here.
-
 #: Bytes that ``sync_module_states`` broadcasts at a time.
 PARAM_BROADCAST_BUCKET_SIZE = 250 * 1024 * 1024
 
-SHARDING_STRATEGY_MAP = {
-    ShardingStrategy.NO_SHARD: HandleShardingStrategy.NO_SHARD,
-    ShardingStrategy.FULL_SHARD: HandleShardingStrategy.FULL_SHARD,
-    ShardingStrategy.SHARD_GRAD_OP: HandleShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy.HYBRID_SHARD: HandleShardingStrategy.HYBRID_SHARD,
-    ShardingStrategy._HYBRID_SHARD_ZERO2: HandleShardingStrategy._HYBRID_SHARD_ZERO2,
-}
+SHARDING_STRATEGY_MAP = {each: HandleShardingStrategy[each.name] for each in ShardingStrategy}
+HYBRID_SHARDING_STRATEGIES = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
 NO_RESHARD_AFTER_FORWARD_STRATEGIES = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
-#: From a warning to the line that constructs FSDP: a helper, its caller here, `construct`, the constructor, its caller.
-STACKLEVEL = 5
+#: From a warning to the line that constructs FSDP: a helper, its caller here, the constructor, its caller.
+STACKLEVEL = 4
 
 
 def _warn(text: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(text, category, stacklevel=STACKLEVEL)
-
-
-def effective_strategy(strategy: ShardingStrategy | None, world_size: int) -> ShardingStrategy:
-    """``strategy`` (None for ``FULL_SHARD``), or ``NO_SHARD`` where one rank has nothing to shard over. Warns."""
-    if world_size == 1:
-        if strategy is not ShardingStrategy.NO_SHARD:
-            _warn(
-                f"FSDP is switching to use `NO_SHARD` instead of {strategy or ShardingStrategy.FULL_SHARD} since the "
-                f"world size is 1."
-            )
-        return ShardingStrategy.NO_SHARD
-    if strategy is ShardingStrategy.NO_SHARD:
-        _warn(
-            "The `NO_SHARD` sharding strategy is deprecated. If having issues, please use `DistributedDataParallel` "
-            "instead.",
-            FutureWarning,
-        )
-    return strategy or ShardingStrategy.FULL_SHARD
 
 
 def warn_about_container(module: nn.Module) -> None:
@@ -74,25 +49,51 @@ def warn_about_container(module: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class Ignored:
-    """What an instance leaves alone, with all that instances inside it leave alone."""
+class Managed:
+    """The part of ``module`` that its instance manages: neither ignored nor part of an instance inside."""
 
-    modules: frozenset[nn.Module]
-    """The ignored modules and everything in them, without FSDP instances."""
-    parameters: frozenset[nn.Parameter]
-    """Their parameters, and those that are ignored one by one."""
-    buffers: frozenset[torch.Tensor]
-    """Their buffers."""
-    buffer_names: frozenset[str]
-    """Clean names, from the wrapped module on, of these buffers."""
+    module: nn.Module
+    ignored_modules: frozenset[nn.Module]
+    """With everything in them and all that instances inside ignore, but without these instances."""
+    ignored_parameters: frozenset[nn.Parameter]
+    """Those of the ignored modules, and those that are ignored one by one."""
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that the instance will shard."""
+        return [parameter for _, parameter in self.named_parameters()]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same with their clean names."""
+        for name, parameter in self.module.named_parameters():
+            if parameter not in self.ignored_parameters and not _is_fsdp_flattened(parameter):
+                yield clean_tensor_name(name), parameter
+
+    def modules(self) -> list[nn.Module]:
+        """``module`` and all inside it but for ignored modules and inner instances, outermost first."""
+        found = {self.module: None}
+        queue = deque([self.module])
+        while queue:
+            for child in queue.popleft().children():
+                if child not in found and child not in self.ignored_modules and _get_module_fsdp_state(child) is None:
+                    found[child] = None
+                    queue.append(child)
+        return list(found)
+
+    @property
+    def has_meta_tensors(self) -> bool:
+        """Whether managed parameters, or buffers beside them, are on the meta device."""
+        if any(parameter.is_meta for _, parameter in self.named_parameters()):
+            return True
+        return any(buffer.is_meta for child in self.modules() for buffer in child.buffers(recurse=False))
 
 
-def find_ignored(
+def find_managed(
     module: nn.Module,
     ignored_modules: Iterable[nn.Module] | None = None,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
-) -> Ignored:
-    """What ``module``'s instance must leave alone.
+) -> Managed:
+    """The part of ``module`` that its instance manages.
 
     Raises:
         ConfigTypeError: an argument is not iterable.
@@ -102,33 +103,30 @@ def find_ignored(
         raise ConfigError(
             "Cannot pass both ignored_modules and ignored_states at the same time. Please just pass ignored_states."
         )
-    parameters: list[nn.Parameter] = []
     if ignored_states is not None:
         states = _listed(ignored_states, "ignored_states", "`torch.nn.Parameter`s or `torch.nn.Module`s")
-        roots = [state for state in states if isinstance(state, nn.Module)]
-        parameters = [state for state in states if isinstance(state, nn.Parameter)]
-        if len(states) not in (len(roots), len(parameters)):
-            raise ConfigError(
-                f"ignored_states expects all nn.Parameter or all nn.Module list elements but got types {_types(states)}"
-            )
+        wanted = "ignored_states expects all nn.Parameter or all nn.Module"
     else:
         states = _listed(ignored_modules or (), "ignored_modules", "`torch.nn.Module`s")
-        roots = [state for state in states if isinstance(state, nn.Module)]
-        if len(states) != len(roots):
-            raise ConfigError(f"ignored_modules expects nn.Module list elements but got types {_types(states)}")
+        wanted = "ignored_modules expects nn.Module"
+    roots = [state for state in states if isinstance(state, nn.Module)]
+    parameters = [state for state in states if isinstance(state, nn.Parameter)]
+    if len(states) != len(roots) and (ignored_states is None or len(states) != len(parameters)):
+        types = sorted({type(state) for state in states}, key=repr)
+        raise ConfigError(f"{wanted} list elements but got types {types}")
     if any(_get_module_fsdp_state(root) is not None for root in roots):
         raise ConfigError(
             "`ignored_modules` should not include FSDP modules; list the modules inside them when they are wrapped"
         )
-    return _all_ignored(module, roots, parameters)
-
-
-def _all_ignored(module: nn.Module, roots: list[nn.Module], parameters: list[nn.Parameter]) -> Ignored:
     # A module that is replicated in place exchanges its gradients itself.
-    roots = roots + [child for child in module.modules() if _torch_private.is_replicated_in_place(child)]
-    modules = {child for root in roots for child in root.modules() if not _is_wrapper(child)}
+    roots += [child for child in module.modules() if _torch_private.is_replicated_in_place(child)]
+    modules = {child for root in roots for child in root.modules() if _get_module_fsdp_state(child) is not child}
     if module in modules:
-        _warn_about_top_level(module)
+        warnings.warn(
+            "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
+            f"parameters being ignored and is not well-supported: {module}",
+            stacklevel=3,
+        )
     found = {parameter for ignored in modules for parameter in ignored.parameters()}.union(parameters)
     found = {parameter for parameter in found if not _is_fsdp_flattened(parameter)}
     for child in module.modules():
@@ -136,17 +134,7 @@ def _all_ignored(module: nn.Module, roots: list[nn.Module], parameters: list[nn.
         if state is not None:
             modules.update(state._ignored_modules)
             found.update(state._ignored_params)
-    buffers = {buffer for ignored in modules for buffer in ignored.buffers()}
-    names = {clean_tensor_name(name) for name, buffer in module.named_buffers() if buffer in buffers}
-    return Ignored(frozenset(modules), frozenset(found), frozenset(buffers), frozenset(names))
-
-
-def _warn_about_top_level(module: nn.Module) -> None:
-    warnings.warn(
-        "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all parameters "
-        f"being ignored and is not well-supported: {module}",
-        stacklevel=STACKLEVEL + 1,
-    )
+    return Managed(module, frozenset(modules), frozenset(found))
 
 
 def _listed(given: Any, argument: str, elements: str) -> list[Any]:
@@ -156,39 +144,7 @@ def _listed(given: Any, argument: str, elements: str) -> list[Any]:
         raise ConfigTypeError(f"`{argument}` should be an iterable of {elements} but got {type(given)}") from error
 
 
-def _types(states: list[Any]) -> list[type]:
-    return sorted({type(state) for state in states}, key=repr)
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    return _get_module_fsdp_state(module) is module
-
-
-def managed_parameters(module: nn.Module, ignored: Ignored) -> list[nn.Parameter]:
-    """The parameters that ``module``'s instance will shard: neither ignored nor part of an inner instance."""
-    return [parameter for _, parameter in named_managed(module, ignored)]
-
-
-def named_managed(module: nn.Module, ignored: Ignored) -> Iterator[tuple[str, nn.Parameter]]:
-    """Clean names and parameters of what ``module``'s instance will shard."""
-    for name, parameter in module.named_parameters():
-        if parameter not in ignored.parameters and not _is_fsdp_flattened(parameter):
-            yield clean_tensor_name(name), parameter
-
-
-def managed_modules(module: nn.Module, ignored: Ignored) -> list[nn.Module]:
-    """``module`` and all inside it but for ignored modules and inner instances, outermost first."""
-    found = {module: None}
-    queue = deque([module])
-    while queue:
-        for child in queue.popleft().children():
-            if child not in found and child not in ignored.modules and _get_module_fsdp_state(child) is None:
-                found[child] = None
-                queue.append(child)
-    return list(found)
-
-
-def device_type_of(module: nn.Module, ignored: Ignored, device_id: int | torch.device | None) -> str:
+def device_type_of(managed: Managed, device_id: int | torch.device | None) -> str:
     """Where the model computes: ``device_id``'s type, or that of its parameters, or of this host's accelerator.
 
     A host without an accelerator computes on the CPU; elsewhere, ``device_id=torch.device("cpu")`` asks for it.
@@ -206,7 +162,7 @@ def device_type_of(module: nn.Module, ignored: Ignored, device_id: int | torch.d
             )
         return asked.type
     first: str | None = None
-    for name, parameter in named_managed(module, ignored):
+    for name, parameter in managed.named_parameters():
         found = parameter.device.type
         if found in ("cpu", "meta"):
             continue
@@ -217,151 +173,6 @@ def device_type_of(module: nn.Module, ignored: Ignored, device_id: int | torch.d
             )
         first = found
     return first or (accelerator.type if accelerator is not None else "cpu")
-
-
-def _as_device(device_id: int | torch.device) -> torch.device:
-    device = device_id if isinstance(device_id, torch.device) else torch.device(device_id)
-    # There is one, and its tensors say so without an index.
-    return torch.device("cpu") if device.type == "cpu" else device
-
-
-def current_device(device_type: str) -> torch.device:
-    """The device of that type that new tensors of this process would be on."""
-    if device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(device_type, torch.accelerator.current_device_index())
-
-
-def explicit_device(device_id: int | torch.device | None, rank: int) -> torch.device | None:
-    """``device_id`` as a device with an index; None for None. Warns where the index is the current device's."""
-    if device_id is None:
-        return None
-    device = _as_device(device_id)
-    if device.type == "cpu" or device.index is not None:
-        return device
-    current = current_device(device.type)
-    _warn(
-        f"FSDP got the argument `device_id` {device_id} on rank {rank}, which does not have an explicit index. FSDP "
-        f"will use the current device {current.index}. If this is incorrect, please explicitly call "
-        f"`torch.{device.type}.set_device()` before FSDP initialization or pass in the explicit device index as the "
-        f"`device_id` argument."
-    )
-    return current
-
-
-def check_parameters(
-    module: nn.Module,
-    ignored: Ignored,
-    device: torch.device | None,
-    rank: int,
-    param_init_fn: Callable[[nn.Module], None] | None,
-) -> None:
-    """Refuse parameters that no instance could shard; before modules inside are wrapped, it looks at theirs too.
-
-    Args:
-        module: the module to wrap; what is managed inside it already is not looked at.
-        ignored: what is not looked at either.
-        device: from ``explicit_device``.
-        rank: for messages.
-        param_init_fn: the constructor's argument.
-
-    Raises:
-        ParameterError: a parameter is a scalar.
-        ConfigError: ``param_init_fn`` cannot be called, or parameters are on another device than ``device``.
-    """
-    for name, parameter in named_managed(module, ignored):
-        if parameter.dim() == 0:
-            raise ParameterError(
-                f"FSDP doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1."
-            )
-        if device is not None and parameter.device.type not in ("cpu", "meta") and parameter.device != device:
-            _refuse_device(rank, parameter.device, device)
-    if param_init_fn is not None and not callable(param_init_fn) and needs_materialization(module, ignored):
-        raise ConfigError(f"Expected {param_init_fn} to be callable but got {type(param_init_fn)}")
-
-
-def check_devices(module: nn.Module, ignored: Ignored, device: torch.device | None, rank: int) -> None:
-    """Refuse parameters of one instance that are on several devices.
-
-    Raises:
-        DeviceError: they are, and ``device`` does not say where those on the CPU belong.
-    """
-    devices = {parameter.device for _, parameter in named_managed(module, ignored)}
-    if len(devices) == 2 and torch.device("cpu") in devices:
-        if device is None:
-            raise DeviceError(
-                "To support a module with both CPU and GPU params, please pass in device_id argument. They are on "
-                f"{sorted(map(str, devices))} (rank {rank})"
-            )
-    elif len(devices) > 1:
-        raise DeviceError(
-            f"FSDP only supports single device modules but got params on {devices} (rank {rank}); move them to one"
-        )
-
-
-def needs_materialization(module: nn.Module, ignored: Ignored) -> bool:
-    """Whether parameters that ``module``'s instance will shard, or buffers beside them, are on the meta device."""
-    if any(parameter.is_meta for _, parameter in named_managed(module, ignored)):
-        return True
-    return any(buffer.is_meta for child in managed_modules(module, ignored) for buffer in child.buffers(recurse=False))
-
-
-def _refuse_device(rank: int, compute_device: torch.device, device: torch.device) -> None:
-    raise ConfigError(
-        f"Inconsistent compute device and `device_id` on rank {rank}: {compute_device} vs {device}; move the module "
-        f"to {device} or leave `device_id` out"
-    )
-
-
-def move_to(module: nn.Module, ignored: Ignored, device: torch.device | None, device_type: str) -> None:
-    """Move parameters, gradients and buffers that are on the CPU to ``device``; the tensor objects stay.
-
-    What is ignored, and what inner instances manage, stays where it is. Without a ``device`` nothing moves, and there
-    is a warning where a model on the CPU will compute elsewhere.
-    """
-    if device is None:
-        on_cpu = any(parameter.device.type == "cpu" for _, parameter in named_managed(module, ignored))
-        if on_cpu and device_type != "cpu":
-            _warn(
-                "The passed-in `module` is on CPU and will thus have FSDP's sharding initialization run on CPU, which "
-                "may be slower than on GPU. We recommend passing in the `device_id` argument for FSDP to move `module` "
-                "to GPU for the sharding initialization. `module` must also be on GPU device to work with the "
-                "`sync_module_states=True` flag since that requires GPU communication."
-            )
-        return
-    for child in managed_modules(module, ignored):
-        for parameter in child.parameters(recurse=False):
-            if parameter.device.type == "cpu" and parameter not in ignored.parameters:
-                parameter.data = parameter.data.to(device)
-                if parameter.grad is not None:
-                    parameter.grad.data = parameter.grad.data.to(device)
-        for buffer in child.buffers(recurse=False):
-            if buffer.device.type == "cpu" and buffer not in ignored.buffers:
-                buffer.data = buffer.data.to(device)
-
-
-def compute_device(
-    module: nn.Module, ignored: Ignored, device: torch.device | None, device_type: str, rank: int
-) -> torch.device:
-    """Where the instance computes: where its parameters are, or the current device where they are on the CPU.
-
-    Raises:
-        ConfigError: that is not ``device``.
-    """
-    first = next((parameter for _, parameter in named_managed(module, ignored)), None)
-    if first is not None and first.device.type != "cpu":
-        chosen = first.device
-    else:
-        chosen = current_device(device_type)
-    if device is not None and chosen != device:
-        _refuse_device(rank, chosen, device)
-    return chosen
-
-
-# The ranks that an instance shards over, and those that hold the same shard, from the constructor's arguments.
-
-
-HYBRID_SHARDING_STRATEGIES = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
 
 
 @dataclass(frozen=True)
@@ -399,17 +210,10 @@ def resolve_groups(
     policy: object | None,
     device_type: str,
 ) -> Groups:
-    """The groups that the constructor's arguments name.
+    """The groups that the constructor's arguments name; the default group where they name none.
 
     Communicates only where a hybrid strategy is given neither groups nor a mesh: groups within and across nodes are
-    then made, which all ranks do together.
-
-    Args:
-        strategy: None for ``FULL_SHARD``.
-        process_group: one group; a (shard, replicate) pair for hybrid strategies; or None for the default group.
-        device_mesh: one-dimensional, or two-dimensional (replicate, shard) for hybrid strategies.
-        policy: the ``auto_wrap_policy``; wrapping by hand with a hybrid strategy must say which groups are meant.
-        device_type: where the model computes, to count the devices of a node.
+    then made, which all ranks do together. Wrapping by hand, without a ``policy``, must say which groups it means.
 
     Raises:
         ConfigError: groups and mesh are both given, of a wrong kind, or missing.
@@ -433,9 +237,8 @@ def resolve_groups(
     elif process_group is not None:
         if not (isinstance(process_group, tuple) and len(process_group) == 2 and all(map(_is_group, process_group))):
             raise ConfigError(
-                "Expected process_group to be passed in as either None or "
-                f"Tuple[dist.ProcessGroup, dist.ProcessGroup] but got {type(process_group)}; {strategy} shards over "
-                f"the first group and replicates over the second"
+                "Expected process_group to be passed in as either None or Tuple[dist.ProcessGroup, dist.ProcessGroup] "
+                f"but got {type(process_group)}; {strategy} shards over the first and replicates over the second"
             )
         process_group, replicate_group = process_group
     elif policy is None:
@@ -446,21 +249,17 @@ def resolve_groups(
         process_group, replicate_group = _init_intra_and_inter_node_groups(
             _default_group(), _devices_per_node(device_type)
         )
-    rank, world_size = _place_in(process_group)
+    if not _is_group(process_group):
+        raise WorldSizeError(
+            f"{process_group!r} is not a process group that this process is in; give one "
+            f"torch.distributed.ProcessGroup that contains this rank (a pair of groups is for hybrid strategies)"
+        )
+    rank, world_size = rank_and_size(process_group)
     return Groups(process_group, replicate_group, rank, world_size, device_mesh, given)
 
 
 def _is_group(group: object) -> bool:
     return isinstance(group, dist.ProcessGroup | Collectives | GroupLike)
-
-
-def _place_in(group: Any) -> tuple[int, int]:
-    if not _is_group(group):
-        raise WorldSizeError(
-            f"{group!r} is not a process group that this process is in; give one torch.distributed.ProcessGroup that "
-            f"contains this rank (a pair of groups is for hybrid strategies)"
-        )
-    return rank_and_size(group)
 
 
 def _default_group() -> dist.ProcessGroup:
@@ -508,18 +307,107 @@ def _init_intra_and_inter_node_groups(
     return intra[node], inter[place]
 
 
-# First values: of meta tensors, and of every rank from rank 0.
+def _as_device(device_id: int | torch.device) -> torch.device:
+    device = device_id if isinstance(device_id, torch.device) else torch.device(device_id)
+    # There is one, and its tensors say so without an index.
+    return torch.device("cpu") if device.type == "cpu" else device
 
 
-__all__ = ["materialize", "sync_module_states"]
+def current_device(device_type: str) -> torch.device:
+    """The device of that type that new tensors of this process would be on."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.accelerator.current_device_index())
 
 
-def materialize(
-    module: nn.Module, ignored: Ignored, param_init_fn: Callable[[nn.Module], None] | None, device: torch.device
+def explicit_device(device_id: int | torch.device | None, rank: int) -> torch.device | None:
+    """``device_id`` as a device with an index; None for None. Warns where the index is the current device's."""
+    if device_id is None:
+        return None
+    device = _as_device(device_id)
+    if device.type == "cpu" or device.index is not None:
+        return device
+    current = current_device(device.type)
+    _warn(
+        f"FSDP got the argument `device_id` {device_id} on rank {rank}, which does not have an explicit index. FSDP "
+        f"will use the current device {current.index}. If this is incorrect, please explicitly call "
+        f"`torch.{device.type}.set_device()` before FSDP initialization or pass in the explicit device index as the "
+        f"`device_id` argument."
+    )
+    return current
+
+
+def check_parameters(
+    managed: Managed,
+    device: torch.device | None,
+    rank: int,
+    param_init_fn: Callable[[nn.Module], None] | None,
 ) -> None:
-    """Give values to meta parameters and buffers that ``module``'s instance manages; nothing happens without any.
+    """Refuse parameters that no instance could shard; before modules inside are wrapped, it looks at theirs too.
 
-    With ``param_init_fn``, it is called on ``module`` and every managed module in it, outermost first. Otherwise each
+    Raises:
+        ParameterError: a parameter is a scalar.
+        ConfigError: ``param_init_fn`` cannot be called, or parameters are on another device than ``device``.
+    """
+    for name, parameter in managed.named_parameters():
+        if parameter.dim() == 0:
+            raise ParameterError(
+                f"FSDP doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1."
+            )
+        if device is not None and parameter.device.type not in ("cpu", "meta") and parameter.device != device:
+            _refuse_device(rank, parameter.device, device)
+    if param_init_fn is not None and not callable(param_init_fn) and managed.has_meta_tensors:
+        raise ConfigError(f"Expected {param_init_fn} to be callable but got {type(param_init_fn)}")
+
+
+def _refuse_device(rank: int, compute_device: torch.device, device: torch.device) -> None:
+    raise ConfigError(
+        f"Inconsistent compute device and `device_id` on rank {rank}: {compute_device} vs {device}; move the module "
+        f"to {device} or leave `device_id` out"
+    )
+
+
+def effective_strategy(strategy: ShardingStrategy | None, world_size: int) -> ShardingStrategy:
+    """``strategy`` (None for ``FULL_SHARD``), or ``NO_SHARD`` where one rank has nothing to shard over. Warns."""
+    if world_size == 1:
+        if strategy is not ShardingStrategy.NO_SHARD:
+            _warn(
+                f"FSDP is switching to use `NO_SHARD` instead of {strategy or ShardingStrategy.FULL_SHARD} since the "
+                f"world size is 1."
+            )
+        return ShardingStrategy.NO_SHARD
+    if strategy is ShardingStrategy.NO_SHARD:
+        _warn(
+            "The `NO_SHARD` sharding strategy is deprecated. If having issues, please use `DistributedDataParallel` "
+            "instead.",
+            FutureWarning,
+        )
+    return strategy or ShardingStrategy.FULL_SHARD
+
+
+def check_devices(managed: Managed, device: torch.device | None, rank: int) -> None:
+    """Refuse parameters of one instance that are on several devices.
+
+    Raises:
+        DeviceError: they are, and ``device`` does not say where those on the CPU belong.
+    """
+    devices = {parameter.device for _, parameter in managed.named_parameters()}
+    if len(devices) == 2 and torch.device("cpu") in devices:
+        if device is None:
+            raise DeviceError(
+                "To support a module with both CPU and GPU params, please pass in device_id argument. They are on "
+                f"{sorted(map(str, devices))} (rank {rank})"
+            )
+    elif len(devices) > 1:
+        raise DeviceError(
+            f"FSDP only supports single device modules but got params on {devices} (rank {rank}); move them to one"
+        )
+
+
+def materialize(managed: Managed, param_init_fn: Callable[[nn.Module], None] | None, device: torch.device) -> None:
+    """Give values to meta parameters and buffers that its instance manages; nothing happens without any.
+
+    With ``param_init_fn``, it is called on the module and every managed module in it, outermost first. Otherwise each
     managed module that itself holds meta tensors gets new ones on ``device``, uninitialised, and its
     ``reset_parameters()`` is called. Shared parameters stay shared, and ignored parameters keep their values.
 
@@ -527,29 +415,29 @@ def materialize(
         DeviceError: ``param_init_fn`` left meta tensors.
         Exception: what ``reset_parameters()`` raised, after a warning; the meta tensors are then back in place.
     """
-    if not needs_materialization(module, ignored):
+    if not managed.has_meta_tensors:
         return
     if param_init_fn is None:
-        _reset(managed_modules(module, ignored), ignored, device)
+        _reset(managed.modules(), managed.ignored_parameters, device)
         return
-    for child in managed_modules(module, ignored):
+    for child in managed.modules():
         param_init_fn(child)
-    if needs_materialization(module, ignored):
-        left = [name for name, parameter in named_managed(module, ignored) if parameter.is_meta]
+    if managed.has_meta_tensors:
+        left = [name for name, parameter in managed.named_parameters() if parameter.is_meta]
         raise DeviceError(
             f"`param_init_fn` left tensors on the meta device: {left or 'buffers'}; it is called on every module, and "
             f"must give values to the parameters and buffers that the module itself holds"
         )
 
 
-def _reset(modules: Sequence[nn.Module], ignored: Ignored, device: torch.device) -> None:
+def _reset(modules: Sequence[nn.Module], ignored: frozenset[nn.Parameter], device: torch.device) -> None:
     fresh = [module for module in modules if any(_own_meta(module, ignored))]
     replaced: list[tuple[nn.Module, str, torch.Tensor]] = []
     kept = [
         (parameter, parameter.detach().clone())
         for module in fresh
         for parameter in module.parameters(recurse=False)
-        if parameter in ignored.parameters and not parameter.is_meta
+        if parameter in ignored and not parameter.is_meta
     ]
     new: dict[torch.Tensor, torch.Tensor] = {}
     module = modules[0]
@@ -577,12 +465,12 @@ def _reset(modules: Sequence[nn.Module], ignored: Ignored, device: torch.device)
                 parameter.copy_(value)
 
 
-def _own_meta(module: nn.Module, ignored: Ignored) -> list[tuple[str, torch.Tensor]]:
+def _own_meta(module: nn.Module, ignored: frozenset[nn.Parameter]) -> list[tuple[str, torch.Tensor]]:
     own = itertools.chain(
         module.named_parameters(recurse=False, remove_duplicate=False),
         module.named_buffers(recurse=False, remove_duplicate=False),
     )
-    return [(name, tensor) for name, tensor in own if tensor.is_meta and tensor not in ignored.parameters]
+    return [(name, tensor) for name, tensor in own if tensor.is_meta and tensor not in ignored]
 
 
 def _empty(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -599,26 +487,62 @@ def _put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     setattr(module, name, tensor)
 
 
-def sync_module_states(
-    module: nn.Module, parameters: Iterable[nn.Parameter], groups: Groups, device: torch.device
-) -> None:
-    """Overwrite parameters and all of ``module``'s buffers with rank 0's. All ranks of the groups call it together.
+def move_to(managed: Managed, device: torch.device | None, device_type: str) -> None:
+    """Move parameters, gradients and buffers that are on the CPU to ``device``; the tensor objects stay.
+
+    What is ignored, and what inner instances manage, stays where it is. Without a ``device`` nothing moves, and there
+    is a warning where a model on the CPU will compute elsewhere.
+    """
+    if device is None:
+        on_cpu = any(parameter.device.type == "cpu" for _, parameter in managed.named_parameters())
+        if on_cpu and device_type != "cpu":
+            _warn(
+                "The passed-in `module` is on CPU and will thus have FSDP's sharding initialization run on CPU, which "
+                "may be slower than on GPU. We recommend passing in the `device_id` argument for FSDP to move `module` "
+                "to GPU for the sharding initialization. `module` must also be on GPU device to work with the "
+                "`sync_module_states=True` flag since that requires GPU communication."
+            )
+        return
+    ignored = {buffer for each in managed.ignored_modules for buffer in each.buffers()}
+    for child in managed.modules():
+        for parameter in child.parameters(recurse=False):
+            if parameter.device.type == "cpu" and parameter not in managed.ignored_parameters:
+                parameter.data = parameter.data.to(device)
+                if parameter.grad is not None:
+                    parameter.grad.data = parameter.grad.data.to(device)
+        for buffer in child.buffers(recurse=False):
+            if buffer.device.type == "cpu" and buffer not in ignored:
+                buffer.data = buffer.data.to(device)
+
+
+def compute_device(managed: Managed, device: torch.device | None, device_type: str, rank: int) -> torch.device:
+    """Where the instance computes: where its parameters are, or the current device where they are on the CPU.
+
+    Raises:
+        ConfigError: that is not ``device``.
+    """
+    first = next((parameter for _, parameter in managed.named_parameters()), None)
+    if first is not None and first.device.type != "cpu":
+        chosen = first.device
+    else:
+        chosen = current_device(device_type)
+    if device is not None and chosen != device:
+        _refuse_device(rank, chosen, device)
+    return chosen
+
+
+def sync_module_states(managed: Managed, groups: Groups, device: torch.device) -> None:
+    """Overwrite managed parameters and all buffers with rank 0's. All ranks of the groups call it together.
 
     With two groups, rank 0 of every shard group first gets its values from the first replica, then passes them on.
 
-    Args:
-        module: what is being wrapped.
-        parameters: those that its instance manages.
-        groups: over which.
-        device: where the instance computes; its group moves tensors that are there.
-
     Raises:
-        ConfigError: tensors are on the CPU, and the instance computes elsewhere.
+        ConfigError: tensors are on the CPU, and the instance computes on another ``device``.
         StateError: the group is a dummy.
     """
     states = [
         tensor
-        for state in itertools.chain(module.buffers(), parameters)
+        for state in itertools.chain(managed.module.buffers(), managed.parameters)
         for tensor in _torch_private.plain_tensors(state.detach())
     ]
     if device.type != "cpu" and any(tensor.device.type == "cpu" for tensor in states):

@@ -1,4 +1,4 @@
-"""The engine's stage with FSDP's habits: when it prefetches, what its handle says of it, who reduces nothing."""
+"""One FSDP instance in a step: its module state and forward, the root of all, prefetching, the order of execution."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from polyshard.errors import StateError
 from polyshard.extension import (
+    Events,
     Forward,
     Root,
     Schedule,
@@ -19,11 +20,14 @@ from polyshard.extension import (
     in_backward,
     iter_hidden_tensors,
     iter_tensors,
+    lanes_for,
+    map_tensors,
     output_hook,
     refuse_escape,
     root_of,
 )
 from polyshard.interfaces import Collectives
+from polyshard_plugins.casts import make_input_cast
 from torch import nn
 
 from . import _runtime_utils
@@ -33,12 +37,12 @@ from ._unit import FlatUnit
 from .api import BackwardPrefetch
 
 
-class FSDPStage(Stage):
+class FSDPModuleState(Stage):
     """One FSDP instance's place in a step."""
 
     def __init__(
         self,
-        instance: _runtime_utils.StepInstance,
+        instance: Any,
         module: nn.Module,
         inner: nn.Module,
         units: Sequence[FlatUnit],
@@ -60,11 +64,11 @@ class FSDPStage(Stage):
         """Whether its forward or its backward runs."""
         return self.entered > 0 or self.in_backward
 
-    def upcoming(self) -> FSDPStage | None:
-        """The stage that comes next in this backward, where that is known."""
-        stage = next(iter(self._ahead), None)
-        assert stage is None or isinstance(stage, FSDPStage)
-        return stage
+    def upcoming(self) -> FSDPModuleState | None:
+        """The instance that comes next in this backward, where that is known."""
+        state = next(iter(self._ahead), None)
+        assert state is None or isinstance(state, FSDPModuleState)
+        return state
 
     def pre_backward(self, *, prefetches: bool = True) -> None:
         if not self.in_backward:
@@ -72,7 +76,7 @@ class FSDPStage(Stage):
         super().pre_backward(prefetches=prefetches)
 
     def prefetch(self, batches: Sequence[Sequence[Stage]]) -> None:
-        self._ahead = [stage for batch in batches for stage in batch]
+        self._ahead = [state for batch in batches for state in batch]
         if self.instance.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._unshard_next()
 
@@ -86,11 +90,11 @@ class FSDPStage(Stage):
 
     def finish(self) -> None:
         self.mark(HandleTrainingState.BACKWARD_POST)
-        self._take_part_if_idle()
+        self._reduce_zeros_if_unused()
         super().finish()
         if self.instance.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             # One that has gone through its backward since then needs nothing any more.
-            self._ahead = [stage for stage in self._ahead if stage.awaits_backward]
+            self._ahead = [state for state in self._ahead if state.awaits_backward]
             self._unshard_next()
         self._ahead = ()
         self.mark(HandleTrainingState.IDLE)
@@ -108,16 +112,16 @@ class FSDPStage(Stage):
         if following is not None and following.unit is not None:
             following.unit.unshard()
 
-    def _take_part_if_idle(self) -> None:
-        step = self.step
-        assert step is not None
-        if not (self.owes and step.accumulates):
+    def _reduce_zeros_if_unused(self) -> None:
+        root = self.step
+        assert isinstance(root, FSDPRoot)
+        if not (self.owes and root.accumulates):
             return
         for unit in self.units:
             if not unit.trainable or unit.pending or unit.gradients.unreduced or unit.grid.alone:
                 continue
-            if step.synchronises:
-                self.instance._leave_idle(IdleUnit(unit))
+            if root.synchronises:
+                root.reduce_zeros(UnusedUnit(unit))
             else:
                 # Nothing to keep, and nobody to agree with.
                 self.owes = False
@@ -128,18 +132,17 @@ class FSDPStage(Stage):
             self.instance._handle._training_state = state
 
 
-# The engine's forward of a stage with FSDP's habits: what its root does to inputs, where hooks hang.
-
-
 class FSDPForward(Forward):
     """One FSDP instance's forward."""
 
-    stage: FSDPStage
+    stage: FSDPModuleState
 
-    def __init__(self, stage: FSDPStage, observed: Sequence[tuple[nn.Module, str]]) -> None:
-        """``observed``: parameters whose modules are told, through ``__setattr__``, what stands for them."""
+    def __init__(self, stage: FSDPModuleState, observed: Sequence[tuple[nn.Module, str]]) -> None:
+        """``observed``: parameters whose modules have a ``__setattr__`` of their own, which sees the views."""
         super().__init__(stage)
         self._observed = tuple(observed)
+        dtype = stage.instance.mixed_precision.param_dtype
+        self._cast_inputs = None if dtype is None else make_input_cast(dtype)
         self._pending: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
     def watch_pending_inputs(self) -> None:
@@ -152,11 +155,12 @@ class FSDPForward(Forward):
         recomputes = in_backward()
         policy = instance.mixed_precision
         if instance._is_root and not recomputes and root_of(stage).active is None:
-            args, kwargs = _runtime_utils._move_inputs(args, kwargs, instance.compute_device)
+            args, kwargs = _moved_to(instance.compute_device, args, kwargs)
             instance._place_buffers()
         casts = policy.cast_root_forward_inputs if instance._is_root else policy.cast_forward_inputs
-        if casts and not stage.in_full_precision and (instance._is_root or stage.units):
-            args, kwargs = _runtime_utils._cast_forward_inputs(policy.param_dtype, args, kwargs)
+        casts &= not stage.in_full_precision and bool(instance._is_root or stage.units)
+        if self._cast_inputs is not None and casts:
+            args, kwargs = self._cast_inputs(args, kwargs)
         if recomputes:
             return super()._enter(args, kwargs)
         stage.mark(HandleTrainingState.FORWARD)
@@ -202,7 +206,9 @@ class FSDPForward(Forward):
             module._parameters.update(parameters)
 
 
-# What the outermost FSDP instance shares with those inside it: the engine's root with FSDP's habits.
+def _moved_to(device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A forward's inputs with every tensor on ``device``."""
+    return map_tensors(lambda tensor: tensor if tensor.device == device else tensor.to(device), (args, kwargs))
 
 
 #: Where `_apply_optimizer_in_backward` leaves a parameter's optimizers.
@@ -212,18 +218,26 @@ OPTIMIZERS = "_in_backward_optimizers"
 class FSDPRoot(Root):
     """The engine's root over FSDP instances."""
 
-    #: None unless the debug level asks for checks.
-    order: ForwardOrder | None = None
-    #: Parameters that step as soon as their gradients are reduced.
-    stepping: tuple[nn.Parameter, ...] = ()
+    def __init__(
+        self, world: Collectives, states: Sequence[FSDPModuleState], ahead: int, order: ForwardOrder | None
+    ) -> None:
+        """``ahead``: how many gathers forwards issue before they are needed; ``order``: checked where it is given."""
+        schedule = UnitSchedule(ahead, 1, order)
+        super().__init__(world, states, lanes_for(world), schedule, Events([]), check_ranks=False)
+        self._order = order
+        #: Parameters that step as soon as their gradients are reduced.
+        self._stepping = [
+            managed.original
+            for state in states
+            if state.units
+            for managed in state.instance._handle.parameters
+            if hasattr(managed.original, OPTIMIZERS)
+        ]
+        self._unused: list[UnusedUnit] = []
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._idle: list[IdleUnit] = []
-
-    def leave_idle(self, idle: IdleUnit) -> None:
+    def reduce_zeros(self, unused: UnusedUnit) -> None:
         """A unit takes part in this backward's reductions although this rank has no gradient for it."""
-        self._idle.append(idle)
+        self._unused.append(unused)
 
     def refuse_escape(self, output: object) -> None:
         """As the engine's, but for what stays whole until backward ends, as FSDP's root does."""
@@ -232,13 +246,13 @@ class FSDPRoot(Root):
 
     def end_backward(self) -> None:
         super().end_backward()
-        for idle in self._idle:
-            idle.settle()
-        self._idle.clear()
-        if self.synchronises and self.stepping:
-            _step_in_backward(self.stepping)
-        if self.order is not None:
-            self.order.end_iteration()
+        for unused in self._unused:
+            unused.finish()
+        self._unused.clear()
+        if self.synchronises and self._stepping:
+            _step_in_backward(self._stepping)
+        if self._order is not None:
+            self._order.end_iteration()
         if not self.synchronises:
             for unit in self.units:
                 assert isinstance(unit, FlatUnit)
@@ -250,13 +264,13 @@ class FSDPRoot(Root):
         self.lanes.drain()
 
     def _presence_of_gradients(self) -> None:
-        """A parameter that was not used in a unit that was has a gradient of zeros in FSDP; of units, see ``_idle``."""
+        """An unused parameter of a used unit has a gradient of zeros in FSDP; for units see ``UnusedUnit``."""
 
     def abandon(self) -> None:
         super().abandon()
-        self._idle.clear()
-        if self.order is not None:
-            self.order.abandon()
+        self._unused.clear()
+        if self._order is not None:
+            self._order.abandon()
 
 
 def _step_in_backward(parameters: Sequence[nn.Parameter]) -> None:
@@ -269,10 +283,7 @@ def _step_in_backward(parameters: Sequence[nn.Parameter]) -> None:
             optimizer.zero_grad(set_to_none=True)
 
 
-# Units that a forward used and a backward did not reach.
-
-
-class IdleUnit:
+class UnusedUnit:
     """One rank's part in the reduction of a unit for which it has no gradient.
 
     Other ranks may have one, so this rank reduces with them, and its part is zero. Where no rank has one, ``.grad`` is
@@ -291,7 +302,7 @@ class IdleUnit:
         # A flat parameter ends in padding, into which no rank puts its gradients.
         self._used = max((piece.shard_offset + piece.numel for piece in unit.pieces), default=0)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """The reduction is done: drop gradients to which no rank gave anything."""
         reduced = [(parameter, parameter.grad) for parameter in self._fresh if parameter.grad is not None]
         if all(_is_negative_zero(gradient.reshape(-1)[: self._used]) for _, gradient in reduced):
@@ -301,15 +312,6 @@ class IdleUnit:
 
 def _is_negative_zero(tensor: torch.Tensor) -> bool:
     return bool(((tensor == 0) & torch.signbit(tensor)).all())
-
-
-# In which order units run, and whether ranks agree on it: checked where ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` asks.
-
-
-__all__ = ["CheckedSchedule", "ForwardOrder", "UnitSchedule", "checks_order"]
-
-#: Frames between the warning and the user's call of the model.
-_STACKLEVEL = 8
 
 
 class ForwardOrder:
@@ -323,7 +325,7 @@ class ForwardOrder:
 
     def __init__(self, names: Mapping[FlatParamHandle, Sequence[str]], collectives: Collectives) -> None:
         self._names = {handle: list(parameters) for handle, parameters in names.items()}
-        self._indices = {handle: index for index, handle in enumerate(names)}
+        self._handles = list(names)
         self._collectives = collectives
         self._first: list[FlatParamHandle] = []
         self._is_first = True
@@ -355,7 +357,8 @@ class ForwardOrder:
             f"Forward order differs from that of the first iteration on rank {self._collectives.rank}. Collectives "
             f"are unchecked and may give incorrect results or hang.\nExpected to {wanted} but trying to all-gather "
             f"parameters for {self._names[handle]}",
-            stacklevel=_STACKLEVEL,
+            # The user's call of the model.
+            stacklevel=8,
         )
 
     def end_iteration(self) -> None:
@@ -372,40 +375,41 @@ class ForwardOrder:
             self._first.clear()
 
     def _compare_ranks(self, handle: FlatParamHandle) -> None:
-        counts = self._gather(len(self._names[handle]))
-        indices = self._gather(self._indices[handle])
-        everyone = list(zip(counts, indices, strict=True))
-        for (rank, mine), (other, theirs) in itertools.combinations(enumerate(everyone), 2):
-            if mine == theirs:
+        collectives = self._collectives
+        indices = torch.zeros(collectives.world_size, dtype=torch.int32, device=collectives.device)
+        mine = torch.tensor([self._handles.index(handle)], dtype=torch.int32, device=collectives.device)
+        collectives.all_gather(indices, mine).wait()
+        names = [self._names[self._handles[index]] for index in indices.tolist()]
+        for (rank, each), (other, another) in itertools.combinations(enumerate(names), 2):
+            if each == another:
                 continue
-            each, another = self._called(mine[1]), self._called(theirs[1])
-            if mine[0] != theirs[0]:
-                what = (
-                    f"rank {rank} is all-gathering {mine[0]} parameters while rank {other} is all-gathering "
-                    f"{theirs[0]} parameters: {each} and {another}"
+            if len(each) != len(another):
+                differs = (
+                    f"rank {rank} is all-gathering {len(each)} parameters while rank {other} is all-gathering "
+                    f"{len(another)} parameters: {each} and {another}"
                 )
             else:
-                what = (
+                differs = (
                     f"rank {rank} is all-gathering parameters for {each} while rank {other} is all-gathering "
                     f"parameters for {another}"
                 )
-            raise StateError(f"Forward order differs across ranks: {what}. Let all ranks run the same modules.")
-
-    def _gather(self, value: int) -> list[int]:
-        collectives = self._collectives
-        out = torch.zeros(collectives.world_size, dtype=torch.int32, device=collectives.device)
-        collectives.all_gather(out, torch.tensor([value], dtype=torch.int32, device=collectives.device)).wait()
-        return out.tolist()
-
-    def _called(self, index: int) -> list[str]:
-        return next((self._names[handle] for handle, each in self._indices.items() if each == index), [])
+            raise StateError(f"Forward order differs across ranks: {differs}. Let all ranks run the same modules.")
 
 
 class UnitSchedule(Schedule[Stage]):
-    """A schedule of the stages that have parameters: a container without any hides none of those behind it."""
+    """A schedule of the modules that have parameters: a container without any hides none of those behind it."""
+
+    def __init__(self, forward_ahead: int, backward_ahead: int, order: ForwardOrder | None) -> None:
+        super().__init__(forward_ahead, backward_ahead)
+        self._order = order
 
     def enter(self, stage: Stage) -> list[list[Stage]]:
-        return super().enter(stage) if stage.units else []
+        if not stage.units:
+            return []
+        if self._order is not None:
+            assert isinstance(stage, FSDPModuleState)
+            self._order.enter(stage.instance._handle, training=stage.module.training)
+        return super().enter(stage)
 
     def leave(self, stage: Stage) -> None:
         if stage.units:
@@ -413,23 +417,6 @@ class UnitSchedule(Schedule[Stage]):
 
     def enter_backward(self, stage: Stage) -> list[list[Stage]]:
         return super().enter_backward(stage) if stage.units else []
-
-
-class CheckedSchedule(UnitSchedule):
-    """A schedule in which no stage starts a forward that differs over ranks."""
-
-    def __init__(
-        self, forward_ahead: int, backward_ahead: int, order: ForwardOrder, handles: Mapping[Stage, FlatParamHandle]
-    ) -> None:
-        super().__init__(forward_ahead, backward_ahead)
-        self._check = order
-        self._handles = handles
-
-    def enter(self, stage: Stage) -> list[list[Stage]]:
-        handle = self._handles.get(stage)
-        if handle is not None:
-            self._check.enter(handle, training=stage.module.training)
-        return super().enter(stage)
 
 
 def checks_order() -> bool:

@@ -1,14 +1,15 @@
-"""State dicts of FSDP instances: hooks around torch's own walk over the modules."""
+"""Model state dicts: hooks around torch's own walk over the modules, for each of the three types.
+
+Also here: the type that instances are set to, and the guard that torch's own checkpoint functions meet.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,9 +19,8 @@ from torch import nn
 from . import _torch_private
 from ._common_utils import FLAT_PARAM, FSDP_PREFIX, clean_tensor_name
 from ._flat_param import FlatParamHandle
-from ._shard_utils import cut_otherwise, gather_rows, own_rows, shape_of
+from ._shard_utils import gather_rows, is_cut_along_rows, own_rows, refuse_other_cut, shape_of
 from ._state import FSDPInstance
-from ._torch_settings import own
 from ._traversal_utils import _get_fsdp_states
 from ._unit import FlatUnit
 from ._unshard_param_utils import _refuse_busy, _Summoned
@@ -38,20 +38,135 @@ from .api import (
     StateDictType,
 )
 
-__all__ = [
-    "_get_state_dict_type",
-    "_register_all_state_dict_hooks",
-    "_set_state_dict_type",
-    "_state_dict_type",
-]
+_LOGGER = logging.getLogger(__name__)
+#: The settings of each type: for the model, and for the optimizer.
+_CONFIGS: Mapping[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+
+
+def _set_state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None,
+    optim_state_dict_config: OptimStateDictConfig | None,
+) -> StateDictSettings:
+    """Set the type for every instance in ``module``; returns the settings before.
+
+    Raises:
+        StateError: (a ``RuntimeError``) a config of another type.
+        ConfigAssertionError: (an ``AssertionError``) the instances differ in the settings that they have.
+    """
+    warnings.warn(
+        "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated. Please use APIs, get_state_dict() "
+        "and set_state_dict(), which can support different parallelisms, FSDP1, FSDP2, DDP. Of those, polyshard_fsdp "
+        "supports the ones for models alone; optimizers need this one.",
+        FutureWarning,
+        stacklevel=3,
+    )
+    if not isinstance(state_dict_type, StateDictType):
+        raise ConfigTypeError(
+            f"`state_dict_type` should be a StateDictType but got {state_dict_type}. Pass one of its members."
+        )
+    model_class, optim_class = _CONFIGS[state_dict_type]
+    where = f"in {type(module).__name__}, for {state_dict_type}"
+    if state_dict_config is not None and type(state_dict_config) is not model_class:
+        raise StateError(
+            f"Expected state_dict_config of type {model_class} but got {type(state_dict_config)} {where}. Pass a "
+            f"{model_class.__name__}, or none."
+        )
+    if optim_state_dict_config is not None and type(optim_state_dict_config) is not optim_class:
+        raise StateError(
+            f"Expected optim_state_dict_config of type {optim_class} but got {type(optim_state_dict_config)} {where}. "
+            f"Pass a {optim_class.__name__}, or none."
+        )
+    instances: list[FSDPInstance] = _get_fsdp_states(module)
+    before = _settings_of(instances)
+    for each in instances:
+        theirs = _settings_of([each])
+        differs = f"{_where(each)} is the first that differs. Set it on the outermost module."
+        if theirs.state_dict_type is not before.state_dict_type:
+            raise ConfigAssertionError(f"All FSDP modules should have the same state_dict_type. {differs}")
+        for name in ("state_dict_config", "optim_state_dict_config"):
+            if type(getattr(theirs, name)) is not type(getattr(before, name)):
+                raise ConfigAssertionError(f"All FSDP modules must have the same type of {name}. {differs}")
+    _assign(
+        instances,
+        StateDictSettings(
+            state_dict_type,
+            model_class() if state_dict_config is None else state_dict_config,
+            optim_class() if optim_state_dict_config is None else optim_state_dict_config,
+        ),
+    )
+    return before
+
+
+@contextmanager
+def _restoring_type(module: nn.Module, before: StateDictSettings) -> Iterator[None]:
+    """A context at whose end every instance in ``module`` has the settings ``before``."""
+    try:
+        yield
+    finally:
+        _assign(_get_fsdp_states(module), before)
+
+
+def _get_state_dict_type(module: nn.Module) -> StateDictSettings:
+    """The settings that all instances in ``module`` share; the default ones where there is no instance.
+
+    They say that values are ``DTensor`` where the instances were given a device mesh.
+
+    Raises:
+        ConfigAssertionError: (an ``AssertionError``) they differ.
+    """
+    instances: list[FSDPInstance] = _get_fsdp_states(module)
+    for each in instances:
+        _choose_kind_of_tensor(each)
+    settings = _settings_of(instances)
+    for each in instances:
+        theirs = _settings_of([each])
+        if theirs != settings:
+            raise ConfigAssertionError(
+                f"All FSDP modules must have the same state dict settings.Got {theirs} and {settings}. {_where(each)} "
+                "is the first that differs. Set them on the outermost module."
+            )
+    return settings
+
+
+def _where(instance: FSDPInstance) -> str:
+    return f"'{type(instance._module_state.inner).__name__}' (rank {instance.rank})"
+
+
+def _choose_kind_of_tensor(instance: FSDPInstance) -> None:
+    """Mark the settings of an instance with a device mesh, whose values are ``DTensor``."""
+    if instance._device_mesh is None:
+        return
+    for config in (instance._state_dict_config, instance._optim_state_dict_config):
+        if isinstance(config, (ShardedStateDictConfig, ShardedOptimStateDictConfig)):
+            config._use_dtensor = True
+
+
+def _settings_of(instances: Sequence[FSDPInstance]) -> StateDictSettings:
+    if not instances:
+        return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
+    first = instances[0]
+    return StateDictSettings(first._state_dict_type, first._state_dict_config, first._optim_state_dict_config)
+
+
+def _assign(instances: Sequence[FSDPInstance], settings: StateDictSettings) -> None:
+    for each in instances:
+        each._state_dict_type = settings.state_dict_type
+        each._state_dict_config = settings.state_dict_config
+        each._optim_state_dict_config = settings.optim_state_dict_config
 
 
 def _register_all_state_dict_hooks(instance: FSDPInstance) -> None:
-    """Let the state dicts of ``instance``, a wrapper or the state of a module sharded in place, be of its kind."""
+    """Let the state dicts of ``instance`` be of its type."""
     hooks = instance._state_dict_walk = _Hooks(instance)
-    module = instance._stage.module
+    module = instance._module_state.module
     module.register_state_dict_pre_hook(hooks.before_save)  # type: ignore[no-untyped-call]
-    # Torch marks what it is given, and a bound method cannot be marked.
+    # Torch marks the hook, and a bound method cannot be marked.
     module.register_state_dict_post_hook(functools.partial(hooks.after_save))  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(hooks.before_load)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_post_hook(hooks.after_load)  # type: ignore[no-untyped-call]
@@ -62,9 +177,7 @@ class _Hooks:
 
     def __init__(self, instance: FSDPInstance) -> None:
         self._instance = instance
-        #: What the wrapper's registration adds to the names inside; a module sharded in place adds nothing.
-        self._added = FSDP_PREFIX if isinstance(instance, nn.Module) else ""
-        self._form: Form | None = None
+        self._form: FullForm | LocalForm | None = None
         self._errors: list[str] = []
 
     def before_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -78,7 +191,7 @@ class _Hooks:
         """When all entries are there, under their names with the wrapper's prefix."""
         form, self._form = self._form, None
         assert form is not None
-        self._rename(values, prefix + self._added, prefix)
+        self._rename(values, prefix + FSDP_PREFIX, prefix)
         with self._leaving_on_failure(), torch.no_grad():
             form.after_save(values, prefix)
 
@@ -99,7 +212,7 @@ class _Hooks:
             self._begin("When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict willbe returned.")
             assert self._form is not None
             self._form.before_load(values, prefix)
-        self._rename(values, prefix, prefix + self._added)
+        self._rename(values, prefix, prefix + FSDP_PREFIX)
 
     def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
         """When everything was copied, and before torch reports what did not fit."""
@@ -122,7 +235,7 @@ class _Hooks:
         self.abandon()
         self._form = self._choose(warning)
 
-    def _choose(self, warning: str) -> Form:
+    def _choose(self, warning: str) -> FullForm | LocalForm:
         instance = self._instance
         kind, config = instance._state_dict_type, instance._state_dict_config
         if instance.sharding_strategy is ShardingStrategy.NO_SHARD:
@@ -134,7 +247,7 @@ class _Hooks:
                 raise StateError(
                     "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with LOCAL_STATE_DICT. "
                     "Please set state_dict_type to SHARDED_STATE_DICT to get DTensor state_dict. "
-                    f"'{instance._stage.name or '(root)'}' on rank {instance.rank} has one."
+                    f"{instance._where} has one."
                 )
             _choose_kind_of_tensor(instance)
         if kind is StateDictType.FULL_STATE_DICT:
@@ -154,50 +267,26 @@ class _Hooks:
 
     @staticmethod
     def _rename(values: dict[str, Any], old: str, new: str) -> None:
-        if old != new:
-            for key in [key for key in values if key.startswith(old)]:
-                values[new + key[len(old) :]] = values.pop(key)
+        for key in [key for key in values if key.startswith(old)]:
+            values[new + key[len(old) :]] = values.pop(key)
 
 
-# Whole parameters in state dicts, under the names that the model had before it was sharded.
-
-
-class Form(ABC):
-    """One instance's part in one ``state_dict`` or ``load_state_dict``: what is done before and after torch's own walk.
+class _Form:
+    """One instance's part in one ``state_dict`` or ``load_state_dict``, before and after torch's own walk.
 
     In ``values`` the instance's entries stand under ``prefix`` and their clean names, without what wrappers add.
     """
 
-    def __init__(self, instance: FSDPInstance) -> None:
+    def __init__(self, instance: FSDPInstance, config: StateDictConfig) -> None:
         self.instance = instance
-        self.handle: FlatParamHandle | None = instance._handle
         self.unit: FlatUnit | None = instance._flat_unit
+        self._offloads = config.offload_to_cpu
         parameters = instance._handle.parameters if instance._handle is not None else ()
         #: The names of each parameter of the unit, below the instance's prefix.
         self.names = [tuple(dict.fromkeys(map(clean_tensor_name, each.names))) for each in parameters]
 
-    @abstractmethod
-    def before_save(self) -> None:
-        """Let torch's walk find what is needed."""
 
-    @abstractmethod
-    def after_save(self, values: dict[str, Any], prefix: str) -> None:
-        """Replace what the walk found by what the caller asked for."""
-
-    @abstractmethod
-    def before_load(self, values: dict[str, Any], prefix: str) -> None:
-        """Replace the caller's values by what torch's walk can copy."""
-
-    @abstractmethod
-    def after_load(self) -> None:
-        """Keep what was copied."""
-
-    @abstractmethod
-    def abandon(self) -> None:
-        """Leave the instance as it was before; nothing where that was done already."""
-
-
-class FullForm(Form):
+class FullForm(_Form):
     """Whole parameters, as copies. During torch's walk the module has them whole, so that hooks of modules inside, and
     modules that save and load themselves, find what they would find without sharding.
 
@@ -206,8 +295,7 @@ class FullForm(Form):
     """
 
     def __init__(self, instance: FSDPInstance, config: StateDictConfig) -> None:
-        super().__init__(instance)
-        self._offloads = config.offload_to_cpu
+        super().__init__(instance, config)
         drops = isinstance(config, FullStateDictConfig) and config.rank0_only and instance.rank != 0
         #: Whether this rank returns values; else it takes part in the gathers alone.
         self._returns = not drops
@@ -296,15 +384,9 @@ class FullForm(Form):
                 del values[key]
 
     def _buffers(self) -> Iterator[tuple[str, nn.Module, str]]:
-        for module_name, holder in self.instance._stage.inner.named_modules(remove_duplicate=False):
+        for module_name, holder in self.instance._module_state.inner.named_modules(remove_duplicate=False):
             for attribute in holder._buffers:
                 yield clean_tensor_name(f"{module_name}.{attribute}" if module_name else attribute), holder, attribute
-
-
-# Pieces of parameters in state dicts: each rank's rows of every parameter, whole in its other dimensions.
-
-
-_LOGGER = logging.getLogger(__name__)
 
 
 class ShardedForm(FullForm):
@@ -317,8 +399,8 @@ class ShardedForm(FullForm):
         self._as_dtensor = isinstance(config, ShardedStateDictConfig) and config._use_dtensor
         if self._as_dtensor and instance._device_mesh is None:
             raise StateError(
-                f"ShardedStateDictConfig(_use_dtensor=True) needs a device mesh, and '{instance._stage.name}' on rank "
-                f"{instance.rank} has none. Construct FSDP with device_mesh."
+                f"ShardedStateDictConfig(_use_dtensor=True) needs a device mesh, and {instance._where} has none. "
+                "Construct FSDP with device_mesh."
             )
 
     def convert(self, index: int, whole: torch.Tensor) -> torch.Tensor:
@@ -363,50 +445,31 @@ class ShardedForm(FullForm):
             return []
         return gather_rows(values, shard, unit.master.dtype, self.instance.compute_device)
 
-    def _refuse_other(self, value: object, unit: FlatUnit, key: str) -> None:
-        """Refuse what this form does not make, for as many ranks as there are."""
-        where = f"'{clean_tensor_name(key)}' on rank {self.instance.rank}"
-        ranks = unit.grid.shard_size
+    def _refuse_other(self, value: Any, unit: FlatUnit, key: str) -> None:
+        """Refuse a value of another type, or that other ranks cut."""
+        name, ranks = clean_tensor_name(key), unit.grid.shard_size
         if _torch_private.is_sharded_tensor(value):
-            otherwise = cut_otherwise(value, ranks)
-            if otherwise is not None:
-                raise StateError(
-                    f"{where} {otherwise}. Load it with the number of ranks that saved it, or through "
-                    "torch.distributed.checkpoint."
-                )
-        elif not _is_cut_along_rows(value, ranks):
+            refuse_other_cut(value, ranks, f"'{name}'", self.instance.rank)
+        elif not is_cut_along_rows(value, ranks):
             expected = "DTensor cut along its rows" if self._as_dtensor else "ShardedTensor"
             raise StepAssertionError(
-                f"Expected {expected}, got {type(value)} for {where}. Load it as the type of state dict that it was "
-                "saved as."
+                f"Expected {expected}, got {type(value)} for '{name}' on rank {self.instance.rank}. Load it as the "
+                "type of state dict that it was saved as."
             )
 
 
-def _is_cut_along_rows(value: object, ranks: int) -> bool:
-    from torch.distributed.tensor import DTensor, Shard
-
-    if not isinstance(value, DTensor):
-        return False
-    *outer, last = value.placements
-    return last == Shard(0) and all(each.is_replicate() for each in outer) and value.device_mesh.size(-1) == ranks
-
-
-# Flat shards in state dicts: each rank's part of each flat parameter, as it lies in memory.
-
-
-class LocalForm(Form):
+class LocalForm(_Form):
     """The flat parameter as a ``ShardedTensor`` without the padding at its end.
 
     Nothing is sent and nothing is copied: values change with the parameters, unless they were moved to host memory.
     """
 
     def __init__(self, instance: FSDPInstance, config: StateDictConfig) -> None:
-        super().__init__(instance)
-        self._offloads = config.offload_to_cpu
+        super().__init__(instance, config)
         self._withdrawn: FlatParamHandle | None = None
 
     def before_save(self) -> None:
-        self._settle()
+        self._take_up_changes()
 
     def after_save(self, values: dict[str, Any], prefix: str) -> None:
         unit = self.unit
@@ -426,7 +489,7 @@ class LocalForm(Form):
         )
 
     def before_load(self, values: dict[str, Any], prefix: str) -> None:
-        self._settle()
+        self._take_up_changes()
         unit = self.unit
         if unit is None:
             return
@@ -444,14 +507,14 @@ class LocalForm(Form):
             self._withdrawn = unit.handle
 
     def after_load(self) -> None:
-        self.abandon()
-
-    def abandon(self) -> None:
+        """Leave the instance as it was before."""
         withdrawn, self._withdrawn = self._withdrawn, None
         if withdrawn is not None:
             withdrawn.register_flat_param()
 
-    def _settle(self) -> None:
+    abandon = after_load
+
+    def _take_up_changes(self) -> None:
         instance = self.instance
         if self.unit is None:
             return
@@ -497,223 +560,40 @@ class LocalForm(Form):
         return shards[0]
 
 
-# Which kind of state dict the FSDP instances in a module make.
+def refuse_checkpoint_call(instance: FSDPInstance) -> None:
+    """Refuse the running function of ``torch.distributed.checkpoint.state_dict`` where it would be wrong.
 
-
-@dataclass(frozen=True)
-class _ConfigClasses:
-    model: type[StateDictConfig]
-    optimizer: type[OptimStateDictConfig]
-
-
-_CLASSES = {
-    StateDictType.FULL_STATE_DICT: _ConfigClasses(FullStateDictConfig, FullOptimStateDictConfig),
-    StateDictType.LOCAL_STATE_DICT: _ConfigClasses(LocalStateDictConfig, LocalOptimStateDictConfig),
-    StateDictType.SHARDED_STATE_DICT: _ConfigClasses(ShardedStateDictConfig, ShardedOptimStateDictConfig),
-}
-
-
-def _set_state_dict_type(
-    module: nn.Module,
-    state_dict_type: StateDictType,
-    state_dict_config: StateDictConfig | None,
-    optim_state_dict_config: OptimStateDictConfig | None,
-) -> StateDictSettings:
-    """Set the kind for every instance in ``module``; returns the settings before.
+    Such functions know torch's own wrappers, and take any other module for one that is not sharded. Model state dicts
+    are right all the same. An optimizer's is not: each rank would return its own piece under the whole's name.
 
     Raises:
-        StateError: (a ``RuntimeError``) a config of another kind.
-        ConfigAssertionError: (an ``AssertionError``) the instances differ in the settings that they have.
+        UnsupportedError: the function would give or take an optimizer's pieces for the whole, or load whole values into
+            shards.
     """
-    _warn_of_deprecation()
-    return _change(module, state_dict_type, state_dict_config, optim_state_dict_config)
-
-
-def _state_dict_type(
-    module: nn.Module,
-    state_dict_type: StateDictType,
-    state_dict_config: StateDictConfig | None,
-    optim_state_dict_config: OptimStateDictConfig | None,
-) -> AbstractContextManager[None]:
-    """``_set_state_dict_type`` for the time of a context."""
-    _warn_of_deprecation()
-    return _changed(module, state_dict_type, state_dict_config, optim_state_dict_config)
-
-
-def _get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """The settings that all instances in ``module`` share; the default ones where there is no instance.
-
-    They say that values are ``DTensor`` where the instances were given a device mesh.
-
-    Raises:
-        ConfigAssertionError: (an ``AssertionError``) they differ.
-    """
-    instances: list[FSDPInstance] = _get_fsdp_states(module)
-    for each in instances:
-        _choose_kind_of_tensor(each)
-    settings = _settings_of(instances)
-    for each in instances:
-        theirs = _settings_of([each])
-        if theirs != settings:
-            raise ConfigAssertionError(
-                f"All FSDP modules must have the same state dict settings.Got {theirs} and {settings}. '{_where(each)} "
-                "is the first that differs. Set them on the outermost module."
-            )
-    return settings
-
-
-@contextmanager
-def _changed(
-    module: nn.Module,
-    state_dict_type: StateDictType,
-    state_dict_config: StateDictConfig | None,
-    optim_state_dict_config: OptimStateDictConfig | None,
-) -> Iterator[None]:
-    before = _change(module, state_dict_type, state_dict_config, optim_state_dict_config)
-    try:
-        yield
-    finally:
-        _assign(_get_fsdp_states(module), before)
-
-
-def _change(
-    module: nn.Module,
-    state_dict_type: StateDictType,
-    state_dict_config: StateDictConfig | None,
-    optim_state_dict_config: OptimStateDictConfig | None,
-) -> StateDictSettings:
-    kind = own(state_dict_type, StateDictType, "state_dict_type")
-    if kind is None:
-        raise ConfigTypeError("`state_dict_type` should be a StateDictType but got None. Pass one of its members.")
-    classes = _CLASSES[kind]
-    model_config = own(state_dict_config, StateDictConfig, "state_dict_config")
-    optim_config = own(optim_state_dict_config, OptimStateDictConfig, "optim_state_dict_config")
-    chosen = StateDictSettings(
-        kind,
-        classes.model() if model_config is None else model_config,
-        classes.optimizer() if optim_config is None else optim_config,
-    )
-    instances: list[FSDPInstance] = _get_fsdp_states(module)
-    where = f"in {type(module).__name__}, for {kind}"
-    if type(chosen.state_dict_config) is not classes.model:
-        raise StateError(
-            f"Expected state_dict_config of type {classes.model} but got {type(state_dict_config)} {where}. Pass a "
-            f"{classes.model.__name__}, or none."
-        )
-    if type(chosen.optim_state_dict_config) is not classes.optimizer:
-        raise StateError(
-            f"Expected optim_state_dict_config of type {classes.optimizer} but got {type(optim_state_dict_config)} "
-            f"{where}. Pass a {classes.optimizer.__name__}, or none."
-        )
-    before = _settings_of(instances)
-    for each in instances:
-        _refuse_differing(each, before)
-    _assign(instances, chosen)
-    return before
-
-
-def _refuse_differing(instance: FSDPInstance, settings: StateDictSettings) -> None:
-    advice = f"'{_where(instance)} is the first that differs. Set it on the outermost module."
-    if instance._state_dict_type is not settings.state_dict_type:
-        raise ConfigAssertionError(f"All FSDP modules should have the same state_dict_type. {advice}")
-    if not isinstance(instance._state_dict_config, type(settings.state_dict_config)):
-        raise ConfigAssertionError(f"All FSDP modules must have the same type of state_dict_config. {advice}")
-    if not isinstance(instance._optim_state_dict_config, type(settings.optim_state_dict_config)):
-        raise ConfigAssertionError(f"All FSDP modules must have the same type of optim_state_dict_config. {advice}")
-
-
-def _where(instance: FSDPInstance) -> str:
-    return f"{type(instance._stage.inner).__name__}' (rank {instance.rank})"
-
-
-def _choose_kind_of_tensor(instance: FSDPInstance) -> None:
-    """Mark the settings of an instance with a device mesh, whose values are ``DTensor``."""
-    if instance._device_mesh is None:
+    call = _torch_private.checkpoint_call()
+    if call is None:
         return
-    for config in (instance._state_dict_config, instance._optim_state_dict_config):
-        if isinstance(config, (ShardedStateDictConfig, ShardedOptimStateDictConfig)):
-            config._use_dtensor = True
-
-
-def _settings_of(instances: Sequence[FSDPInstance]) -> StateDictSettings:
-    if not instances:
-        return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
-    first = instances[0]
-    return StateDictSettings(first._state_dict_type, first._state_dict_config, first._optim_state_dict_config)
-
-
-def _assign(instances: Sequence[FSDPInstance], settings: StateDictSettings) -> None:
-    for each in instances:
-        each._state_dict_type = settings.state_dict_type
-        each._state_dict_config = settings.state_dict_config
-        each._optim_state_dict_config = settings.optim_state_dict_config
-
-
-def _warn_of_deprecation() -> None:
-    warnings.warn(
-        "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated. Please use APIs, get_state_dict() "
-        "and set_state_dict(), which can support different parallelisms, FSDP1, FSDP2, DDP. Of those, polyshard_fsdp "
-        "supports the ones for models alone; optimizers need this one.",
-        FutureWarning,
-        stacklevel=4,
-    )
-
-
-# What the functions of ``torch.distributed.checkpoint.state_dict`` meet in a module of the drop-in.
-#
-# They know torch's own wrappers, and take any other module for one that is not sharded. ``state_dict`` and
-# ``load_state_dict`` are whole all the same. An optimizer's state is not: each rank would return its own piece of it
-# under the whole parameter's name, or under one that the wrapper has changed. So what would be wrong is refused.
-
-
-class CheckpointGuard:
-    """Stands in a module's ``__dict__`` under the name that these functions ask every module for, before they send."""
-
-    def __init__(self, instance: FSDPInstance, module: nn.Module) -> None:
-        self._instance = instance
-        #: The module's own, where it has one.
-        self._own = getattr(module, _torch_private.FQN_MODIFIERS, None)
-
-    @classmethod
-    def put(cls, instance: FSDPInstance, module: nn.Module) -> None:
-        """Guard ``module``, whose forward is that of ``instance``."""
-        module.__dict__[_torch_private.FQN_MODIFIERS] = cls(instance, module)
-
-    def __call__(self) -> Mapping[str, str]:
-        """Names that state dicts leave out: none of the drop-in's own.
-
-        Raises:
-            UnsupportedError: the function that asks would give or take an optimizer's pieces for the whole, or load
-                whole values into shards.
-        """
-        call = _torch_private.checkpoint_call()
-        if call is not None:
-            self._refuse(*call)
-        own: Mapping[str, str] = {} if self._own is None else self._own()
-        return own
-
-    def _refuse(self, function: str, arguments: Mapping[str, Any]) -> None:
-        instance, unit = self._instance, self._instance._flat_unit
-        where = f"({type(instance._stage.inner).__name__} on rank {instance.rank})"
-        options = arguments.get("options")
-        whole = [each for each in ("full_state_dict", "broadcast_from_rank0") if getattr(options, each, False)]
-        if function.startswith("set_") and whole:
-            raise UnsupportedError(
-                f"torch.distributed.checkpoint.state_dict.{function} with {whole[0]}=True does not know polyshard_fsdp "
-                f"{where}, and would load shards where it needs whole parameters. Leave the option out, or call "
-                "model.load_state_dict inside FSDP.state_dict_type."
-            )
-        optimizers = arguments.get("optimizers") or ()
-        if isinstance(optimizers, torch.optim.Optimizer):
-            optimizers = (optimizers,)
-        if unit is None:
-            return
-        given = {parameter for each in optimizers for group in each.param_groups for parameter in group["params"]}
-        if not given.isdisjoint(unit.originals.tensors):
-            raise UnsupportedError(
-                f"torch.distributed.checkpoint.state_dict.{function} does not know polyshard_fsdp {where}, and would "
-                "take each rank's piece of the optimizer's state for the whole. Call polyshard_fsdp's "
-                "FullyShardedDataParallel.optim_state_dict(model, optimizer) and optim_state_dict_to_load instead, "
-                "inside its state_dict_type: what they give and take can be saved and loaded by "
-                "torch.distributed.checkpoint. For the model alone, get_model_state_dict and set_model_state_dict work."
-            )
+    (function, arguments), unit = call, instance._flat_unit
+    where = f"({type(instance._module_state.inner).__name__} on rank {instance.rank})"
+    options = arguments.get("options")
+    whole = [each for each in ("full_state_dict", "broadcast_from_rank0") if getattr(options, each, False)]
+    if function.startswith("set_") and whole:
+        raise UnsupportedError(
+            f"torch.distributed.checkpoint.state_dict.{function} with {whole[0]}=True does not know polyshard_fsdp "
+            f"{where}, and would load shards where it needs whole parameters. Leave the option out, or call "
+            "model.load_state_dict inside FSDP.state_dict_type."
+        )
+    optimizers = arguments.get("optimizers") or ()
+    if isinstance(optimizers, torch.optim.Optimizer):
+        optimizers = (optimizers,)
+    if unit is None:
+        return
+    given = {parameter for each in optimizers for group in each.param_groups for parameter in group["params"]}
+    if not given.isdisjoint(unit.originals.tensors):
+        raise UnsupportedError(
+            f"torch.distributed.checkpoint.state_dict.{function} does not know polyshard_fsdp {where}, and would "
+            "take each rank's piece of the optimizer's state for the whole. Call polyshard_fsdp's "
+            "FullyShardedDataParallel.optim_state_dict(model, optimizer) and optim_state_dict_to_load instead, "
+            "inside its state_dict_type: what they give and take can be saved and loaded by "
+            "torch.distributed.checkpoint. For the model alone, get_model_state_dict and set_model_state_dict work."
+        )
