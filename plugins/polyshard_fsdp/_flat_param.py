@@ -413,9 +413,6 @@ def _describe(
     setattr(flat_param, FSDP_FLATTENED, True)
 
 
-# Where FSDP lays the parameters of one instance: one after the other, cut evenly and nowhere rounded up.
-
-
 def flat_layout(parameters: Sequence[nn.Parameter], *, shards: int, itemsize: int, aligned: bool) -> FlatLayout:
     """The layout of ``parameters`` in slices of ``ceil(total / shards)`` elements of ``itemsize`` bytes.
 

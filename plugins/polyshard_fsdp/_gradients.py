@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,13 @@ class HookedGrid(RankGrid):
             self.hook(self.state, wire)
         else:
             self.hook(self.state, wire.detach(), result)
+        return COMPLETED
+
+    def reduce_many(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], results: torch.Tensor | None = None
+    ) -> Work:
+        for result, wire in pairs:
+            self.reduce(result, wire)
         return COMPLETED
 
 

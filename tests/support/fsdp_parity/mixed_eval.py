@@ -9,7 +9,6 @@ import torch
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from polyshard_fsdp import MixedPrecision
 from torch import nn
-from torch.nn import TransformerDecoderLayer, TransformerEncoderLayer
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .mixed_models import (
@@ -34,8 +33,6 @@ from .models import (
 )
 from .ranks import Ranks
 from .subtests import subtests
-
-_LAYERS = {TransformerEncoderLayer, TransformerDecoderLayer}
 
 
 @subtests(full=(True, False))
