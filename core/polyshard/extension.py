@@ -22,13 +22,13 @@ from polyshard.engine.planning.managed_parameter import ManagedParameter
 from polyshard.engine.planning.plan import STAGE_ATTRIBUTE, refuse_unshardable
 from polyshard.engine.planning.ranks import RankGrid
 from polyshard.engine.step.backward import output_hook
-from polyshard.engine.step.boundary import pass_through_in, refuse_escape
+from polyshard.engine.step.boundary import pass_through_in
 from polyshard.engine.step.forward import Forward
 from polyshard.engine.step.root import Root, root_of
 from polyshard.engine.step.schedule import Schedule
 from polyshard.engine.step.stage import Stage
 from polyshard.engine.step.step import Phase
-from polyshard.engine.step.unit import Reshard, Unit, UnitState, unshard_due
+from polyshard.engine.step.unit import Reshard, Unit, UnitState, refuse_escape, unshard_due
 from polyshard.engine.surface.gathered import gather_whole, own_part, write_back
 from polyshard.engine.surface.live_roots import live_roots
 from polyshard.engine.surface.norms import clip_grad_norm

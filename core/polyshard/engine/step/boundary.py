@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from operator import is_, methodcaller
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from ...errors import UnshardedUseError
 from .. import _torch_private
 from ..tensors import distinct_tensors, iter_hidden_tensors, iter_tensors, map_tensors
-from .unit import Unit, UnitState
 
 T = TypeVar("T")
 Hook = Callable[..., None]
@@ -129,36 +127,6 @@ class SideOutputs:
         self._holders = [each for each, _, _ in blank]
         self._keys = [key for _, key, _ in blank]
         self._blank = [value for _, _, value in blank]
-
-
-def refuse_escape(units: Sequence[Unit], output: Any, stage: str) -> None:
-    """Raise if ``output`` lies in memory of ``units`` that is about to be released: reading it then is a crash.
-
-    Raises:
-        UnshardedUseError: naming the parameter.
-    """
-    held = [unit for unit in units if not unit.permanent and unit.state is UnitState.UNSHARDED]
-    if not held:
-        return
-    tensors: Iterable[torch.Tensor] = (
-        (output,) if isinstance(output, torch.Tensor) else (*iter_tensors(output), *iter_hidden_tensors(output))
-    )
-    for tensor in tensors:
-        for unit in held:
-            if tensor.device == unit.buffer.flat.device and tensor.numel() and unit.buffer.holds(tensor):
-                raise UnshardedUseError(
-                    f"The forward of '{stage or '(root)'}' returned memory of the parameter '{_owner(unit, tensor)}' "
-                    f"on rank {unit.grid.world.rank}, which is released when the forward ends. Return a clone, or "
-                    "compute with it inside the forward."
-                )
-
-
-def _owner(unit: Unit, tensor: torch.Tensor) -> str:
-    offset = (tensor.data_ptr() - unit.buffer.address) // unit.buffer.flat.element_size()
-    for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
-        if slot.offset <= offset < slot.end:
-            return parameter.names[0]
-    return unit.name
 
 
 def _may_hold_a_graph(value: Any) -> bool:

@@ -23,12 +23,13 @@ from ...errors import UnshardedUseError
 from .. import _torch_private
 from ..tensors import distinct_tensors
 from .backward import input_hook, output_hook
-from .boundary import SideOutputs, pass_through, pass_through_in, refuse_escape, watch_output
+from .boundary import SideOutputs, pass_through, pass_through_in, watch_output
 from .checkpointed import Checkpointed, Region, running
 from .itinerary import Act, Itinerary
 from .root import root_of
 from .stage import Holds, Stage, show_whole, unshard_ahead
 from .step import Phase, Step
+from .unit import refuse_escape
 
 
 class Forward:

@@ -14,7 +14,6 @@ from ...events import Events
 from ...interfaces import Collectives, OffloadManager, PrecisionCaster
 from .. import _torch_private
 from ..transport.lanes import Lanes
-from .boundary import refuse_escape
 from .budget import Budget
 from .itinerary import Act, Itinerary, Mark, Walk
 from .presence import Presence
@@ -23,7 +22,7 @@ from .resting import Resting
 from .schedule import Schedule
 from .stage import Holds, Stage
 from .step import Phase, Step
-from .unit import UnitState
+from .unit import UnitState, refuse_escape
 
 
 def root_of(stage: Stage) -> Root:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...errors import CollectiveError, StateError
+from ...errors import CollectiveError, StateError, UnshardedUseError
 from ...interfaces import (
     COMPLETED,
     BufferRole,
@@ -34,6 +34,7 @@ from ..planning.answers import issued
 from ..planning.layout import FlatLayout
 from ..planning.managed_parameter import ManagedParameter
 from ..planning.ranks import RankGrid
+from ..tensors import iter_hidden_tensors, iter_tensors
 from ..transport.audit import Audit
 from ..transport.buffer import FlatBuffer
 from ..transport.wire import EncodedGather
@@ -560,3 +561,33 @@ def unshard_together(units: Sequence[Unit]) -> None:
         raise
     for unit in units:
         unit._issued()
+
+
+def refuse_escape(units: Sequence[Unit], output: Any, stage: str) -> None:
+    """Raise if ``output`` lies in memory of ``units`` that is about to be released: reading it then is a crash.
+
+    Raises:
+        UnshardedUseError: naming the parameter.
+    """
+    held = [unit for unit in units if not unit.permanent and unit.state is UnitState.UNSHARDED]
+    if not held:
+        return
+    tensors: Iterable[torch.Tensor] = (
+        (output,) if isinstance(output, torch.Tensor) else (*iter_tensors(output), *iter_hidden_tensors(output))
+    )
+    for tensor in tensors:
+        for unit in held:
+            if tensor.device == unit.buffer.flat.device and tensor.numel() and unit.buffer.holds(tensor):
+                raise UnshardedUseError(
+                    f"The forward of '{stage or '(root)'}' returned memory of the parameter '{_owner(unit, tensor)}' "
+                    f"on rank {unit.grid.world.rank}, which is released when the forward ends. Return a clone, or "
+                    "compute with it inside the forward."
+                )
+
+
+def _owner(unit: Unit, tensor: torch.Tensor) -> str:
+    offset = (tensor.data_ptr() - unit.buffer.address) // unit.buffer.flat.element_size()
+    for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
+        if slot.offset <= offset < slot.end:
+            return parameter.names[0]
+    return unit.name

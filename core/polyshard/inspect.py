@@ -1,0 +1,387 @@
+"""The one door to a sharded model: its units, parameters, ranks and phase.
+
+State, optimizers, checkpoints, tools and trainers see a sharded model through these handles, and never import the
+runtime. A handle refers to the runtime's object and keeps no copy: what it says is true when it is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from .composable import outermost_root
+from .engine.cutting.broken import refuse_broken
+from .engine.cutting.materialize import Initializer
+from .engine.planning.layout import FlatLayout, Piece, Slot
+from .engine.planning.plan import STAGE_ATTRIBUTE
+from .engine.planning.values import send_from_first
+from .engine.step.step import Phase
+from .engine.step.unit import Reshard
+from .engine.surface.gathered import gather_whole, whole_on_this_rank
+from .engine.surface.live_roots import live_roots
+from .engine.surface.state_dicts import state_dicts_of_pieces
+from .errors import CollectiveError, StateError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from .engine.step.root import Root
+    from .engine.step.unit import Unit
+    from .interfaces import Collectives, OffloadManager, PrecisionCaster
+
+__all__ = [
+    "FlatLayout",
+    "Initializer",
+    "LocatedParameter",
+    "Phase",
+    "Piece",
+    "ShardedModel",
+    "ShardedParameter",
+    "ShardedUnit",
+    "Slot",
+    "find",
+    "idle_model",
+    "is_sharded",
+    "models",
+    "models_changed",
+    "outermost_model",
+    "send_from_first",
+    "state_dicts_of_pieces",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedParameter:
+    """A parameter of a unit, and the part of it that this rank holds."""
+
+    tensor: nn.Parameter
+    """The user's own object: this rank's elements, or the whole parameter where the unit is not sharded."""
+    names: tuple[str, ...]
+    """Every fully-qualified name; more than one for a shared parameter."""
+    slot: Slot
+    """Where it lies in the unit's flat buffer, and its whole shape."""
+    piece: Piece | None
+    """The elements of this rank; None for none."""
+
+    @property
+    def name(self) -> str:
+        """The first of its names, under which state is saved."""
+        return self.names[0]
+
+
+class ShardedUnit:
+    """Parameters that are gathered together. Handles of one unit are equal."""
+
+    __slots__ = ("_unit",)
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ShardedUnit) and other._unit is self._unit
+
+    def __hash__(self) -> int:
+        return hash(self._unit)
+
+    @property
+    def name(self) -> str:
+        """Fully-qualified name of its module, ``(root)`` for the outermost, and a suffix where that has several."""
+        return self._unit.name
+
+    @property
+    def parameters(self) -> tuple[ShardedParameter, ...]:
+        """In the order of the flat buffer."""
+        unit = self._unit
+        pieces = {piece.slot: piece for piece in unit.pieces}
+        return tuple(
+            ShardedParameter(each.original, each.names, slot, pieces.get(index))
+            for index, (each, slot) in enumerate(zip(unit.parameters, unit.layout.slots, strict=True))
+        )
+
+    @property
+    def tensors(self) -> Sequence[nn.Parameter]:
+        """The user's own parameters, without their places: for steps that touch them often."""
+        return self._unit.originals.tensors
+
+    @property
+    def master(self) -> torch.Tensor:
+        """This rank's shard of the flat unit (``[shard_numel]``, master dtype), where it is parked if it is."""
+        return self._unit.master
+
+    @property
+    def layout(self) -> FlatLayout:
+        """Where parameters lie in the flat unit, and how ranks cut it."""
+        return self._unit.layout
+
+    @property
+    def shard(self) -> Collectives | None:
+        """The ranks that hold one shard each; None where every rank holds the whole unit."""
+        return self._unit.grid.shard
+
+    @property
+    def replicate(self) -> Collectives | None:
+        """The ranks that hold the same shard; None where there is no other."""
+        return self._unit.grid.replicate
+
+    @property
+    def shard_rank(self) -> int:
+        """Index of this rank's shard."""
+        return self._unit.grid.shard_rank
+
+    @property
+    def flat_parameter(self) -> nn.Parameter | None:
+        """The parameter that an optimizer has in the place of all of the unit's; None where nobody asked for it."""
+        return None if self._unit.flat is None else self._unit.flat.parameter
+
+    @property
+    def receivers(self) -> Sequence[nn.Parameter]:
+        """The parameters whose ``.grad`` the reduced gradient arrives in."""
+        return self._unit.receivers
+
+    @property
+    def trained(self) -> bool:
+        """Whether any of its parameters requires a gradient."""
+        return self._unit.trainable
+
+    @property
+    def awaits_reduction(self) -> bool:
+        """Whether gradients of earlier microbatches wait for a backward outside of ``no_sync``."""
+        return self._unit.gradients.unreduced
+
+    @property
+    def parked(self) -> bool:
+        """Whether its offload manager keeps the master and the gradient."""
+        return self._unit.parks
+
+    @property
+    def device(self) -> torch.device:
+        """The device that computes."""
+        return self._unit.spec.device
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of the gathered parameters."""
+        return self._unit.dtypes.compute
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Dtype of ``.grad``."""
+        return self._unit.dtypes.grad
+
+    @property
+    def caster(self) -> PrecisionCaster:
+        """Its precision plugin."""
+        return self._unit.caster
+
+    @property
+    def offload(self) -> OffloadManager:
+        """Its offload plugin."""
+        return self._unit.offload
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        """The whole flat tensor (``[padded_numel]``) of which each rank has ``own`` (``[shard_numel]``).
+
+        On the device that computes. Every rank of the unit calls it. ``own`` itself where nothing is sharded and it
+        is there already.
+        """
+        return gather_whole(self._unit, own)
+
+
+class ShardedModel:
+    """A model, seen at its outermost sharded module. Handles of one model are equal."""
+
+    __slots__ = ("_root", "units")
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+        #: Every unit, in module order.
+        self.units: tuple[ShardedUnit, ...] = tuple(map(ShardedUnit, root.units))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ShardedModel) and other._root is self._root
+
+    def __hash__(self) -> int:
+        return hash(self._root)
+
+    @property
+    def module(self) -> nn.Module:
+        """The outermost sharded module."""
+        return self._root.stages[0].module
+
+    @property
+    def collectives(self) -> Collectives:
+        """All ranks that share the model."""
+        return self._root.collectives
+
+    @property
+    def rank(self) -> int:
+        """This process's rank among them."""
+        return self._root.rank
+
+    @property
+    def phase(self) -> Phase:
+        """Where the model stands in a step."""
+        return self._root.phase
+
+    def refuse_inside_step(self, call: str) -> None:
+        """Raise unless the model is between steps, open, and not whole; ``call`` begins the message.
+
+        A backward that raised is given up.
+
+        Raises:
+            StateError: saying where the model stands.
+        """
+        root = self._root
+        root.leave_failed_backward()
+        root.refuse_ended(call)
+        if root.phase is not Phase.IDLE:
+            raise StateError(
+                f"{call} was called inside a {root.phase.value} of the model (rank {root.rank}). Call it between steps."
+            )
+        if root.unsharded:
+            raise StateError(
+                f"{call} was called inside polyshard.unsharded() (rank {root.rank}). Leave the context first."
+            )
+
+    def refuse_ended(self, call: str) -> None:
+        """Raise if the model was closed or a communication failed; ``call`` begins the message.
+
+        Raises:
+            StateError: saying which.
+        """
+        self._root.refuse_ended(call)
+
+    def take_up_changes(self, *, trains: bool | None = None, all_modules: bool = False) -> None:
+        """Take over what the user did to parameters since the last forward; see ``Root.take_up_changes``.
+
+        Raises:
+            ParameterChangedError: a parameter was removed, replaced by an unlike one, tied, or came later and trains.
+        """
+        self._root.take_up_changes(trains=trains, all_modules=all_modules)
+
+    def refuse_moved(self) -> None:
+        """Raise where modules moved, so that a name is another parameter's now.
+
+        Raises:
+            ParameterChangedError: naming one.
+        """
+        self._root.refuse_moved()
+
+    def meeting(
+        self, operation: str, groups: Iterable[Collectives | None], detail: str = ""
+    ) -> AbstractContextManager[None]:
+        """A context for communications between steps over ``groups``, which ranks compare where they can.
+
+        Args:
+            operation: Names them in errors.
+            groups: What communicates inside.
+            detail: What else must be alike on all ranks.
+        """
+        return self._root.meeting(operation, groups, detail)
+
+    def fail(self, error: CollectiveError) -> None:
+        """Let every later use be refused: a communication did not end, and ranks stand at different places."""
+        self._root.recorder.fail(error)
+
+    def wait_for_communication(self) -> None:
+        """Order compute on the current stream after every gather and reduction that was issued."""
+        self._root.lanes.drain()
+
+    @contextmanager
+    def synchronising(self, synchronises: bool) -> Iterator[None]:
+        """Inside, backwards reduce gradients, or keep them on this rank."""
+        before, self._root.synchronises = self._root.synchronises, synchronises
+        try:
+            yield
+        finally:
+            self._root.synchronises = before
+
+    @contextmanager
+    def kept_unsharded(self) -> Iterator[None]:
+        """Inside, units stay gathered behind their forward, as for many forwards without a backward."""
+        units = self._root.units
+        before = [unit.reshard_policy for unit in units]
+        try:
+            for unit in units:
+                unit.reshard_policy = Reshard.NEVER
+            yield
+        finally:
+            for unit, policy in zip(units, before, strict=True):
+                unit.reshard_policy = policy
+
+    def whole_on_this_rank(self, values: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
+        """Inside, every parameter is whole on this rank, with ``values`` by first name; nothing is communicated."""
+        return whole_on_this_rank(self._root, values)
+
+    def tell_saved(self, model: nn.Module, path: Path) -> None:
+        """Call the listeners' ``on_save``."""
+        self._root.events.on_save(model, path)
+
+    def tell_loaded(self, model: nn.Module, path: Path) -> None:
+        """Call the listeners' ``on_load``."""
+        self._root.events.on_load(model, path)
+
+
+@dataclass(frozen=True, slots=True)
+class LocatedParameter:
+    """Where a parameter of a sharded model lies."""
+
+    model: ShardedModel
+    unit: ShardedUnit
+    position: int | None
+    """Which of the unit's parameters; None of a flat parameter, which stands for all of them."""
+    order: tuple[int, int]
+    """Of the model and of the unit: the same on every rank, whatever the order in which parameters were given."""
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``module`` itself was sharded; not what is inside it."""
+    return STAGE_ATTRIBUTE in module.__dict__
+
+
+def outermost_model(model: nn.Module, call: str) -> ShardedModel:
+    """The sharded model whose outermost module is ``model``; ``call`` begins messages.
+
+    Raises:
+        StateError: ``model`` is not the outermost sharded module, or was closed.
+    """
+    return ShardedModel(outermost_root(model, call))
+
+
+def idle_model(model: nn.Module, call: str) -> ShardedModel:
+    """``outermost_model`` between steps, with the user's changes to parameters taken over.
+
+    Raises:
+        StateError: ``model`` is not the outermost sharded module, or is inside a step or ``unsharded()``.
+        ParameterChangedError: as ``ShardedModel.take_up_changes``.
+    """
+    refuse_broken(model, call)
+    found = outermost_model(model, call)
+    found.refuse_inside_step(call)
+    # All modules: nobody may take one rank's values for the model's.
+    found.take_up_changes(trains=True, all_modules=True)
+    return found
+
+
+def models() -> list[ShardedModel]:
+    """The sharded models of this process, in the order in which they were made."""
+    return list(map(ShardedModel, live_roots.roots()))
+
+
+def models_changed() -> int:
+    """How many models were sharded so far. What ``find`` said before the latest may be something else now."""
+    return live_roots.changes
+
+
+def find(tensors: Sequence[torch.Tensor]) -> list[LocatedParameter | None]:
+    """For each of ``tensors`` where it lies; None for what is no parameter of a sharded model."""
+    found = live_roots.find(tensors)
+    handles = {each.root: ShardedModel(each.root) for each in found if each is not None}
+    return [
+        each and LocatedParameter(handles[each.root], ShardedUnit(each.unit), each.slot, each.order) for each in found
+    ]
