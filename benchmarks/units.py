@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 from pages import markers, tell
-from polyshard.engine.planning.plan import plan_stages
 from polyshard.interfaces import PluginContext, PolicyContext, WrapPolicy
+from polyshard.planning.plan import plan_stages
 from polyshard_policies.budget import Budget
 from polyshard_policies.gather_time import Link
 from polyshard_policies.homes import Homes

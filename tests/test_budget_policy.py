@@ -17,9 +17,9 @@ from fake_distribution import install
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parity import Block, Net, assert_parity, seeded, square_step
-from polyshard.engine.planning.plan import plan_stages
 from polyshard.errors import ConfigError
 from polyshard.interfaces import PluginContext, PolicyContext, WrapPolicy
+from polyshard.planning.plan import plan_stages
 from polyshard.testing import PolicySuite
 from polyshard_policies.budget import Budget
 from polyshard_policies.gather_time import Link

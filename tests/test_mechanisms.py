@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from polyshard.engine import thresholds
-from polyshard.engine.parameters.bindings import ShardedParameter
-from polyshard.engine.parameters.lent import LentParameter
+from polyshard.planning import thresholds
+from polyshard.runtime.bindings import LentParameter, ShardedParameter
 from programs import run_script
 from torch import nn
 
@@ -127,7 +126,7 @@ def test_medium_units_are_reduced_one_by_one_without_groups(monkeypatch: pytest.
 
 
 def test_every_switch_finds_what_it_replaces_and_puts_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    from polyshard.engine.gradients.reduction_input import ReductionInput
+    from polyshard.runtime.reduce import ReductionInput
     from polyshard_backends import nccl
     from switches import MECHANISMS
 

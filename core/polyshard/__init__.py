@@ -14,9 +14,8 @@ from .config import ShardConfig, Strategy
 from .hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from .capture import CapturedStep, CaptureFallback, CaptureMode
-    from .catalog import UsedPlugin
-    from .composable import (
+    from .api import (
+        FullyShardedDataParallel,
         as_dtensor,
         clip_grad_norm_,
         close,
@@ -32,14 +31,12 @@ if TYPE_CHECKING:
         shard,
         unsharded,
     )
-    from .engine.surface.placement import Placement
-    from .engine.surface.report import MemoryReport
-    from .failures import tell_failures
-    from .preemption import Preemption
-    from .random_numbers import random_states, restore_random_states
-    from .replicas import check_replicas
-    from .stragglers import Straggler, Stragglers
-    from .wrapper import FullyShardedDataParallel
+    from .capture.step import CapturedStep, CaptureFallback, CaptureMode
+    from .catalog import UsedPlugin
+    from .functions.lookup import Placement
+    from .functions.memory import MemoryReport
+    from .monitor import Straggler, Stragglers, check_replicas
+    from .preemption import Preemption, random_states, restore_random_states, tell_failures
 
 __all__ = [
     "CaptureFallback",

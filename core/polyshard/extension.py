@@ -10,32 +10,28 @@ are in ``polyshard.interfaces``.
 
 from __future__ import annotations
 
-from polyshard.engine._torch_private import in_backward, on_gradient
-from polyshard.engine.cutting.build import is_meta
-from polyshard.engine.gradients.gradients import Gradients
-from polyshard.engine.gradients.reducer import Reducer
-from polyshard.engine.gradients.reduction_input import Copies, ReductionInput
-from polyshard.engine.parameters.bindings import Bindings, ShardedParameter, Shown, Swap
-from polyshard.engine.parameters.originals import MasterViews, Originals, Recipient, become
-from polyshard.engine.planning.layout import FlatLayout, Slot, contiguous_stride, dense_stride, product
-from polyshard.engine.planning.managed_parameter import ManagedParameter
-from polyshard.engine.planning.plan import STAGE_ATTRIBUTE, refuse_unshardable
-from polyshard.engine.planning.ranks import RankGrid
-from polyshard.engine.step.backward import output_hook
-from polyshard.engine.step.boundary import pass_through_in
-from polyshard.engine.step.forward import Forward
-from polyshard.engine.step.root import Root, root_of
-from polyshard.engine.step.schedule import Schedule
-from polyshard.engine.step.stage import Stage
-from polyshard.engine.step.step import Phase
-from polyshard.engine.step.unit import Reshard, Unit, UnitState, refuse_escape, unshard_due
-from polyshard.engine.surface.gathered import gather_whole, own_part, write_back
-from polyshard.engine.surface.live_roots import live_roots
-from polyshard.engine.surface.norms import clip_grad_norm
-from polyshard.engine.tensors import distinct_tensors, iter_hidden_tensors, iter_tensors, map_tensors
-from polyshard.engine.transport.buffer import FlatBuffer, view_of
-from polyshard.engine.transport.lanes import Lanes, lanes_for
+from polyshard._torch_private import in_backward, on_gradient
 from polyshard.events import Events
+from polyshard.functions.lookup import live_roots
+from polyshard.functions.norms import clip_grad_norm
+from polyshard.functions.whole import gather_whole, own_part, write_back
+from polyshard.nested import distinct_tensors, iter_hidden_tensors, iter_tensors, map_tensors
+from polyshard.planning.groups import RankGrid
+from polyshard.planning.layout import FlatLayout, Slot, contiguous_stride, dense_stride, product
+from polyshard.planning.plan import STAGE_ATTRIBUTE, ManagedParameter, refuse_unshardable
+from polyshard.runtime.bindings import Bindings, ShardedParameter, Shown, Swap
+from polyshard.runtime.gather import FlatBuffer, view_of
+from polyshard.runtime.gradients import Gradients
+from polyshard.runtime.hooks import Forward, output_hook, pass_through_in
+from polyshard.runtime.module_state import Stage
+from polyshard.runtime.order import Schedule
+from polyshard.runtime.parameters import MasterViews, Originals, Recipient, become
+from polyshard.runtime.reduce import Copies, Reducer, ReductionInput
+from polyshard.runtime.root import Root, root_of
+from polyshard.runtime.step import Phase
+from polyshard.runtime.streams import Lanes, lanes_for
+from polyshard.runtime.unit import Reshard, Unit, UnitState, refuse_escape, unshard_due
+from polyshard.setup.build import is_meta
 
 __all__ = [
     "STAGE_ATTRIBUTE",

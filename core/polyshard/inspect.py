@@ -14,25 +14,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from .composable import outermost_root
-from .engine.cutting.broken import refuse_broken
-from .engine.cutting.materialize import Initializer
-from .engine.planning.layout import FlatLayout, Piece, Slot
-from .engine.planning.plan import STAGE_ATTRIBUTE
-from .engine.planning.values import send_from_first
-from .engine.step.step import Phase
-from .engine.step.unit import Reshard
-from .engine.surface.gathered import gather_whole, whole_on_this_rank
-from .engine.surface.live_roots import live_roots
-from .engine.surface.state_dicts import state_dicts_of_pieces
+from .api import outermost_root
 from .errors import CollectiveError, StateError
+from .functions.lookup import live_roots
+from .functions.whole import gather_whole, state_dicts_of_pieces, whole_on_this_rank
+from .planning.layout import FlatLayout, Piece, Slot
+from .planning.plan import STAGE_ATTRIBUTE
+from .planning.values import send_from_first
+from .runtime.step import Phase
+from .runtime.unit import Reshard
+from .setup.build import refuse_broken
+from .setup.materialize import Initializer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from .engine.step.root import Root
-    from .engine.step.unit import Unit
     from .interfaces import Collectives, OffloadManager, PrecisionCaster
+    from .runtime.root import Root
+    from .runtime.unit import Unit
 
 __all__ = [
     "FlatLayout",

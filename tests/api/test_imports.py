@@ -60,7 +60,7 @@ def test_nothing_is_imported_before_it_is_used(tmp_path: Path) -> None:
     # A plugin package or a configuration alone needs no engine.
     assert {name for name in core[0] if name.startswith("polyshard.engine")} == set()
     # Of 300 packages beside, which share names with built-in plugins, nothing is imported.
-    assert "polyshard.engine.step.root" in sharded
+    assert "polyshard.runtime.root" in sharded
     assert {name for name in traced if name.startswith("crowd_")} == set()
     for modules in core:
         # Core imports no plugin and no test tool.

@@ -15,8 +15,8 @@ import polyshard
 import pytest
 import torch
 from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, square_step, threaded, units_of
-from polyshard.engine.surface.once_imported import once_imported
 from polyshard.errors import ParameterChangedError, PolyshardError, StateError, UnsupportedError
+from polyshard.functions.torch_functions import once_imported
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 from torch.distributed.tensor import distribute_module, distribute_tensor

@@ -13,8 +13,8 @@ import pytest
 import torch
 from gpu_ranks import device_of, gpu_ranks
 from polyshard import CapturedStep, CaptureMode
-from polyshard.engine.step.root import Root
 from polyshard.errors import CaptureError
+from polyshard.runtime.root import Root
 from polyshard_backends.nccl import NcclCollectives
 from processes import KeptRanks
 from torch import nn

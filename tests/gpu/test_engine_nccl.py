@@ -12,8 +12,8 @@ import polyshard
 import pytest
 import torch
 from gpu_ranks import device_of, gpu_ranks
-from polyshard.engine import thresholds
-from polyshard.engine.step.root import Root
+from polyshard.planning import thresholds
+from polyshard.runtime.root import Root
 from processes import KeptRanks
 from torch import nn
 from torch.utils.checkpoint import checkpoint

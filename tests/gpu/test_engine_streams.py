@@ -15,9 +15,9 @@ import polyshard
 import pytest
 import torch
 from gpu_ranks import device_of, gpu_ranks
-from polyshard.engine import thresholds
-from polyshard.engine.step.root import Root
 from polyshard.interfaces import Observer, UnitSpec
+from polyshard.planning import thresholds
+from polyshard.runtime.root import Root
 from processes import KeptRanks
 from torch import nn
 

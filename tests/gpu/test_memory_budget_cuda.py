@@ -10,8 +10,8 @@ import polyshard
 import pytest
 import torch
 from gpu_ranks import device_of
-from polyshard.engine.step.root import Root
 from polyshard.interfaces import PluginContext
+from polyshard.runtime.root import Root
 from polyshard_backends.fake import FakeCollectives
 from processes import RankPool
 from torch import nn

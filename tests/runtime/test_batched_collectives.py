@@ -25,8 +25,8 @@ from parity import (
     train_reference,
     units_of,
 )
-from polyshard.engine.step.schedule import batch_ends
 from polyshard.interfaces import Observer, PluginContext, UnitSpec, Work
+from polyshard.runtime.order import batch_ends
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn

@@ -15,9 +15,9 @@ import pytest
 import torch
 from parity import Net, draw, on_ranks, seeded, train_reference
 from polyshard import CapturedStep, CaptureMode
-from polyshard.engine.capture.replay import Recorder, Recording
-from polyshard.engine.step.root import Root
 from polyshard.errors import CaptureError
+from polyshard.runtime.graph import Recorder, Recording
+from polyshard.runtime.root import Root
 from polyshard_backends.threaded import ThreadedWorld
 from rerun import Rerun, Rerunning, alone, captured, momentum, on_thread, reference, stepping, whole
 from torch import nn

@@ -10,7 +10,7 @@ import polyshard
 import pytest
 import torch
 from parity import Block, Net, root_of, seeded, sgd, square_step, train_reference, units_of
-from polyshard.engine import thresholds
+from polyshard.planning import thresholds
 from processes import KeptRanks
 from torch import nn
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from polyshard.engine.step.itinerary import Act, Itinerary, Mark, Walk, backward_order
+from polyshard.runtime.order import Act, Itinerary, Mark, Walk, backward_order
 
 #: A forward as a tree of calls: which stage, and what it calls in turn.
 Call = tuple[str, list["Call"]]

@@ -27,9 +27,9 @@ from parity import (
     train_reference,
     units_of,
 )
-from polyshard.engine.step.budget import PATIENCE, Budget, MemoryMeter, fitting
 from polyshard.errors import ConfigError, RankMismatchError
 from polyshard.interfaces import PluginContext
+from polyshard.runtime.budget import PATIENCE, Budget, MemoryMeter, fitting
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn

@@ -24,8 +24,8 @@ from parity import (
     train_sharded,
     units_of,
 )
-from polyshard.engine import thresholds
 from polyshard.errors import RankMismatchError, StateError, UnshardedUseError
+from polyshard.planning import thresholds
 from polyshard_backends.threaded import ThreadedWorld
 from tailed import WIDTH, WORDS, Model, names_of, sharded, step
 from torch import nn

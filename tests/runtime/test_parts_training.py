@@ -9,7 +9,7 @@ import polyshard
 import pytest
 import torch
 from parity import Block, Step, adam, assert_parity, is_sharded, on_ranks, seeded, sgd, train_reference, units_of
-from polyshard.engine import thresholds
+from polyshard.planning import thresholds
 from polyshard_backends.threaded import ThreadedWorld
 from tailed import USES, WIDTH, WORDS, Model, names_of, sharded, step
 from torch import nn

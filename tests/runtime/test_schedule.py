@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from parity import Block, Net, adam, assert_parity, draw, root_of, seeded, square_step, units_of
-from polyshard.engine.step.schedule import MOST_ROUTES, Schedule
 from polyshard.interfaces import PluginContext
+from polyshard.runtime.order import MOST_ROUTES, Schedule
 from polyshard_backends.fake import FakeCollectives
 from torch import nn
 

@@ -10,8 +10,8 @@ import polyshard
 import pytest
 import torch
 from parity import root_of, units_of
-from polyshard.engine import thresholds
 from polyshard.interfaces import PluginContext
+from polyshard.planning import thresholds
 from pretended_streams import Gathering, Multiply, Onto, PretendedDevice, pretend
 from torch import nn
 

@@ -10,8 +10,8 @@ import polyshard
 import pytest
 import torch
 from parity import Step, draw, on_ranks, seeded, sharded_copy, train_reference, units_of
-from polyshard.engine import thresholds
 from polyshard.interfaces import PluginContext, Work
+from polyshard.planning import thresholds
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from polyshard import ShardConfig
-from polyshard.engine.planning.values import checksum
 from polyshard.errors import ConfigError, RankMismatchError
+from polyshard.planning.values import checksum
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 

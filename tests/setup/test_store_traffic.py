@@ -11,11 +11,12 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from polyshard import ShardConfig, assembly
-from polyshard.agreement import Meeting
-from polyshard.engine.transport.peers import Peers
+from polyshard import ShardConfig
 from polyshard.errors import RankMismatchError
 from polyshard.interfaces import PolicyContext, UnitPlan, WrapPolicy
+from polyshard.runtime.peers import Peers
+from polyshard.setup import shard
+from polyshard.setup.agree import Meeting
 from store_fleet import CountingStore, Traffic, on_fleet, tcp_store
 from torch import nn
 
@@ -172,8 +173,8 @@ def report_of_8b(world_size: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         model = nn.Sequential(nn.Embedding(128256, 4096), *(Block() for _ in range(32)), nn.Linear(4096, 128256))
     reports: list[list[Any]] = []
     with monkeypatch.context() as patched:
-        patched.setattr(assembly, "stands_alone", lambda *arguments: False)
-        patched.setattr(assembly, "agree", lambda report, *others: reports.append(list(report)))
+        patched.setattr(shard, "stands_alone", lambda *arguments: False)
+        patched.setattr(shard, "agree", lambda report, *others: reports.append(list(report)))
         policy = {"name": "module_class", "classes": [Block]}
         polyshard.shard(model, replace(config(0, world_size), policy=policy))
     return reports[0]

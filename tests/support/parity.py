@@ -17,8 +17,8 @@ import polyshard
 import pytest
 import torch
 from one_core import one_core
-from polyshard.engine.step.root import Root
 from polyshard.errors import StateError
+from polyshard.runtime.root import Root
 from polyshard_backends.threaded import ThreadedWorld
 from seeding import seed_all
 from torch import nn

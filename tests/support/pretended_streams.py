@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 import torch
-from polyshard.engine import _torch_private
-from polyshard.engine.transport.buffer import FlatBuffer
-from polyshard.engine.transport.lanes import StreamLanes
+from polyshard import _torch_private
 from polyshard.interfaces import ReduceOp, Work
+from polyshard.runtime.gather import FlatBuffer
+from polyshard.runtime.streams import StreamLanes
 from polyshard_backends.fake import FakeCollectives
 
 Clock = dict[int, int]

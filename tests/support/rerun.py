@@ -11,10 +11,10 @@ import polyshard
 import torch
 from parity import Block, Net, Training, draw, seeded, train_reference, units_of
 from polyshard import CapturedStep, CaptureMode
-from polyshard.engine.capture.replay import Recorder, Recording
-from polyshard.engine.step.root import Root
-from polyshard.engine.tensors import iter_tensors
 from polyshard.interfaces import CollectivesCapabilities, PluginContext
+from polyshard.nested import iter_tensors
+from polyshard.runtime.graph import Recorder, Recording
+from polyshard.runtime.root import Root
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from torch import nn

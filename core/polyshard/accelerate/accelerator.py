@@ -12,8 +12,8 @@ import accelerate
 import torch
 from torch import nn
 
+from ..api import close, no_sync, outermost_root, shard
 from ..checkpoint.saveable import require_saveable
-from ..composable import close, no_sync, outermost_root, shard
 from ..config import ShardConfig
 from ..errors import ConfigError, UnsupportedError
 from ..state import StateForm, StateOptions, get_model_state_dict

@@ -8,8 +8,8 @@ import torch
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch import nn
 
-from ..engine.planning.plan import refuse_sharded, refuse_unshardable
 from ..errors import AlreadyShardedError, ConfigError, StateError, UnsupportedError
+from ..planning.plan import refuse_sharded, refuse_unshardable
 from ..trainers.optimizers import refuse_stepped, refuse_strangers
 from ..trainers.wrapped import refuse_wrapped
 from .sharded import root_in, sharded_in

@@ -8,11 +8,11 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
-from ..engine.planning.plan import STAGE_ATTRIBUTE
-from ..engine.step.root import Root, root_of
-from ..engine.step.unit import Unit
-from ..engine.surface.live_roots import live_roots
 from ..errors import StateError
+from ..functions.lookup import live_roots
+from ..planning.plan import STAGE_ATTRIBUTE
+from ..runtime.root import Root, root_of
+from ..runtime.unit import Unit
 from ..trainers import sharded as trainers
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..engine.step.root import Root
 from ..interfaces import PrecisionCaster
+from ..runtime.root import Root
 
 
 def caster_states(owner: Root) -> dict[str, dict[str, Any]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from ..engine.step.root import Root
+from ..runtime.root import Root
 from ..state.agreement import Answers
 from ..state.optimizers import Joint
 from ..state.places import Holding, holdings

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ..engine.step.root import Root
-from ..engine.step.step import Phase
-from ..engine.transport.peers import words
 from ..errors import BackgroundSaveError, RankMismatchError
+from ..runtime.peers import words
+from ..runtime.root import Root
+from ..runtime.step import Phase
 from ..state.agreement import Answers
 from ..state.exchange import coordinates
 from .folder import Contents, Line

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from ..engine.step.root import Root
 from ..errors import ConfigError, PolyshardError, RankMismatchError, StateError
 from ..interfaces import Collectives
+from ..runtime.root import Root
 from ..state.agreement import Answers, require_seen, tell_listeners, together
 from ..state.exchange import coordinates
 from ..state.kind import Kind

@@ -22,8 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..engine.transport.peers import words
 from ..errors import CollectiveTimeoutError, PolyshardError, RankMismatchError, StateError
+from ..runtime.peers import words
 from ..state.agreement import named
 from . import disk
 from .documents import a_count, a_list, a_text, an_object, checked, parse, render

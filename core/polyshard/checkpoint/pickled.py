@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ..engine.step.unit import Unit
+from ..runtime.unit import Unit
 from ..state.kind import Kind
 from ..state.places import Holding
 from ..state.source import SavedState, Source

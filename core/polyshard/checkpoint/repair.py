@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ..engine.step.unit import Unit
 from ..errors import ConfigError
+from ..runtime.unit import Unit
 from ..state.places import Holding
 from ..state.source import SavedState, Source, listed, opening
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ..engine.step.root import Root
 from ..errors import ConfigError, ConfigTypeError, UnsupportedError
+from ..runtime.root import Root
 from ..state.agreement import together
 from ..state.contents import optimizer_state, require_entry
 from ..state.expected import expected_state

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from ..engine.step.root import Root
-from ..engine.transport.peers import words
+from ..runtime.peers import words
+from ..runtime.root import Root
 from ..state.agreement import require_seen, tell_listeners, together
 from ..state.contents import frozen_names, model_state, names_of, optimizer_state
 from ..state.exchange import coordinates, from_first, speaks

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..composable import shard, unsharded
+from ..api import shard, unsharded
 from ..config import ShardConfig
 
 STEPS = 3

@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 from .. import catalog
-from ..assembly import Drafted, Request, draft_module
-from ..chosen_plugins import group_of
 from ..config import Origin, ShardConfig, Source
-from ..devices import compute_device
 from ..errors import ConfigTypeError, WorldSizeError
 from ..interfaces import MOST_RANKS, Collectives, PluginContext
-from ..rank_groups import rank_lists_for, strategy_for
+from ..planning.groups import rank_lists_for, strategy_for
+from ..setup.plugins import compute_device, group_of
+from ..setup.shard import Drafted, Request, draft_module
 from .explanation import ExplainedPlugin, Explanation, Value
 from .plugins import explained_plugin, find
 from .stand_ins import Workbench

@@ -10,12 +10,12 @@ from typing import Any
 
 from .. import catalog
 from ..catalog.resolved import option_parameters
-from ..chosen_plugins import group_of, policy_choice, refuse_unserved
 from ..config import GROUP_OF_SETTING, Origin, PluginChoice, ShardConfig, Source
-from ..engine.planning.answers import refuse_unable
-from ..engine.planning.arrangement import NamedLayout
 from ..events import Events
 from ..interfaces import Group, PluginContext, UnitPlan, WrapPolicy
+from ..planning.answers import refuse_unable
+from ..planning.layout import NamedLayout
+from ..setup.plugins import group_of, policy_choice, refuse_unserved
 from .explanation import ExplainedPlugin, Value
 from .stand_ins import StoodInPlugins, Tried, Workbench
 

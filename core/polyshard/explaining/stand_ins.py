@@ -8,10 +8,10 @@ from importlib.metadata import EntryPoints
 from typing import Any, TypeVar
 
 from .. import catalog
-from ..chosen_plugins import ChosenPlugins
 from ..config import PluginChoice
 from ..errors import CollectiveError, PluginLoadError, PolyshardError, StateError
 from ..interfaces import Collectives, Group, PluginContext
+from ..setup.plugins import ChosenPlugins
 
 _T_co = TypeVar("_T_co", covariant=True)
 

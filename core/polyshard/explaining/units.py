@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ..assembly import Drafted
-from ..engine.planning.draft import Draft, DraftedUnit
 from ..errors import PluginContractError
+from ..planning.draft import Draft, DraftedUnit
+from ..setup.shard import Drafted
 from .explanation import ExplainedParameter, ExplainedUnit
 from .plugins import WatchedPolicy
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..engine.transport.gathering import Gatherable
-from ..engine.transport.lanes import HostLanes, Reduction
+from ..runtime.gather import Gatherable
+from ..runtime.streams import HostLanes, Reduction
 from .recording import Recorder, Stream
 
 

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..composable import no_sync, outermost_root, report, shard
+from ..api import no_sync, outermost_root, report, shard
 from ..config import PluginSpec, ShardConfig
-from ..engine.step.root import Root
-from ..engine.surface.report import MemoryReport
 from ..errors import ConfigError, PolyshardError, UnsupportedError
+from ..functions.memory import MemoryReport
+from ..runtime.root import Root
 from ._torch_private import TorchDispatchMode, tree_leaves
 from .batch import Batch
 from .collectives import NotedCollectives

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..engine.step.root import Root
-from ..engine.step.unit import Unit
+from ..runtime.root import Root
+from ..runtime.unit import Unit
 from .links import Operation
 from .recording import Issued, Transfer
 

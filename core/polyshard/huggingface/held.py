@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ..engine.planning.layout import Piece
-from ..engine.step.root import Root
-from ..engine.step.unit import Unit
-from ..engine.surface.state_dicts import state_dicts_of_pieces
 from ..errors import ConfigError
+from ..functions.whole import state_dicts_of_pieces
+from ..planning.layout import Piece
+from ..runtime.root import Root
+from ..runtime.unit import Unit
 from ..state.boxes import Box
 from ..state.sharded import Chunk, of_piece
 

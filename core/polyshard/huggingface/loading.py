@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from ..checkpoint.arguments import path_of
-from ..engine.planning.values import send_from_first
-from ..engine.step.root import Root
-from ..engine.step.unit import Unit
 from ..errors import ConfigError, RankMismatchError
+from ..planning.values import send_from_first
+from ..runtime.root import Root
+from ..runtime.unit import Unit
 from ..state.agreement import require_seen, tell_listeners, together
 from ..state.boxes import Box
 from ..state.exchange import coordinates, from_first, speaks

@@ -15,9 +15,9 @@ from torch import nn
 from ..checkpoint.arguments import path_of
 from ..checkpoint.attempt import Attempt, attempt_in
 from ..checkpoint.disk import sync_directory
-from ..engine.step.root import Root
-from ..engine.surface.gathered import gather_whole
 from ..errors import ConfigError, UnsupportedError
+from ..functions.whole import gather_whole
+from ..runtime.root import Root
 from ..state.agreement import require_seen, tell_listeners, together
 from ..state.exchange import coordinates, from_first, speaks
 from ..state.resting import resting_root

@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from ..engine.cutting.materialize import Initializer
 from ..errors import ParameterError
 from ..nested import iter_tensors
+from ..setup.materialize import Initializer
 from . import _private
 
 

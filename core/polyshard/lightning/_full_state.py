@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..engine.surface.state_dicts import state_dicts_of_pieces
 from ..errors import ConfigError, UnsupportedError
+from ..functions.whole import state_dicts_of_pieces
 from ..state import (
     CheckpointTensor,
     StateForm,

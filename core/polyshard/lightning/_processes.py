@@ -16,7 +16,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from torch import nn
 
-from ..composable import close
+from ..api import close
 from ..errors import ConfigError, PolyshardError
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..random_numbers import own_state, restore_own_state
+from ..preemption import own_state, restore_own_state
 
 
 def random_states(device: torch.device) -> list[dict[str, Any]]:

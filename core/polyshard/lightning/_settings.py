@@ -6,8 +6,8 @@ import enum
 from dataclasses import dataclass
 
 from ..config import ShardConfig, did_you_mean
-from ..engine.cutting.materialize import Initializer
 from ..errors import ConfigError
+from ..setup.materialize import Initializer
 
 
 class StateDictType(enum.Enum):

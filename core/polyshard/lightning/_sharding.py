@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torchmetrics import Metric
 
-from ..composable import fully_shard, shard
+from ..api import fully_shard, shard
 from ..config import ShardConfig
-from ..engine.cutting.materialize import Initializer
-from ..engine.planning.plan import STAGE_ATTRIBUTE
 from ..errors import AlreadyShardedError, ConfigError, ParameterError
+from ..planning.plan import STAGE_ATTRIBUTE
+from ..setup.materialize import Initializer
 from ..trainers import sharded as trainers
 from ..trainers.device import on_device
 from ..trainers.optimizers import refuse_stepped, refuse_strangers

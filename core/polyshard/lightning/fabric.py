@@ -16,10 +16,10 @@ from lightning.fabric.plugins.precision import HalfPrecision
 from lightning.fabric.strategies import ParallelStrategy
 from torch import nn
 
-from ..composable import no_sync
+from ..api import no_sync
 from ..config import ShardConfig
-from ..engine.cutting.materialize import Initializer
 from ..errors import ConfigError, StateError, UnsupportedError
+from ..setup.materialize import Initializer
 from ..trainers.optimizers import parameters_of
 from ..trainers.saving import warn_unsaveable
 from ._folder import has_optimizers, is_folder, load_folder, make_room, require_file, save_folder

@@ -22,12 +22,12 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
+from ..api import no_sync, register_forward_method
 from ..checkpoint.encoding import Encoder
 from ..checkpoint.saveable import require_saveable
-from ..composable import no_sync, register_forward_method
 from ..config import ShardConfig
-from ..engine.cutting.materialize import Initializer
 from ..errors import ConfigError, UnsupportedError
+from ..setup.materialize import Initializer
 from ._folder import has_optimizers, is_folder, load_folder, make_room, require_file, save_folder
 from ._full_state import (
     load_whole_model_state,

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ..composable import outermost_root
-from ..engine import _torch_private
-from ..engine.step.root import Root
-from ..engine.step.step import Phase
-from ..engine.step.unit import Unit
-from ..engine.surface.torch_utilities import borrowing
+from .. import _torch_private
+from ..api import outermost_root
 from ..errors import ConfigError, StateError
+from ..functions.torch_functions import borrowing
+from ..runtime.root import Root
+from ..runtime.step import Phase
+from ..runtime.unit import Unit
 
 #: Which part of the average stays at an update, from the number of updates before it.
 Decay = Callable[[int], float]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..engine import _torch_private
+from .. import _torch_private
 from ..interfaces import COMPLETED, Collectives, Work
 
 

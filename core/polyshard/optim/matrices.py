@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ..engine.surface.placement import placement_of
 from ..errors import ConfigError, ConfigTypeError
+from ..functions.lookup import placement_of
 
 
 class MatrixSplit(NamedTuple):

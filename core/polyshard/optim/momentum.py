@@ -10,7 +10,7 @@ from types import ModuleType
 
 import torch
 
-from ..engine import _torch_private
+from .. import _torch_private
 
 
 def mix(

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.surface.placement import placement_of
 from ..errors import ConfigError, ConfigTypeError
+from ..functions.lookup import placement_of
 from .momentum import go_along, mix
 from .newton_schulz import COEFFICIENTS, newton_schulz, newton_schulz_flops
 from .whole_tensors import Parameters, WholeTensorOptimizer

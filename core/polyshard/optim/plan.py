@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..engine.planning.layout import product
-from ..engine.step.root import Root
-from ..engine.surface.live_roots import Found, live_roots
 from ..errors import ConfigError, RankMismatchError, UnsupportedError
+from ..functions.lookup import Found, live_roots
 from ..interfaces import Collectives
+from ..planning.layout import product
+from ..runtime.root import Root
 from .beside import Beside, OnHost, OnStream
 from .exchange import Cut, Peers, Round
 from .owners import owners_of, rounds_of

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine import _torch_private
-from ..engine.surface.live_roots import live_roots
+from .. import _torch_private
 from ..errors import CollectiveError, PluginContractError
+from ..functions.lookup import live_roots
 from .exchange import Held, Round
 from .plan import Plan, Whole, plan_for, units_of
 

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..engine.transport.peers import words
 from ..errors import CheckpointDamagedError, CollectiveError, PolyshardError, RankMismatchError
 from ..interfaces import Collectives
+from ..runtime.peers import words
 from .exchange import broadcast, numbers_of_all, speaks
 
 #: How many ranks a message lists.

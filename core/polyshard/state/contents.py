@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.step.root import Root
-from ..engine.surface.state_dicts import state_dicts_of_pieces
 from ..errors import ConfigError, UnsupportedError
+from ..functions.whole import state_dicts_of_pieces
+from ..runtime.root import Root
 from .optimizers import Joint, Optimizers
 from .places import Holding, holdings, places
 from .resting import resting_root

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..composable import as_dtensor, placement
+from ..api import as_dtensor, placement
 from ..errors import UnsupportedError
 from .places import Holding, Place
 

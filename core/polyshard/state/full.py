@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.step.root import Root
-from ..engine.step.unit import Unit
-from ..engine.surface.gathered import gather_whole
-from ..engine.transport.buffer import view_of
 from ..errors import UnsupportedError
+from ..functions.whole import gather_whole
+from ..runtime.gather import view_of
+from ..runtime.root import Root
+from ..runtime.unit import Unit
 from .contents import model_state
 from .optimizers import Joint
 from .places import Holding, Place, holdings, places_of

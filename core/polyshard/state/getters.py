@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..engine.step.root import Root
+from ..runtime.root import Root
 from .agreement import together
 from .contents import frozen_names, in_order, model_state, optimizer_state
 from .dtensors import parameters_as_dtensors, state_like

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.planning.layout import Piece, Slot
-from ..engine.step.root import Root
-from ..engine.step.unit import Unit
 from ..errors import ConfigError
+from ..planning.layout import Piece, Slot
+from ..runtime.root import Root
+from ..runtime.unit import Unit
 from .sharded import CheckpointTensor, of_piece, of_rows, whole
 
 #: Under which a model's values, and an optimizer's, lie in what is saved and loaded.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..engine.cutting.broken import refuse_broken
-from ..engine.planning.plan import STAGE_ATTRIBUTE
-from ..engine.step.root import Root
-from ..engine.step.step import Phase
 from ..errors import StateError
+from ..planning.plan import STAGE_ATTRIBUTE
+from ..runtime.root import Root
+from ..runtime.step import Phase
+from ..setup.build import refuse_broken
 
 
 def resting_root(model: nn.Module, call: str) -> Root:

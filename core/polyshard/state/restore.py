@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ..engine.step.root import Root
-from ..engine.surface.optimizer_check import NOT_BY_ELEMENT
 from ..errors import ConfigError
+from ..functions.optimizers import NOT_BY_ELEMENT
+from ..runtime.root import Root
 from .contents import frozen_names, model_state, names_of
 from .flat_state import FlatState
 from .kind import IMPLEMENTATION, Kind, require_same_kinds

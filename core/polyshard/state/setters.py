@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.step.root import Root
 from ..errors import StateError
+from ..runtime.root import Root
 from .agreement import together
 from .held import FirstRanksSource, HeldSource
 from .optimizers import Joint, Optimizers

@@ -10,8 +10,8 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ..engine.planning.layout import Piece, Slot
 from ..errors import StateError
+from ..planning.layout import Piece, Slot
 from .boxes import Box, inverse, range_boxes, storage_order
 
 #: A FileSystemWriter that is given brings a stager of its own, which makes whole tensors to copy into.

@@ -13,7 +13,7 @@ from .boxes import Box
 from .sharded import CheckpointTensor
 
 if TYPE_CHECKING:
-    from ..engine.step.unit import Unit
+    from ..runtime.unit import Unit
     from .places import Holding
 
 _MOST_NAMES = 8

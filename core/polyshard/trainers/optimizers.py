@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
-from ..engine.planning.plan import STAGE_ATTRIBUTE
 from ..errors import ConfigError
+from ..planning.plan import STAGE_ATTRIBUTE
 from .sharded import sharded_in
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..engine.planning.plan import STAGE_ATTRIBUTE
-from ..engine.step.stage import Stage
+from ..planning.plan import STAGE_ATTRIBUTE
+from ..runtime.module_state import Stage
 
 
 def is_sharded(module: nn.Module) -> bool:

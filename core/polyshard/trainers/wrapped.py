@@ -7,9 +7,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ..engine.planning.plan import STAGE_ATTRIBUTE
-from ..engine.step.stage import Stage
 from ..errors import AlreadyShardedError
+from ..planning.plan import STAGE_ATTRIBUTE
+from ..runtime.module_state import Stage
 
 _WRAPPERS: tuple[tuple[type, str], ...] = (
     (DistributedDataParallel, "DistributedDataParallel"),

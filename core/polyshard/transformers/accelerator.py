@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from ..composable import clip_grad_norm_, no_sync
+from ..api import clip_grad_norm_, no_sync
 from ..trainers.sharded import is_sharded
 from ._private import prepared_optimizers
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from .. import huggingface
-from ..engine.surface.gathered import whole_on_this_rank
+from ..functions.whole import whole_on_this_rank
 from ..huggingface.saving import require_saveable
 from ..state import StateForm, StateOptions, get_model_state_dict
 from ..state.agreement import together

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..composable import outermost_root, register_forward_method
-from ..engine.step.unit import Reshard
+from ..api import outermost_root, register_forward_method
+from ..runtime.unit import Reshard
 
 
 def register_generate(model: nn.Module, name: str = "generate") -> None:

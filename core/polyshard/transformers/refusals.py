@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import Adafactor
 
-from ..composable import outermost_root
+from ..api import outermost_root
 from ..config import ShardConfig
 from ..errors import AlreadyShardedError, ConfigError, UnsupportedError
 from ..trainers.optimizers import refuse_stepped, refuse_strangers

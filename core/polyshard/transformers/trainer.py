@@ -15,8 +15,8 @@ from torch import nn
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy
 
+from ..api import close, placement, shard
 from ..checkpoint.saveable import require_saveable
-from ..composable import close, placement, shard
 from ..config import ShardConfig
 from ..trainers.device import on_device
 from ..trainers.engines import refuse_engines

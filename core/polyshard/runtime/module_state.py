@@ -1,0 +1,430 @@
+"""A module that owns units, and where it stands in a step."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NoReturn
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from ..errors import StateError, UnshardedUseError
+from ..interfaces import InputCast, OutputCast
+from ..planning.groups import RankGrid
+from ..planning.plan import ManagedParameter, names_behind
+from .order import Act, Itinerary, Mark, Schedule
+from .step import Step
+from .unit import Unit, UnitState, unshard_due, unshard_together
+
+
+class Holds(enum.Enum):
+    """What the units of a stage ask of its hooks."""
+
+    NOTHING = "nothing"
+    """It has no units, or none that backward must help, and what it contains has some."""
+    GIVEN_BACK = "given back"
+    """It was a part, and its units are its host's now."""
+    RESIDENT = "resident"
+    """A single rank without casts: autograd works on the originals, and backward needs no help."""
+    SHARDED = "sharded"
+    """At least one unit is gathered, cast or reduced."""
+
+
+class Reached(enum.Enum):
+    """How far the backward that runs has come in a stage.
+
+    =========  ========  =========================================================
+    from       to        by
+    =========  ========  =========================================================
+    NOT_YET    INSIDE    ``pre_backward``: a gradient reaches one of its outputs
+    INSIDE     FINISHED  ``finish``
+    FINISHED   INSIDE    another gradient: of an earlier call, or a recomputation
+    any        NOT_YET   ``reset``: the backward ended, or was given up
+    =========  ========  =========================================================
+
+    ``finish`` in NOT_YET takes part in a reduction for other ranks' sake, and changes nothing here; nor does it in
+    FINISHED, where gradients came late.
+    """
+
+    NOT_YET = "not yet"
+    """None of its outputs has a gradient."""
+    INSIDE = "inside"
+    """Its parameters are whole, and its gradients are being computed."""
+    FINISHED = "finished"
+    """Its parameters are released, and its gradients on their way."""
+
+
+class Stage:
+    """A module with hooks, and the units of the parameters that are its own.
+
+    Usually one unit; more where parameters differ in dtype, or in whether they are trained. ``forward.py`` holds what
+    its forward calls, ``backward.py`` what gradients call that reach its outputs and inputs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        units: Sequence[Unit],
+        *,
+        input_cast: InputCast | None = None,
+        output_cast: OutputCast | None = None,
+        full_precision_in_eval: bool = False,
+        signature: object = None,
+        host: Stage | None = None,
+        reads_in_backward: bool = True,
+    ) -> None:
+        """``host``: the stage that this one is a part of (``part.py``)."""
+        self.name = name
+        self.module = module
+        self.host = host
+        #: The module whose mode counts, and whose inputs and outputs are cast: a part's are its host's.
+        self.governing = module if host is None else host.module
+        #: Whether its backward gathers. The same on every rank, whatever hooks come later on one of them.
+        self.reads_in_backward = reads_in_backward
+        self.step: Step | None = None
+        #: In which order stages are entered, and gathered ahead; the root's.
+        self.schedule: Schedule[Stage]
+        self.input_cast = input_cast
+        self.output_cast = output_cast
+        self.full_precision_in_eval = full_precision_in_eval
+        #: Stages of equal signature can share collectives.
+        self.signature = signature
+        self.own(units)
+        #: Forwards of it that run: more than one where it calls itself.
+        self.entered = 0
+        #: What a backward does where a forward left the stage, and where it first entered it.
+        self.exit: Mark[Stage] = Mark(self, Act.GATHER)
+        self.entry: Mark[Stage] = Mark(self, Act.FINISH)
+        #: What it does where checkpoints entered it, by number.
+        self._checkpointed: dict[tuple[Act, int], Mark[Stage]] = {}
+        #: That of the forward that it was entered in last, and whether that was the first time in it.
+        self.itinerary: Itinerary[Stage] | None = None
+        self.enters_first = True
+        #: Where on it the stage is finished: at its first entry, or at that of a checkpoint which differentiates alone.
+        self.finishes_at: Mark[Stage] = self.entry
+        #: Whether a checkpoint entered it in the forward that the backward goes back through.
+        self.recomputed = False
+        #: Its forwards inside a backward whose own is still to come (``backward.py``). Weak: a graph that was dropped
+        #: takes its own along.
+        self.recomputations: WeakSet[object] = WeakSet()
+        #: Whether an output may bring a backward; until its gradients were taken.
+        self.awaits_backward = False
+        self.reached = Reached.NOT_YET
+        #: Whether the module was training in the forward that the backward goes back through.
+        self.trained_in_forward = True
+        #: Other ranks may have gradients for it where this one has none, so that it must reduce with them.
+        self.owes = False
+
+    def own(self, units: Sequence[Unit]) -> None:
+        """Hold ``units`` from now on, and no others."""
+        self.units = tuple(units)
+        if not self.units:
+            self.holds = Holds.NOTHING if self.host is None else Holds.GIVEN_BACK
+        else:
+            self.holds = Holds.RESIDENT if all(unit.resident for unit in self.units) else Holds.SHARDED
+
+    def join(
+        self,
+        name: str,
+        grid: RankGrid | None,
+        names_of: Callable[[ManagedParameter], tuple[str, ...]] | None = None,
+    ) -> None:
+        """Become part of a larger model, under ``name``, with its collectives where ``grid`` is given.
+
+        ``names_of``: all names of a parameter there; None where the larger model puts one prefix before all of them.
+        """
+        before, self.name = self.name, name
+        prefix = name.removesuffix(before).rstrip(".") if before else name
+        for unit in self.units:
+            own = unit.spec.module_name
+            # A part that was given back keeps the name of its module.
+            module_name = name if own == before else f"{prefix}.{own}" if prefix else own
+            unit.join(module_name, names_of or partial(names_behind, prefix), grid)
+
+    @property
+    def label(self) -> str:
+        """Its name in messages."""
+        return self.name or "(root)"
+
+    @property
+    def rank(self) -> int:
+        """This process's rank among all that share the model."""
+        assert self.step is not None
+        return self.step.rank
+
+    @property
+    def is_part(self) -> bool:
+        """Whether its units are a part of what belongs to the stage around it."""
+        return self.host is not None and self.holds is not Holds.GIVEN_BACK
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward computes its gradients."""
+        return self.reached is Reached.INSIDE
+
+    @property
+    def in_full_precision(self) -> bool:
+        """Whether it computes in the master dtype, and casts nothing."""
+        return self.full_precision_in_eval and not self.governing.training
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of all units' gather buffers."""
+        return sum(unit.gathered_nbytes for unit in self.units)
+
+    def mark_in(self, act: Act, checkpoint: int) -> Mark[Stage]:
+        """What a backward does where ``checkpoint``, by its number in the forward, entered the stage."""
+        found = self._checkpointed.get((act, checkpoint))
+        if found is None:
+            found = self._checkpointed[act, checkpoint] = Mark(self, act, checkpoint)
+        return found
+
+    def unshard(self) -> None:
+        """Issue the gathers of all units, as one communication."""
+        unshard_due(self.units)
+
+    def reshard(self, turns: bool) -> None:
+        """Release what is not kept after a forward; ``turns``: its backward is expected to follow at once."""
+        for unit in self.units:
+            if unit.releases(turns):
+                unit.reshard()
+            else:
+                unit.hide()
+
+    def left_forward(self) -> None:
+        """The outermost forward ended: release what no backward will come back to."""
+        self.entered = 0
+        for unit in self.units:
+            if self.awaits_backward and self.reads_in_backward and unit.state is not UnitState.GATHERING:
+                unit.hide()
+            else:
+                unit.reshard()
+
+    def pre_backward(self, *, prefetches: bool = True) -> None:
+        """Make the parameters whole again, before the first of the module's nodes runs.
+
+        ``prefetches``: whether what comes next is gathered, too.
+        """
+        if self.reached is Reached.INSIDE:
+            for unit in self.units:
+                # This output may have been computed on another stream than the first.
+                unit.wait()
+            return
+        self.reached = Reached.INSIDE
+        for unit in self.units:
+            unit.refuse_changes()
+        if self.reads_in_backward:
+            unshard_due(self.units)
+        for unit in self.units:
+            if self.reads_in_backward:
+                unit.wait()
+                # A checkpoint inside the module's own forward recomputes from its parameters.
+                unit.show()
+            for observer in unit.observers:
+                observer.compute(unit.spec, True)
+        if prefetches:
+            self.prefetch(self.schedule.enter_backward(self))
+
+    def pass_by(self) -> None:
+        """Gather with the other ranks, whose backward may come by here where this one's went past."""
+        if self.reached is Reached.INSIDE:
+            return
+        if self.reads_in_backward:
+            self.unshard()
+        self.prefetch(self.schedule.enter_backward(self))
+
+    def prefetch(self, batches: Sequence[Sequence[Stage]]) -> None:
+        """Gather what comes next in the backward."""
+        unshard_ahead(batches)
+
+    def finish(self) -> None:
+        """Take the gradients, release the parameters, start the reductions."""
+        step = self.step
+        assert step is not None
+        self.recomputations.clear()
+        # Went past, while what is computed again for another stage may come by here.
+        keeps, self.recomputed = self.recomputed and self.reached is not Reached.INSIDE, False
+        if self.reached is Reached.INSIDE:
+            self.reached = Reached.FINISHED
+        self.awaits_backward = False
+        owes, self.owes = self.owes, False
+        reduced: list[tuple[Unit, list[torch.Tensor | None]]] = []
+        for unit in self.units:
+            if unit.resident:
+                continue
+            for observer in unit.observers:
+                observer.computed(unit.spec, True)
+            gradients = unit.take_gradients() if unit.trainable else []
+            arrived = bool(gradients) and (
+                gradients[0] is not None or any(gradient is not None for gradient in gradients)
+            )
+            # Released before the reduction's buffers are taken: the two are never alive together. A forward around this
+            # backward goes on with them.
+            if keeps:
+                unit.keep()
+            elif not self.entered:
+                unit.reshard()
+            if arrived:
+                step.accumulates = True
+            elif step.synchronises and step.accumulates and unit.gradients.unreduced:
+                # Earlier microbatches left gradients that nothing else would reduce.
+                pass
+            elif not (unit.trainable and owes and step.accumulates) or unit.grid.alone:
+                # Not part of this step, or autograd.grad, which accumulates nowhere: no rank has anything to reduce.
+                continue
+            if step.synchronises:
+                reduced.append((unit, gradients))
+                unit.reduced = True
+            else:
+                unit.gradients.keep(gradients, step.lanes)
+        if len(reduced) == 1:
+            unit, gradients = reduced[0]
+            unit.gradients.reduce(gradients, step.reducer)
+        elif reduced:
+            step.reducer.reduce_together(
+                [(unit.gradients.contribute(gradients, step.lanes), gradients) for unit, gradients in reduced]
+            )
+
+    def catch_up(self) -> None:
+        """Finish where a backward went past, or has ended."""
+        if self.reached is Reached.NOT_YET and any(unit.pending for unit in self.units):
+            self.refuse_back_door()
+        self.finish()
+
+    def late(self) -> bool:
+        """Whether gradients arrived after ``finish``, or nothing finished it."""
+        step = self.step
+        assert step is not None
+        if self.reached is Reached.INSIDE:
+            return True
+        reduces = step.synchronises and step.accumulates
+        return any((reduces and unit.gradients.unreduced) or (unit.trainable and unit.pending) for unit in self.units)
+
+    def reset(self) -> None:
+        """Back to the state between steps, whatever went wrong."""
+        self.entered = 0
+        self.recomputations.clear()
+        self.reached = Reached.NOT_YET
+        self.awaits_backward = False
+        self.owes = self.recomputed = False
+        for unit in self.units:
+            unit.reshard()
+
+    def keep_gathered(self, keeps: bool) -> None:
+        """Whether gathered parameters keep their memory when they are released, with the values that they have.
+
+        For a backward that gathers nothing, and may need them on this rank.
+
+        Raises:
+            StateError: the memory is the backend's, and others are given it meanwhile.
+        """
+        for unit in self.units:
+            if not keeps:
+                unit.buffer.let_go()
+            elif not unit.buffer.keep() and not unit.permanent:
+                raise StateError(
+                    f"Something was put on '{self.label}' after it was sharded that may compute with its parameters on "
+                    f"rank {self.rank}: a hook that runs inside of its forward, or another forward. Its backward "
+                    "gathers nothing, and these collectives keep no parameters for it. Put it there before sharding, "
+                    "on every rank."
+                )
+
+    def refuse_back_door(self) -> None:
+        """Raise if gradients came from parameters that are not whole.
+
+        Raises:
+            StateError: they did.
+        """
+        if all(unit.permanent or unit.state is UnitState.UNSHARDED for unit in self.units):
+            return
+        raise StateError(
+            f"A backward went through '{self.label}' on rank {self.rank} without coming through a tensor "
+            "that its forward returned, so its parameters were not gathered and its gradients are not right. Return "
+            "every tensor that leaves the forward, in a tuple, list, dict, dataclass or plain object."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise StateError(
+            f"A sharded module cannot be deep-copied ({self._described}). Copy the model before sharding it, or "
+            "exchange values through a state dict: polyshard.checkpoint, or state_dict() inside polyshard.unsharded. "
+            "For averaged weights, as of AveragedModel, use polyshard.optim.AveragedWeights."
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise StateError(
+            f"A sharded module cannot be pickled ({self._described}). Save a state dict instead: with "
+            "polyshard.checkpoint, or inside polyshard.unsharded."
+        )
+
+    @property
+    def _described(self) -> str:
+        # Without a step only before the first use of a model that is composed.
+        where = f", rank {self.step.rank}" if self.step is not None else ""
+        return f"unit '{self.label}'{where}"
+
+
+def show_whole(units: Sequence[Unit], training: bool, *, recomputes: bool, kept: bool = False) -> None:
+    """Gather ``units``, order compute behind that, and let modules see whole parameters.
+
+    ``kept``: what was kept for this recomputation is there; other ranks do not gather it now.
+    """
+    for unit in units:
+        unit.choose_buffer(training)
+    unshard_due([unit for unit in units if not unit.kept] if kept else units)
+    for unit in units:
+        unit.wait()
+        unit.show()
+        for observer in unit.observers:
+            observer.compute(unit.spec, recomputes)
+
+
+def unshard_ahead(batches: Sequence[Sequence[Stage]]) -> None:
+    """Issue the gathers of ``batches``, each as one communication."""
+    for batch in batches:
+        first = batch[0]
+        if len(batch) == 1:
+            first.unshard()
+        elif any(unit.due for unit in first.units):
+            # A stage may come up twice in a batch.
+            units = dict.fromkeys(unit for stage in batch for unit in stage.units)
+            unshard_together([unit for unit in units if unit.due])
+
+
+# A stage that no policy chose, and how it goes back to the one around it.
+#
+# Which modules become parts, and why, stands in ``planning/parts.py``. A part must not change what a forward may do:
+# where another module computes with its parameters, the stand-ins under their names give it back, and from then on the
+# *host*, the stage that it was taken from, owns its units.
+
+
+def lend(stage: Stage, host: Stage) -> None:
+    """Let the units of ``stage`` go back to ``host`` as soon as somebody else computes with them."""
+    for unit in stage.units:
+        unit.lender = partial(_give_back, stage, host)
+
+
+def _give_back(stage: Stage, host: Stage, unit: Unit, parameter: str) -> None:
+    """Somebody else computes with ``parameter`` of ``unit``: from now on ``host`` owns all units of ``stage``.
+
+    Raises:
+        UnshardedUseError: outside of a forward and of a backward of the host.
+    """
+    if not (host.entered or host.in_backward):
+        raise UnshardedUseError(
+            f"The parameter '{parameter}' was used while it is sharded, outside of the forward of "
+            f"'{host.label}' (rank {stage.rank}). Compute with it inside that forward, or name the "
+            "method that does with polyshard.register_forward_method."
+        )
+    moved = stage.units
+    stage.own(())
+    if moved:
+        host.own((*host.units, *moved))
+        show_whole(moved, host.module.training, recomputes=False)
+    else:
+        # In backward, where autograd kept a stand-in.
+        unit.unshard()
+        unit.wait()

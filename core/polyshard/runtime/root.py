@@ -1,0 +1,527 @@
+"""What the units of one model share: streams, order, phase, and the ends of forward and backward."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Literal, NoReturn, Protocol
+
+import torch
+from torch import nn
+
+from .. import _torch_private
+from ..errors import PolyshardError, StateError, UnshardedUseError, UnsupportedError
+from ..events import Events
+from ..interfaces import Collectives, OffloadManager, PrecisionCaster
+from .budget import Budget
+from .guards import Registrations, Resting
+from .module_state import Holds, Stage
+from .order import Act, Itinerary, Mark, Schedule, Walk
+from .step import Phase, Step
+from .streams import Lanes
+from .unit import UnitState, refuse_escape
+from .used_parameters import Presence
+
+
+def root_of(stage: Stage) -> Root:
+    """What drives the model that ``stage`` is a part of."""
+    root = stage.step
+    assert isinstance(root, Root)
+    return root
+
+
+class EndsWithModel(Protocol):
+    """What stands above the engine, and is to end before the model's communicators do."""
+
+    def close(self, root: Root) -> None:
+        """The model is closed. Every rank calls it."""
+
+
+class Root(Step):
+    """The outermost of a model's sharded modules, and every stage inside it."""
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        stages: Sequence[Stage],
+        lanes: Lanes,
+        schedule: Schedule[Stage],
+        events: Events,
+        *,
+        check_ranks: bool | Literal["always"],
+    ) -> None:
+        super().__init__(collectives, lanes, schedule.batch_nbytes, check_ranks=check_ranks)
+        self.stages = tuple(stages)
+        #: Every unit, in module order, whichever stage it goes to later.
+        self.units = tuple(unit for stage in self.stages for unit in stage.units)
+        self.schedule = schedule
+        self.events = events
+        #: Decides which units are kept after forward; None where nothing is left to decide.
+        self.budget: Budget | None = None
+        self._presence: Presence | None = None
+        #: Whether a flat parameter may have zeros in its gradient for want of one: see ``Gradients.unfilled``.
+        self.unfilled = False
+        # Whether the backward that was entered last may still end.
+        self._goes_on: Callable[[], bool] = bool
+        # Whether other ranks were told that it raised.
+        self._told = False
+        self._walk: Walk[Stage] = Walk()
+        # The last itinerary of each inner stage that was called by itself, with gradients on, since the last backward.
+        self._apart: dict[object, Itinerary[Stage]] = {}
+        self._followed = False
+        # The thread that the forward runs in that began last.
+        self._thread = 0
+        #: Whether an optimizer changed parameters since that forward began, inside of it.
+        self.outdated = False
+        #: Knows what came into the model after it was sharded; None where nobody looks.
+        self.registrations: Registrations | None = None
+        #: Refuses calls that would compute with pieces between steps; None where nothing does.
+        self.rest: Resting | None = None
+        #: Collectives that were made for this model, to be closed with it, in this order on every rank.
+        self.owned: tuple[Collectives, ...] = ()
+        #: Whether state dicts of the model, and of its optimizers, are made whole by what drives it from outside.
+        self.answers_state_dicts = False
+        #: How often the host still waits for a device to see that ranks have one norm of what lies outside of units.
+        self.norms_to_compare = 3
+        #: Seconds that ranks wait for each other, by the configuration.
+        self.timeout_s = 600.0
+        #: What ``checkpoint`` saved and loaded; it alone knows what that is.
+        self.history: EndsWithModel | None = None
+        self.recorder.when_failed = self._keep_memory
+        for stage in self.stages:
+            stage.step = self
+            stage.schedule = schedule
+            for unit in stage.units:
+                unit.step = self
+        outermost = self.stages[0]
+        if outermost.holds is Holds.RESIDENT and any(each.holds is Holds.SHARDED for each in self.stages):
+            # A backward that reaches no other stage is noticed all the same: what no_sync left waits for its end.
+            outermost.holds = Holds.NOTHING
+        self._parking: tuple[OffloadManager, ...] = tuple(
+            {id(u.offload): u.offload for u in self.units if u.parks}.values()
+        )
+        self._encoding: tuple[PrecisionCaster, ...] = tuple(
+            {id(u.caster): u.caster for u in self.units if u.caster.capabilities.encodes}.values()
+        )
+
+    def begin_forward(self, outermost: object, module: nn.Module) -> None:
+        """The outermost forward starts."""
+        if self.phase is not Phase.IDLE:
+            self.abandon()
+            self.refuse_ended("A forward")
+        if self.recorder.peers is not None and self.recorder.peers.spoke:
+            self.recorder.peers.go_on()
+        if self.audit is not None and self.audit.done:
+            self.end_audit()
+        self.take_up_changes()
+        if _torch_private.in_transform():
+            raise UnsupportedError(
+                f"torch.func (vmap, grad, jvp) called '{type(module).__name__}', which is sharded (rank {self.rank}): "
+                "gathers and reductions cannot be a part of what it transforms. Call it inside of 'with "
+                "polyshard.unsharded(model)'."
+            )
+        for unit in self.units:
+            if not unit.prepared:
+                unit.prepare()
+            unit.expire()
+        if self.rest is not None:
+            self.rest.leave()
+        self.phase = Phase.FORWARD
+        self._thread = threading.get_ident()
+        self.outdated = False
+        self.active = outermost
+        self.itinerary = Itinerary(outermost)
+        for unit in self.units:
+            unit.hide()
+        self.begin_gathers()
+        self.schedule.begin_forward()
+        # Not where gathers begin: a CUDA graph that replays begins some, and measures nothing.
+        if self.lanes.stalls is not None:
+            self.lanes.stalls.begin_forward()
+        for caster in self._encoding:
+            caster.prepare([unit.spec for unit in self.units if unit.caster is caster], self.collectives)
+        if self.events.active:
+            self.events.step_begin(module)
+
+    def take_up_changes(self, *, trains: bool | None = None, all_modules: bool = False) -> None:
+        """Honour what the user did to the model since the last forward.
+
+        Args:
+            trains: Whether trained parameters that came later are refused, or only noted; None: as grad mode is.
+            all_modules: Look at all modules for them, and not only where something was registered.
+
+        Raises:
+            ParameterChangedError: a parameter was removed, replaced by one of another shape, dtype or device, tied to
+                another, or came later and is trained. Other ranks are told.
+        """
+        try:
+            looks = self.registrations if self.registered or all_modules else None
+            if looks is not None:
+                for unit in self.units:
+                    # Views of what was gathered ahead are no changes.
+                    unit.hide()
+                looks.refuse_ties()
+            for unit in self.units:
+                unit.take_up_changes()
+            if looks is not None:
+                looks.refuse_newcomers(trains=torch.is_grad_enabled() if trains is None else trains, anew=all_modules)
+        except PolyshardError as error:
+            self.recorder.tell(error)
+            raise
+
+    def refuse_moved(self) -> None:
+        """Refuse to name parameters where modules moved, so that a name is another parameter's now.
+
+        Raises:
+            ParameterChangedError: naming one. Other ranks are told.
+        """
+        if self.registrations is not None:
+            try:
+                self.registrations.refuse_moved()
+            except PolyshardError as error:
+                self.recorder.tell(error)
+                raise
+
+    def begin_gathers(self) -> None:
+        """What is gathered from now on is gathered from the masters as they are now, whoever changed them."""
+        self.lanes.begin_forward()
+        for offload in self._parking:
+            offload.begin_forward()
+
+    def end_forward(self, output: object) -> None:
+        """The outermost forward ended and returns ``output``, which may hold no memory of a unit."""
+        try:
+            self.refuse_escape(output)
+        except UnshardedUseError:
+            self.abandon()
+            raise
+        if self.active is not self.stages[0]:
+            self._keep_apart(self.itinerary)
+        self.active = None
+        self.phase = Phase.IDLE
+        if self.rest is not None:
+            self.rest.enter()
+        self.schedule.end_forward()
+        if self.audit is not None:
+            self.audit.done = True
+        for stage in self.stages:
+            stage.left_forward()
+        if self.events.active and not any(stage.awaits_backward for stage in self.stages):
+            self.events.step_end(self.stages[0].module)
+
+    def refuse_escape(self, output: object) -> None:
+        """Raise if ``output`` lies in memory of a unit.
+
+        Raises:
+            UnshardedUseError: naming the parameter.
+        """
+        refuse_escape(self.units, output, "")
+
+    def enter_backward(self) -> None:
+        """A gradient reached one of the outputs."""
+        if self.phase is Phase.BACKWARD:
+            if self._goes_on():
+                return
+            # One before this one raised.
+            self.abandon()
+        self.refuse_ended("A backward")
+        if self.outdated and self.active is not None:
+            self._refuse_outdated()
+        self.phase = Phase.BACKWARD
+        self._told = False
+        self.accumulates = any(
+            leaf.requires_grad and _torch_private.will_accumulate(leaf)
+            for stage in reversed(self.stages)
+            for unit in stage.units
+            for leaf in unit.leaves
+        )
+        if self.accumulates:
+            self._refuse_borrowed()
+        self._goes_on = _torch_private.queue_after_backward(self.end_backward)
+
+    def accumulate_reentrantly(self) -> None:
+        """Note that a re-entrant checkpoint is on the way, whose parameters are in a graph of its own."""
+        if not self.accumulates and _torch_private.may_recompute_reentrantly():
+            self.accumulates = any(unit.trainable for unit in self.units)
+
+    def _refuse_borrowed(self) -> None:
+        if self.borrowed:
+            raise StateError(
+                "A backward inside of AveragedWeights.applied() would give the parameters gradients of their averages "
+                f"(rank {self.rank}). Train outside of it; torch.autograd.grad of inputs is served."
+            )
+
+    def _refuse_outdated(self) -> NoReturn:
+        raise StateError(
+            f"A backward came behind an optimizer's step inside of one forward of '{self.active_label}' (rank "
+            f"{self.rank}): what is gathered there has the values from before the step. Let each step be a call of its "
+            "own: name the method that makes one step with polyshard.register_forward_method, and not a loop over them."
+        )
+
+    @property
+    def active_label(self) -> str:
+        """The name, in messages, of the stage whose forward runs."""
+        return next((stage.label for stage in self.stages if stage is self.active), "(root)")
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether a forward of the model runs in this thread, and no backward inside of it."""
+        return self.phase is Phase.FORWARD and self._thread == threading.get_ident()
+
+    def end_inner_backward(self) -> None:
+        """A backward ended in this thread, of whatever model: inside of the forward that runs, if one does.
+
+        What it left in parameters of stages that are entered came through no output, at which a stage would have
+        noticed it. Nothing else would take these gradients where no other backward follows, and a step of the optimizer
+        inside of the forward would not find them.
+
+        Raises:
+            StateError: they are gradients of averages or of outdated values, or are to be differentiated again.
+        """
+        if not self.runs_here:
+            return
+        pending = [unit for unit in self.units if unit.pending]
+        if not pending:
+            return
+        try:
+            self._refuse_borrowed()
+            if self.outdated:
+                self._refuse_outdated()
+            for unit in pending:
+                unit.refuse_differentiable_gradients()
+        except StateError:
+            for unit in pending:
+                unit.discard_gradients()
+            raise
+        self.phase = Phase.BACKWARD
+        self.accumulates = True
+        # Ranks whose backward came through outputs follow it, too.
+        self._walk.begin(self.itinerary)
+        self.itinerary.walked = True
+        self.end_backward()
+
+    def arrive(self, itinerary: Itinerary[Stage], mark: Mark[Stage]) -> bool:
+        """Do what comes before ``mark``, so that every rank does it here, whichever outputs this one used.
+
+        A forward that was called before the one that the backward leaves behind is next, and those of inner stages in
+        between, whose outputs nobody used on this rank.
+        """
+        walk = self._walk
+        if not walk.follows(itinerary):
+            self._follow(walk.rest())
+            if walk.begun:
+                self._turn()
+            for between in self._behind(itinerary):
+                self._go_through(between)
+            walk.begin(itinerary)
+            if itinerary.reentrant:
+                self.accumulate_reentrantly()
+            itinerary.walked |= self.accumulates
+        before = walk.until(itinerary, mark)
+        if before is None:
+            return False
+        if before:
+            self._follow(before)
+        if mark.act is Act.FINISH:
+            mark.stage.owes = self.accumulates
+        return True
+
+    def _turn(self) -> None:
+        """A backward leaves one forward behind, and goes on with an earlier one."""
+
+    def _behind(self, itinerary: Itinerary[Stage]) -> list[Itinerary[Stage]]:
+        """What was called apart after ``itinerary``, from the last one on, and was not followed yet."""
+        found: list[Itinerary[Stage]] = []
+        if self.accumulates and itinerary in self._apart.values():
+            for other in reversed(self._apart.values()):
+                if other is itinerary:
+                    break
+                if not other.walked:
+                    found.append(other)
+        return found
+
+    def _go_through(self, itinerary: Itinerary[Stage]) -> None:
+        itinerary.walked = True
+        self._walk.begin(itinerary)
+        self._follow(self._walk.rest())
+
+    def _follow(self, marks: Sequence[Mark[Stage]]) -> None:
+        """Take part in what other ranks may do at ``marks``, where this one's backward went past."""
+        for mark in marks:
+            stage = mark.stage
+            if mark.act is Act.FINISH:
+                stage.owes = self.accumulates
+                stage.recomputed = self._walk.recomputes(stage)
+                stage.catch_up()
+            elif mark.act is Act.RECOMPUTE:
+                stage.unshard()
+            else:
+                stage.pass_by()
+
+    def _keep_apart(self, itinerary: Itinerary[Stage]) -> None:
+        if itinerary.marks:
+            if self._followed:
+                self._apart.clear()
+                self._followed = False
+            # Behind those that came before.
+            self._apart.pop(itinerary.outermost, None)
+            self._apart[itinerary.outermost] = itinerary
+
+    def end_backward(self) -> None:
+        """All gradients of this backward have been accumulated."""
+        self._follow(self._walk.rest())
+        if self.accumulates:
+            for itinerary in [each for each in reversed(self._apart.values()) if not each.walked]:
+                self._go_through(itinerary)
+            self._followed = True
+        self._walk.end()
+        # In one order on all ranks, whichever of them got gradients.
+        for stage in reversed(self.stages):
+            if stage.late():
+                stage.catch_up()
+        self.reducer.flush()
+        presence = self._presence_of_gradients()
+        if presence is not None:
+            if self.announce is not None:
+                with self.recorder.during("end of a backward", backward=True):
+                    self.lanes.meet(self.announce, "end of a backward")
+            presence.exchange(self.lanes)
+        self.lanes.drain()
+        for offload in self._parking:
+            offload.sync_for_step()
+        if presence is not None:
+            presence.settle()
+            self.unfilled = presence.unfilled
+        for unit in self.units:
+            if unit.reduced:
+                unit.reduced = False
+                unit.gradients.end_backward()
+        for stage in self.stages:
+            if not stage.entered:
+                stage.reset()
+        self.schedule.end_backward()
+        if self.budget is not None and self.active is None and self.synchronises and self.accumulates:
+            stages = self.schedule.order
+            # The outermost module's units are kept whatever the budget, and so are those where forward turns. Keeping
+            # an embedding would save no gather.
+            kept = (stages[0], self.schedule.turning)
+            order = [u for stage in stages if stage not in kept and stage.reads_in_backward for u in stage.units]
+            if self.budget.decide(self.units, order, self.collectives):
+                self.budget = None
+        # A forward that differentiates inside itself goes on.
+        self.phase = Phase.IDLE if self.active is None else Phase.FORWARD
+        self.end_audit()
+        if self.events.active:
+            self.events.step_end(self.stages[0].module)
+
+    def _presence_of_gradients(self) -> Presence | None:
+        """What tells parameters that no rank used from those whose gradient is zero; None where nothing is reduced."""
+        if not (self.synchronises and self.accumulates):
+            return None
+        if self._presence is None:
+            self._presence = Presence(self.units, self.collectives)
+        return self._presence
+
+    def abandon(self) -> None:
+        """Give up an unfinished forward or backward: release everything, drop its gradients.
+
+        Raises:
+            StateError: the model was closed, or a communication had failed before.
+        """
+        # Here alone, which no step between two others comes to, a forward of a closed model is found.
+        if self.phase in (Phase.CLOSED, Phase.FAILED):
+            self.refuse_ended("A forward")
+        self.active = None
+        self.phase = Phase.IDLE if self.recorder.failure is None else Phase.FAILED
+        if self.rest is not None:
+            self.rest.enter()
+        self.schedule.end_backward()
+        self._walk.end()
+        self.reducer.forget()
+        self.lanes.give_up()
+        self.reducer.discard()
+        for stage in self.stages:
+            stage.reset()
+            for unit in stage.units:
+                unit.reduced = False
+                unit.discard_gradients()
+
+    def tell_failed_backward(self, error: Exception) -> None:
+        """Let other ranks know that a backward in this thread raised ``error``, where it was one of this model.
+
+        One of another thread, or around the one that raised, goes on; one that raised before was told then.
+        """
+        if self.phase is not Phase.BACKWARD or self._told:
+            return
+        alone = self._thread == threading.get_ident() and not _torch_private.in_backward()
+        if alone or not self._goes_on():
+            self._told = True
+            self.recorder.tell(error)
+
+    def leave_failed_backward(self) -> None:
+        """Abandon a backward that raised, behind which nothing of ours ran; one that runs goes on."""
+        if self.phase is Phase.BACKWARD and not _torch_private.in_backward():
+            self.abandon()
+
+    def _keep_memory(self) -> None:
+        """A communication failed, which may still read and write: nothing of it is let go of, and none follows."""
+        for unit in self.units:
+            unit.keep_memory()
+        self.reducer.keep_memory()
+        if self.phase is Phase.IDLE:
+            self.phase = Phase.FAILED
+
+    def refuse_ended(self, call: str) -> None:
+        """Raise if the model was closed, or if a communication failed; ``call`` begins the message.
+
+        Raises:
+            StateError: saying so.
+        """
+        if self.phase is Phase.CLOSED:
+            raise StateError(
+                f"{call} came after polyshard.close (rank {self.rank}): the model's ranks cannot exchange anything any "
+                "more, and its parameters are this rank's pieces. Close a model behind its last use."
+            )
+        self.recorder.refuse_behind_failure(call)
+
+    def close(self) -> None:
+        """Release the gather buffers and the collectives that were made for this model.
+
+        Raises:
+            StateError: inside a forward, a backward or ``unsharded``.
+            PolyshardError: what was to end first failed; everything is released all the same.
+        """
+        if self.phase is Phase.CLOSED:
+            return
+        self.leave_failed_backward()
+        if self.phase not in (Phase.IDLE, Phase.FAILED) or self.unsharded:
+            where = "polyshard.unsharded()" if self.unsharded else f"a {self.phase.value} of the model"
+            raise StateError(f"close() was called inside {where} (rank {self.rank}). Call it between steps.")
+        if self.phase is not Phase.FAILED:
+            self.abandon()
+        history, self.history = self.history, None
+        try:
+            if history is not None:
+                history.close(self)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self.lanes.here() is not None:
+            # What was issued must have run before its communicators end.
+            torch.cuda.synchronize(self.collectives.device)
+        self.phase = Phase.CLOSED
+        if self.recorder.watch is not None:
+            self.recorder.watch.stop()
+        for collectives in self.owned:
+            collectives.close()
+
+    @property
+    def budget_pending(self) -> bool:
+        """Whether it is still to be decided which units are kept: a step must not be captured before."""
+        return self.budget is not None
+
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        """Names of the units that hold whole parameters in a gather buffer, or are about to."""
+        return tuple(u.name for u in self.units if not u.permanent and u.state is not UnitState.SHARDED)
