@@ -2,7 +2,7 @@
 
 [Note: what is imported when]
 A package of plugins and a configuration need the contracts, the errors and the settings, so these are imported with
-polyshard. The engine, ten times as many modules, is imported with the first name that needs it.
+polyshard. The rest, ten times as many modules, is imported with the first name that needs it.
 """
 
 from importlib import import_module
@@ -78,26 +78,25 @@ __all__ = [
 if not TYPE_CHECKING:
     # Hidden from type checkers, which would take any misspelt name for one that it answers.
     _HOME = {
-        "CaptureFallback": "capture",
-        "CaptureMode": "capture",
-        "CapturedStep": "capture",
-        "FullyShardedDataParallel": "wrapper",
-        "MemoryReport": "engine.surface.report",
-        "Placement": "engine.surface.placement",
+        "CaptureFallback": "capture.step",
+        "CaptureMode": "capture.step",
+        "CapturedStep": "capture.step",
+        "MemoryReport": "functions.memory",
+        "Placement": "functions.lookup",
         "Preemption": "preemption",
-        "Straggler": "stragglers",
-        "Stragglers": "stragglers",
+        "Straggler": "monitor",
+        "Stragglers": "monitor",
         "UsedPlugin": "catalog",
-        "check_replicas": "replicas",
-        "random_states": "random_numbers",
-        "restore_random_states": "random_numbers",
-        "tell_failures": "failures",
+        "check_replicas": "monitor",
+        "random_states": "preemption",
+        "restore_random_states": "preemption",
+        "tell_failures": "preemption",
     }
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{__name__}.{_HOME.get(name, 'composable')}"), name)
+        value = getattr(import_module(f"{__name__}.{_HOME.get(name, 'api')}"), name)
         # Found without a call the next time.
         globals()[name] = value
         return value

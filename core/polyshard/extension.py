@@ -31,7 +31,7 @@ from polyshard.runtime.root import Root, root_of
 from polyshard.runtime.step import Phase
 from polyshard.runtime.streams import Lanes, lanes_for
 from polyshard.runtime.unit import Reshard, Unit, UnitState, refuse_escape, unshard_due
-from polyshard.setup.build import is_meta
+from polyshard.setup.materialize import is_meta
 
 __all__ = [
     "STAGE_ATTRIBUTE",

@@ -31,7 +31,7 @@ from ..runtime.recorder import Watch
 from ..runtime.root import Root
 from ..runtime.streams import lanes_for
 from ..runtime.unit import Reshard, Unit
-from .materialize import Initializer, materialize, remember, try_codecs
+from .materialize import Initializer, materialize, place_buffers, remember, try_codecs
 from .materialize import park as park_one
 
 #: Attribute under which such a module holds what happened.
@@ -133,23 +133,6 @@ def build_units(
     for module in draft.modules:
         place_buffers(module, device, draft.buffer_dtype)
     return units
-
-
-def place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Move the buffers that ``module`` holds directly to ``device``, floating-point ones also to ``dtype``."""
-    for key, buffer in module._buffers.items():
-        if buffer is None:
-            continue
-        wanted = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
-        if buffer.is_meta:
-            module._buffers[key] = torch.empty_like(buffer, device=device, dtype=wanted)
-        elif buffer.device != device or buffer.dtype != wanted:
-            module._buffers[key] = buffer.to(device=device, dtype=wanted)
-
-
-def is_meta(buffer: torch.Tensor | None) -> bool:
-    """Whether a buffer has no values yet."""
-    return buffer is not None and buffer.is_meta
 
 
 def _cut(group: Sequence[ManagedParameter], layout: FlatLayout, grid: RankGrid, device: torch.device) -> torch.Tensor:

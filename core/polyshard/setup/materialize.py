@@ -17,7 +17,6 @@ from ..planning.layout import round_up
 from ..planning.plan import PlannedStage
 from ..planning.values import send_from_first
 from ..runtime.gather import view_of
-from .build import is_meta, place_buffers
 
 #: Initialises the parameters and buffers that a module holds directly.
 Initializer = Callable[[nn.Module], None]
@@ -358,3 +357,20 @@ def _first_difference(found: torch.Tensor, wanted: torch.Tensor) -> str:
 
 def _few(values: torch.Tensor) -> Sequence[float]:
     return [round(value, 4) for value in values[:4].tolist()]
+
+
+def place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Move the buffers that ``module`` holds directly to ``device``, floating-point ones also to ``dtype``."""
+    for key, buffer in module._buffers.items():
+        if buffer is None:
+            continue
+        wanted = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+        if buffer.is_meta:
+            module._buffers[key] = torch.empty_like(buffer, device=device, dtype=wanted)
+        elif buffer.device != device or buffer.dtype != wanted:
+            module._buffers[key] = buffer.to(device=device, dtype=wanted)
+
+
+def is_meta(buffer: torch.Tensor | None) -> bool:
+    """Whether a buffer has no values yet."""
+    return buffer is not None and buffer.is_meta
