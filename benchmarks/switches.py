@@ -89,7 +89,7 @@ def _embeddings_gathered() -> AbstractContextManager[None]:
 def _no_turning_unit() -> AbstractContextManager[None]:
     from polyshard.runtime import order
 
-    def none(stages: Sequence[Any]) -> None:
+    def none(module_states: Sequence[Any]) -> None:
         return None
 
     return _replaced((order, "_turning", none))
@@ -141,12 +141,12 @@ _GRADIENT_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _no_places() -> AbstractContextManager[None]:
-    from polyshard.runtime.streams import StreamLanes
+    from polyshard.runtime.streams import CudaStreams
 
-    def here(self: StreamLanes) -> None:
+    def here(self: CudaStreams) -> None:
         return None
 
-    return _replaced((StreamLanes, "here", here))
+    return _replaced((CudaStreams, "here", here))
 
 
 def _no_kernel() -> AbstractContextManager[None]:

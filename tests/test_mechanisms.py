@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from polyshard.planning import thresholds
-from polyshard.runtime.bindings import LentParameter, ShardedParameter
+from polyshard.runtime.bindings import LazyParameter, ShardedParameter
 from programs import run_script
 from torch import nn
 
@@ -81,7 +81,7 @@ class Seen:
 def test_nothing_switched_off_is_the_engine_with_every_mechanism() -> None:
     whole = Seen("none")
     assert whole.units == 14
-    assert whole.shown == [LentParameter, ShardedParameter]
+    assert whole.shown == [LazyParameter, ShardedParameter]
     assert "forward" in whole.model.get_submodule("tail.head").__dict__
     # Forward: all; backward: all but the embedding, which reads nothing, and the tail, which is still there.
     assert whole.gathers == 14 + 12

@@ -18,9 +18,9 @@ from .functions.memory import MemoryReport, memory_report
 from .functions.norms import clip_grad_norm
 from .functions.torch_functions import follow
 from .functions.whole import state_dicts_of_pieces, unsharded_parameters
-from .planning.plan import STAGE_ATTRIBUTE
+from .planning.plan import MODULE_STATE_ATTRIBUTE
 from .runtime.hooks import Forward
-from .runtime.module_state import Stage
+from .runtime.module_state import ModuleState
 from .runtime.root import Root, root_of
 from .setup.build import refuse_broken
 from .setup.materialize import Initializer
@@ -248,15 +248,15 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         StateError: ``module`` is no unit.
         ConfigError: it has no such method.
     """
-    stage = _stage(module, "register_forward_method()")
+    module_state = _stage(module, "register_forward_method()")
     method = getattr(module, name, None)
     if not callable(method):
         raise ConfigError(
-            f"{type(module)} does not have a method {name} ('{stage.name or '(root)'}'). Name a method that computes."
+            f"{type(module)} does not have a method {name} ('{module_state.name or '(root)'}'). Name a method that computes."
         )
     # Its methods may compute with an embedding's weight.
-    stage.reads_in_backward = True
-    setattr(module, name, _computing(Forward(stage), module, method))
+    module_state.reads_in_backward = True
+    setattr(module, name, _computing(Forward(module_state), module, method))
 
 
 def close(model: nn.Module) -> None:
@@ -312,19 +312,19 @@ def _computing(forward: Forward, module: nn.Module, method: Callable[..., Any]) 
     return computes
 
 
-def _stage(module: nn.Module, call: str) -> Stage:
+def _stage(module: nn.Module, call: str) -> ModuleState:
     refuse_broken(module, call)
-    stage: Stage | None = module.__dict__.get(STAGE_ATTRIBUTE)
-    if stage is None:
+    module_state: ModuleState | None = module.__dict__.get(MODULE_STATE_ATTRIBUTE)
+    if module_state is None:
         raise StateError(
             f"{call} needs a sharded module, but this {type(module).__name__} is none. "
             "Pass the module that was given to polyshard.shard or fully_shard."
         )
-    return stage
+    return module_state
 
 
 def _refuse_unsharded(model: nn.Module, call: str) -> None:
-    if not any(STAGE_ATTRIBUTE in module.__dict__ for module in model.modules()):
+    if not any(MODULE_STATE_ATTRIBUTE in module.__dict__ for module in model.modules()):
         raise StateError(
             f"{call} needs a sharded module, but nothing in this {type(model).__name__} is sharded. Call its own "
             "state_dict() or load_state_dict()."
@@ -345,13 +345,13 @@ def outermost_root(model: nn.Module, call: str) -> Root:
 def _outermost_root(model: nn.Module, call: str) -> Root:
     # The wrapper holds the sharded module.
     inner = model.__dict__.get("_modules", {}).get("module")
-    if STAGE_ATTRIBUTE not in model.__dict__ and inner is not None and STAGE_ATTRIBUTE in inner.__dict__:
+    if MODULE_STATE_ATTRIBUTE not in model.__dict__ and inner is not None and MODULE_STATE_ATTRIBUTE in inner.__dict__:
         model = inner
-    stage = _stage(model, call)
-    root = root_of(stage)
-    if root.stages[0] is not stage:
+    module_state = _stage(model, call)
+    root = root_of(module_state)
+    if root.module_states[0] is not module_state:
         raise StateError(
-            f"{call} needs the outermost sharded module, but was given the inner one '{stage.name}' (rank "
+            f"{call} needs the outermost sharded module, but was given the inner one '{module_state.name}' (rank "
             f"{root.rank}). Pass the module that was sharded last, around all others."
         )
     return root

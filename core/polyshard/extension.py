@@ -1,8 +1,8 @@
 """The door of the engine for the faces: packages with a wrapper of their own on it, ``polyshard_fsdp`` and its like.
 
 They import the runtime from here alone, which import-linter holds. To subclass, since a face overrides what its users
-can see and leaves the rest to the engine: ``Unit`` (parameters gathered together), ``Stage`` (the state of a module),
-``Forward`` and ``Root`` (hooks, begin and end of a step), ``Schedule`` (prefetching), ``Gradients`` and
+can see and leaves the rest to the engine: ``Unit`` (parameters gathered together), ``ModuleState`` (the state of a module),
+``Forward`` and ``Root`` (hooks, begin and end of a step), ``ExecutionOrder`` (prefetching), ``Gradients`` and
 ``ReductionInput`` (which gradients are reduced), ``RankGrid`` (how they are reduced), ``Bindings`` and ``MasterViews``
 (what modules and optimizers hold). The other names are called or held. None is a promise to plugins, whose contracts
 are in ``polyshard.interfaces``.
@@ -18,18 +18,15 @@ from polyshard.functions.whole import gather_whole, own_part, write_back
 from polyshard.nested import distinct_tensors, iter_hidden_tensors, iter_tensors, map_tensors
 from polyshard.planning.groups import RankGrid
 from polyshard.planning.layout import FlatLayout, Slot, contiguous_stride, dense_stride, product
-from polyshard.planning.plan import STAGE_ATTRIBUTE, ManagedParameter, refuse_unshardable
+from polyshard.planning.plan import ManagedParameter, refuse_unshardable
 from polyshard.runtime.bindings import Bindings, ShardedParameter, Shown, Swap
 from polyshard.runtime.gather import FlatBuffer, view_of
 from polyshard.runtime.gradients import Gradients
 from polyshard.runtime.hooks import Forward, output_hook, pass_through_in
-from polyshard.runtime.module_state import Stage
-from polyshard.runtime.order import Schedule
 from polyshard.runtime.parameters import MasterViews, Originals, Recipient, become
 from polyshard.runtime.reduce import Copies, Reducer, ReductionInput
 from polyshard.runtime.root import Root, root_of
 from polyshard.runtime.step import Phase
-from polyshard.runtime.streams import Lanes, lanes_for
 from polyshard.runtime.unit import Reshard, Unit, UnitState, refuse_escape, unshard_due
 from polyshard.setup.materialize import is_meta
 

@@ -19,7 +19,7 @@ from .errors import CollectiveError, StateError
 from .functions.lookup import live_roots
 from .functions.whole import gather_whole, state_dicts_of_pieces, whole_on_this_rank
 from .planning.layout import FlatLayout, Piece, Slot
-from .planning.plan import STAGE_ATTRIBUTE
+from .planning.plan import MODULE_STATE_ATTRIBUTE
 from .planning.values import send_from_first
 from .runtime.step import Phase
 from .runtime.unit import Reshard
@@ -210,7 +210,7 @@ class ShardedModel:
     @property
     def module(self) -> nn.Module:
         """The outermost sharded module."""
-        return self._root.stages[0].module
+        return self._root.module_states[0].module
 
     @property
     def collectives(self) -> Collectives:
@@ -289,7 +289,7 @@ class ShardedModel:
 
     def wait_for_communication(self) -> None:
         """Order compute on the current stream after every gather and reduction that was issued."""
-        self._root.lanes.drain()
+        self._root.streams.drain()
 
     @contextmanager
     def synchronising(self, synchronises: bool) -> Iterator[None]:
@@ -340,7 +340,7 @@ class LocatedParameter:
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether ``module`` itself was sharded; not what is inside it."""
-    return STAGE_ATTRIBUTE in module.__dict__
+    return MODULE_STATE_ATTRIBUTE in module.__dict__
 
 
 def outermost_model(model: nn.Module, call: str) -> ShardedModel:

@@ -231,7 +231,7 @@ class Stragglers:
     ) -> None:
         root, self._root = self._root, None
         if root is not None:
-            root.lanes.stalls = None
+            root.streams.stalls = None
         self._calls = self._stalls = None
         pending, self._round = self._round, None
         if pending is not None and kind is None:
@@ -265,7 +265,7 @@ class Stragglers:
         self._calls += 1
         if self._calls == self._measured and self._stalls is not None:
             self._stalls.stop()
-            root.lanes.stalls = None
+            root.streams.stalls = None
         if self._calls == self._every:
             with root.meeting("exchange of step times", (root.collectives,)):
                 self._round = gathering(root.collectives, self._measurement())
@@ -274,7 +274,7 @@ class Stragglers:
 
     def _begin(self, root: Root) -> None:
         self._calls = 0
-        self._stalls = root.lanes.stalls = root.lanes.measure()
+        self._stalls = root.streams.stalls = root.streams.measure()
 
     def _measurement(self) -> tuple[float, float]:
         """Own and whole seconds of a step; not a number where they are not known."""

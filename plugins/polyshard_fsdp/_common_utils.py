@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 from polyshard.errors import TrainingStateError
-from polyshard.extension import STAGE_ATTRIBUTE
+from polyshard.extension import MODULE_STATE_ATTRIBUTE
 from torch import nn
 
 #: The name under which a wrapper registers the module that it wraps.
@@ -64,7 +64,7 @@ def _assert_in_training_states(state: Any, training_states: Collection[TrainingS
 def _get_module_fsdp_state(module: nn.Module) -> Any | None:
     """The FSDP instance that ``module`` is; None for other modules."""
     # The engine's own module states belong to no instance.
-    return getattr(module.__dict__.get(STAGE_ATTRIBUTE), "instance", None)
+    return getattr(module.__dict__.get(MODULE_STATE_ATTRIBUTE), "instance", None)
 
 
 def _is_fsdp_flattened(tensor: torch.Tensor) -> bool:

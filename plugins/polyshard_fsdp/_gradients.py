@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from polyshard.errors import StateError
 from polyshard.extension import (
+    CommStreams,
     Copies,
     FlatBuffer,
     FlatLayout,
     Gradients,
-    Lanes,
     RankGrid,
     Reducer,
     ReductionInput,
@@ -105,9 +105,9 @@ class FlatGradients(Gradients):
         self._dtypes = dtypes
         self.input.choose(dtypes)
 
-    def keep(self, gradients: list[torch.Tensor | None], lanes: Lanes) -> None:
+    def keep(self, gradients: list[torch.Tensor | None], streams: CommStreams) -> None:
         self._take_back()
-        super().keep(gradients, lanes)
+        super().keep(gradients, streams)
 
     def reduce(self, gradients: list[torch.Tensor | None], reducer: Reducer) -> None:
         self._take_back()

@@ -12,19 +12,19 @@ import torch.distributed as dist
 from polyshard.errors import StateError
 from polyshard.extension import (
     Events,
+    ExecutionOrder,
     Forward,
+    ModuleState,
     Root,
-    Schedule,
-    Stage,
     Unit,
     in_backward,
     iter_hidden_tensors,
     iter_tensors,
-    lanes_for,
     map_tensors,
     output_hook,
     refuse_escape,
     root_of,
+    streams_for,
 )
 from polyshard.interfaces import Collectives
 from polyshard_plugins.casts import make_input_cast
@@ -37,7 +37,7 @@ from ._unit import FlatUnit
 from .api import BackwardPrefetch
 
 
-class FSDPModuleState(Stage):
+class FSDPModuleState(ModuleState):
     """One FSDP instance's place in a step."""
 
     def __init__(
@@ -57,7 +57,7 @@ class FSDPModuleState(Stage):
         #: Whether its backward ends where its own gradients do, and not with the whole backward alone.
         self.ends_by_hook = True
         #: What follows in this backward, as recorded.
-        self._ahead: Sequence[Stage] = ()
+        self._ahead: Sequence[ModuleState] = ()
 
     @property
     def busy(self) -> bool:
@@ -72,10 +72,10 @@ class FSDPModuleState(Stage):
 
     def pre_backward(self, *, prefetches: bool = True) -> None:
         if not self.in_backward:
-            self.mark(HandleTrainingState.BACKWARD_PRE)
+            self.point(HandleTrainingState.BACKWARD_PRE)
         super().pre_backward(prefetches=prefetches)
 
-    def prefetch(self, batches: Sequence[Sequence[Stage]]) -> None:
+    def prefetch(self, batches: Sequence[Sequence[ModuleState]]) -> None:
         self._ahead = [state for batch in batches for state in batch]
         if self.instance.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._unshard_next()
@@ -89,7 +89,7 @@ class FSDPModuleState(Stage):
             self.ends_by_hook = True
 
     def finish(self) -> None:
-        self.mark(HandleTrainingState.BACKWARD_POST)
+        self.point(HandleTrainingState.BACKWARD_POST)
         self._reduce_zeros_if_unused()
         super().finish()
         if self.instance.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
@@ -97,12 +97,12 @@ class FSDPModuleState(Stage):
             self._ahead = [state for state in self._ahead if state.awaits_backward]
             self._unshard_next()
         self._ahead = ()
-        self.mark(HandleTrainingState.IDLE)
+        self.point(HandleTrainingState.IDLE)
 
     def reset(self) -> None:
         super().reset()
         self._ahead = ()
-        self.mark(HandleTrainingState.IDLE)
+        self.point(HandleTrainingState.IDLE)
 
     def _unshard_next(self) -> None:
         handle = self.instance._handle
@@ -126,7 +126,7 @@ class FSDPModuleState(Stage):
                 # Nothing to keep, and nobody to agree with.
                 self.owes = False
 
-    def mark(self, state: HandleTrainingState) -> None:
+    def point(self, state: HandleTrainingState) -> None:
         """Let the handle say where it is in its step."""
         if self.instance._handle is not None:
             self.instance._handle._training_state = state
@@ -135,13 +135,13 @@ class FSDPModuleState(Stage):
 class FSDPForward(Forward):
     """One FSDP instance's forward."""
 
-    stage: FSDPModuleState
+    module_state: FSDPModuleState
 
-    def __init__(self, stage: FSDPModuleState, observed: Sequence[tuple[nn.Module, str]]) -> None:
+    def __init__(self, module_state: FSDPModuleState, observed: Sequence[tuple[nn.Module, str]]) -> None:
         """``observed``: parameters whose modules have a ``__setattr__`` of their own, which sees the views."""
-        super().__init__(stage)
+        super().__init__(module_state)
         self._observed = tuple(observed)
-        dtype = stage.instance.mixed_precision.param_dtype
+        dtype = module_state.instance.mixed_precision.param_dtype
         self._cast_inputs = None if dtype is None else make_input_cast(dtype)
         self._pending: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
@@ -150,20 +150,20 @@ class FSDPForward(Forward):
         self._pending = super()._watch_inputs(*self._pending)
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        stage, instance = self.stage, self.stage.instance
+        module_state, instance = self.module_state, self.module_state.instance
         instance._enter_forward()
         recomputes = in_backward()
         policy = instance.mixed_precision
-        if instance._is_root and not recomputes and root_of(stage).active is None:
+        if instance._is_root and not recomputes and root_of(module_state).active is None:
             args, kwargs = _moved_to(instance.compute_device, args, kwargs)
             instance._place_buffers()
         casts = policy.cast_root_forward_inputs if instance._is_root else policy.cast_forward_inputs
-        casts &= not stage.in_full_precision and bool(instance._is_root or stage.units)
+        casts &= not module_state.in_full_precision and bool(instance._is_root or module_state.units)
         if self._cast_inputs is not None and casts:
             args, kwargs = self._cast_inputs(args, kwargs)
         if recomputes:
             return super()._enter(args, kwargs)
-        stage.mark(HandleTrainingState.FORWARD)
+        module_state.point(HandleTrainingState.FORWARD)
         args, kwargs = super()._enter(args, kwargs)
         if self._observed:
             self._assign_anew()
@@ -173,14 +173,14 @@ class FSDPForward(Forward):
         try:
             return super()._leave(output)
         finally:
-            if not self.stage.in_backward:
-                self.stage.mark(HandleTrainingState.IDLE)
+            if not self.module_state.in_backward:
+                self.module_state.point(HandleTrainingState.IDLE)
             if self._observed:
                 self._assign_anew()
 
     def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._pending = (args, kwargs)
-        instance = self.stage.instance
+        instance = self.module_state.instance
         _runtime_utils._register_post_backward_hook(instance, instance._handle)
         pending, self._pending = self._pending, ((), {})
         return pending
@@ -188,9 +188,11 @@ class FSDPForward(Forward):
     def _watch_output(self, output: Any) -> tuple[Any, bool]:
         watched = any(tensor.grad_fn is not None for tensor in (*iter_tensors(output), *iter_hidden_tensors(output)))
         if watched:
-            instance = self.stage.instance
-            output = _runtime_utils._register_pre_backward_hooks(instance, self.stage.module, output, instance._handle)
-        return output, self.side_outputs.watch(output_hook(self.stage)) or watched
+            instance = self.module_state.instance
+            output = _runtime_utils._register_pre_backward_hooks(
+                instance, self.module_state.module, output, instance._handle
+            )
+        return output, self.side_outputs.watch(output_hook(self.module_state)) or watched
 
     def _assign_anew(self) -> None:
         for module, attribute in self._observed:
@@ -222,8 +224,8 @@ class FSDPRoot(Root):
         self, world: Collectives, states: Sequence[FSDPModuleState], ahead: int, order: ForwardOrder | None
     ) -> None:
         """``ahead``: how many gathers forwards issue before they are needed; ``order``: checked where it is given."""
-        schedule = UnitSchedule(ahead, 1, order)
-        super().__init__(world, states, lanes_for(world), schedule, Events([]), check_ranks=False)
+        execution_order = UnitSchedule(ahead, 1, order)
+        super().__init__(world, states, streams_for(world), execution_order, Events([]), check_ranks=False)
         self._order = order
         #: Parameters that step as soon as their gradients are reduced.
         self._stepping = [
@@ -241,7 +243,12 @@ class FSDPRoot(Root):
 
     def refuse_escape(self, output: object) -> None:
         """As the engine's, but for what stays whole until backward ends, as FSDP's root does."""
-        units = tuple(unit for stage in self.stages if not stage.awaits_backward for unit in stage.units)
+        units = tuple(
+            unit
+            for module_state in self.module_states
+            if not module_state.awaits_backward
+            for unit in module_state.units
+        )
         refuse_escape(units, output, "")
 
     def end_backward(self) -> None:
@@ -261,9 +268,9 @@ class FSDPRoot(Root):
     def _turn(self) -> None:
         """Hand reduced gradients over while parameters are shards, which those of the other forward gather again."""
         self.reducer.flush()
-        self.lanes.drain()
+        self.streams.drain()
 
-    def _presence_of_gradients(self) -> None:
+    def _used_of_this_backward(self) -> None:
         """An unused parameter of a used unit has a gradient of zeros in FSDP; for units see ``UnusedUnit``."""
 
     def abandon(self) -> None:
@@ -396,27 +403,27 @@ class ForwardOrder:
             raise StateError(f"Forward order differs across ranks: {differs}. Let all ranks run the same modules.")
 
 
-class UnitSchedule(Schedule[Stage]):
-    """A schedule of the modules that have parameters: a container without any hides none of those behind it."""
+class UnitSchedule(ExecutionOrder[ModuleState]):
+    """A execution order of the modules that have parameters: a container without any hides none of those behind it."""
 
     def __init__(self, forward_ahead: int, backward_ahead: int, order: ForwardOrder | None) -> None:
         super().__init__(forward_ahead, backward_ahead)
         self._order = order
 
-    def enter(self, stage: Stage) -> list[list[Stage]]:
-        if not stage.units:
+    def enter(self, module_state: ModuleState) -> list[list[ModuleState]]:
+        if not module_state.units:
             return []
         if self._order is not None:
-            assert isinstance(stage, FSDPModuleState)
-            self._order.enter(stage.instance._handle, training=stage.module.training)
-        return super().enter(stage)
+            assert isinstance(module_state, FSDPModuleState)
+            self._order.enter(module_state.instance._handle, training=module_state.module.training)
+        return super().enter(module_state)
 
-    def leave(self, stage: Stage) -> None:
-        if stage.units:
-            super().leave(stage)
+    def leave(self, module_state: ModuleState) -> None:
+        if module_state.units:
+            super().leave(module_state)
 
-    def enter_backward(self, stage: Stage) -> list[list[Stage]]:
-        return super().enter_backward(stage) if stage.units else []
+    def enter_backward(self, module_state: ModuleState) -> list[list[ModuleState]]:
+        return super().enter_backward(module_state) if module_state.units else []
 
 
 def checks_order() -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from polyshard.errors import ConfigError, DeviceError, StateError, StepAssertionError, UnsupportedError
-from polyshard.extension import STAGE_ATTRIBUTE, RankGrid, Reshard
+from polyshard.extension import MODULE_STATE_ATTRIBUTE, RankGrid, Reshard
 from polyshard.interfaces import Collectives, PluginContext, UnitSpec
 from polyshard_plugins.offload import CpuOffload, NoOffload
 from torch import nn
@@ -154,7 +154,7 @@ class FSDPInstance:
             self, wrapper, module, units, full_precision_in_eval=self._use_full_prec_in_eval
         )
         self._forward = FSDPForward(self._module_state, observed)
-        wrapper.__dict__[STAGE_ATTRIBUTE] = self._module_state
+        wrapper.__dict__[MODULE_STATE_ATTRIBUTE] = self._module_state
 
     def _make_unit(self, module: nn.Module, params: list[nn.Parameter]) -> FlatUnit:
         policy, device = self.mixed_precision, self.compute_device

@@ -409,8 +409,8 @@ class FlatUnit(Unit):
         self._kept = False
         if self.step is not None:
             # Also within a step, when the start of the next forward, which orders the two, is still far.
-            self.step.lanes.drain()
-            self.step.lanes.begin_forward()
+            self.step.streams.drain()
+            self.step.streams.begin_forward()
 
     def gather_ahead(self) -> None:
         """Issue the gather for the forward that comes next, or for the one that runs."""

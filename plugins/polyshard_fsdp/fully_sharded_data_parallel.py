@@ -444,7 +444,7 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         """Order the current stream after every gather so far."""
         self._become_root()
         assert self._root is not None
-        self._root.lanes.follow()
+        self._root.streams.follow()
 
     def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
         """Raises ``ValueError`` unless this instance is in that state, or in one of those."""

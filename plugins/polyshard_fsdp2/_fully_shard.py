@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
 from polyshard.errors import AlreadyShardedError, ConfigError, ConfigTypeError, ParameterError, StateError
-from polyshard.extension import STAGE_ATTRIBUTE, live_roots, refuse_unshardable, root_of
+from polyshard.extension import MODULE_STATE_ATTRIBUTE, live_roots, refuse_unshardable, root_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -169,7 +169,7 @@ def _unsharded_parameters(module: nn.Module, ignored: frozenset[nn.Parameter]) -
     inside = {
         parameter
         for inner in module.modules()
-        if STAGE_ATTRIBUTE in inner.__dict__ or state_of(inner) is not None
+        if MODULE_STATE_ATTRIBUTE in inner.__dict__ or state_of(inner) is not None
         for parameter in inner.parameters()
     }
     left = {parameter for inner in module.modules() for parameter in getattr(state_of(inner), "left", ())}
@@ -202,8 +202,8 @@ def _refuse_scalars(named: dict[str, nn.Parameter]) -> None:
 
 def _refuse_unreduced(module: nn.Module) -> None:
     for name, inner in module.named_modules():
-        stage = inner.__dict__.get(STAGE_ATTRIBUTE)
-        if stage is not None and not root_of(stage).synchronises:
+        module_state = inner.__dict__.get(MODULE_STATE_ATTRIBUTE)
+        if module_state is not None and not root_of(module_state).synchronises:
             raise StateError(
                 f"set_requires_gradient_sync(False) was called on '{name}' before fully_shard around it. Call it on "
                 "the outermost module."

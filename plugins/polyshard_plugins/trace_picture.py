@@ -31,8 +31,8 @@ def draw_trace(trace: StepTrace, path: str | Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14, 6), layout="constrained")
-    lanes, memory = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
-    _draw_lanes(lanes, trace)
+    streams, memory = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+    _draw_lanes(streams, trace)
     _draw_memory(memory, trace)
     memory.set_xlabel("ms from the begin of the step")
     memory.set_xlim(0, trace.duration_us / 1000 or 1)

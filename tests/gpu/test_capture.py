@@ -175,7 +175,7 @@ class Pair:
 
     @property
     def gathered(self) -> tuple[str, ...]:
-        root: Root = self.model.__dict__["_polyshard_stage"].step
+        root: Root = self.model.__dict__["_polyshard_module_state"].step
         return root.gathered
 
 

@@ -127,7 +127,7 @@ def train(rank: int, late: str, direct: bool, settings: dict[str, Any]) -> tuple
     model.side, model.late = torch.cuda.Stream(), late
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     expected = torch.optim.SGD(reference.parameters(), lr=1e-3)
-    root: Root = model.__dict__["_polyshard_stage"].step
+    root: Root = model.__dict__["_polyshard_module_state"].step
     for unit in root.units:
         unit.watch((LateReductions(),))
     loss_off = 0.0

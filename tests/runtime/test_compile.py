@@ -76,7 +76,7 @@ def train_tailed(rank: int, use: str, compiles: str) -> tuple[list[torch.Tensor]
     warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     torch.compiler.reset()
-    thresholds.SMALLEST_PART = 18
+    thresholds.SMALLEST_SPLIT = 18
     model: Any = polyshard.shard(seeded(lambda: Tailed(use)), polyshard.ShardConfig(policy=units_of(Block)))
     if compiles == "model":
         called = torch.compile(model, backend="eager")
@@ -92,7 +92,7 @@ def train_tailed(rank: int, use: str, compiles: str) -> tuple[list[torch.Tensor]
         losses += square_step(called, turn, rank)
         optimizer.step()
         optimizer.zero_grad()
-    return losses, sum(stage.is_part for stage in root_of(model).stages)
+    return losses, sum(stage.is_split for stage in root_of(model).module_states)
 
 
 @pytest.mark.slow

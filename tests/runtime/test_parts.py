@@ -260,7 +260,7 @@ def test_looking_at_a_head_brings_nothing() -> None:
         mine.blocks[0].register_forward_hook(look)
         mine(torch.zeros(1, 2, dtype=torch.int64))
         assert seen == [((WORDS, WIDTH), (WIDTH, 1), torch.float32, "cpu", True)]
-        assert root_of(mine).stages[-1].is_part
+        assert root_of(mine).module_states[-1].is_split
 
     on_ranks(2, on_rank)
 

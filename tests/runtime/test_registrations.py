@@ -169,7 +169,7 @@ def test_the_model_goes_on_where_that_is_undone(change: Change) -> None:
     def undone(model: Any) -> None:
         last, down, blocks = model.last, model.blocks[0].down, list(model.blocks)
         change(model)
-        if "_polyshard_stage" in model.__dict__:
+        if "_polyshard_module_state" in model.__dict__:
             with pytest.raises(ParameterChangedError):
                 model(INPUTS)
         model.last, down.bias, model.blocks = last, None, nn.ModuleList(blocks)

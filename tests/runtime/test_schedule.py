@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from parity import Block, Net, adam, assert_parity, draw, root_of, seeded, square_step, units_of
 from polyshard.interfaces import PluginContext
-from polyshard.runtime.order import MOST_ROUTES, Schedule
+from polyshard.runtime.order import MOST_ROUTES, ExecutionOrder
 from polyshard_backends.fake import FakeCollectives
 from torch import nn
 
@@ -168,20 +168,20 @@ class Sized:
 
     index: int
     gathered_nbytes: int = 1
-    is_part: bool = False
+    is_split: bool = False
 
 
 STAGES = [Sized(0, gathered_nbytes=0), *(Sized(index) for index in range(1, 6))]
 
 
-def walk(schedule: Schedule[Sized], route: Sequence[int]) -> list[list[int]]:
+def walk(execution_order: ExecutionOrder[Sized], route: Sequence[int]) -> list[list[int]]:
     """What is asked for as each stage of ``route`` is entered, in one forward."""
-    schedule.begin_forward()
+    execution_order.begin_forward()
     asked = []
     for index in route:
-        asked.append([stage.index for batch in schedule.enter(STAGES[index]) for stage in batch])
-    schedule.end_forward()
-    assert [stage.index for stage in schedule.order] == list(route)
+        asked.append([stage.index for batch in execution_order.enter(STAGES[index]) for stage in batch])
+    execution_order.end_forward()
+    assert [stage.index for stage in execution_order.order] == list(route)
     return asked
 
 
@@ -197,10 +197,10 @@ WALKS = st.lists(ROUTES, min_size=1, max_size=4, unique=True).flatmap(
 
 @given(WALKS, st.integers(0, 3))
 def test_what_is_asked_for_is_what_a_recorded_order_says(routes: list[tuple[int, ...]], ahead: int) -> None:
-    schedule: Schedule[Sized] = Schedule(ahead, 1)
+    execution_order: ExecutionOrder[Sized] = ExecutionOrder(ahead, 1)
     recorded: set[tuple[int, ...]] = set()
     for route in routes:
-        for position, asked in enumerate(walk(schedule, route)):
+        for position, asked in enumerate(walk(execution_order, route)):
             entered = route[: position + 1]
             fitting = [each for each in recorded if each[: position + 1] == entered]
             answers = [list(each[position + 1 : position + 1 + ahead]) for each in fitting]
@@ -211,51 +211,51 @@ def test_what_is_asked_for_is_what_a_recorded_order_says(routes: list[tuple[int,
 
 @given(st.lists(ROUTES, min_size=1, max_size=MOST_ROUTES, unique=True), st.integers(0, 3), st.integers(0, 3))
 def test_orders_that_come_in_turns_are_foreseen(routes: list[tuple[int, ...]], ahead: int, turns: int) -> None:
-    schedule: Schedule[Sized] = Schedule(ahead, 1)
+    execution_order: ExecutionOrder[Sized] = ExecutionOrder(ahead, 1)
     for route in routes + routes[:1]:
-        walk(schedule, route)
+        walk(execution_order, route)
     for _ in range(turns):
         for route in routes[1:] + routes[:1]:
-            assert walk(schedule, route) == behind(route, ahead)
+            assert walk(execution_order, route) == behind(route, ahead)
 
 
 @given(st.lists(ROUTES, max_size=40), ROUTES)
 def test_an_order_that_is_repeated_is_followed_whatever_came_before(
     before: list[tuple[int, ...]], route: tuple[int, ...]
 ) -> None:
-    schedule: Schedule[Sized] = Schedule(2, 1)
+    execution_order: ExecutionOrder[Sized] = ExecutionOrder(2, 1)
     for each in [*before, route, route]:
-        walk(schedule, each)
-    assert walk(schedule, route) == behind(route, 2)
+        walk(execution_order, each)
+    assert walk(execution_order, route) == behind(route, 2)
     turning = STAGES[route[-1]]
-    assert schedule.turning is turning
-    schedule.begin_forward()
+    assert execution_order.turning is turning
+    execution_order.begin_forward()
     for index in route:
-        schedule.enter(STAGES[index])
-    assert schedule.turns_at(turning)
+        execution_order.enter(STAGES[index])
+    assert execution_order.turns_at(turning)
 
 
 def test_modules_that_are_called_by_themselves_in_turns_are_foreseen_too() -> None:
-    schedule: Schedule[Sized] = Schedule(1, 1)
+    execution_order: ExecutionOrder[Sized] = ExecutionOrder(1, 1)
     encoder, decoder = (1, 2, 3), (4, 5)
     for route in (encoder, decoder, encoder):
-        walk(schedule, route)
-    assert walk(schedule, decoder) == [[5], []]
-    assert walk(schedule, encoder) == [[2], [3], []]
+        walk(execution_order, route)
+    assert walk(execution_order, decoder) == [[5], []]
+    assert walk(execution_order, encoder) == [[2], [3], []]
     # Twice in a row, as it never was: found as soon as it departs from what was foreseen.
-    assert walk(schedule, encoder) == [[2], [3], []]
-    schedule.begin_forward()
-    assert [stage.index for (stage,) in schedule.enter(STAGES[1])] == [2]
+    assert walk(execution_order, encoder) == [[2], [3], []]
+    execution_order.begin_forward()
+    assert [stage.index for (stage,) in execution_order.enter(STAGES[1])] == [2]
 
 
 def test_no_more_orders_are_kept_than_the_last_ones() -> None:
-    schedule: Schedule[Sized] = Schedule(1, 1)
+    execution_order: ExecutionOrder[Sized] = ExecutionOrder(1, 1)
     kept = [(0, first, second) for first in range(1, 4) for second in range(1, 4)][:MOST_ROUTES]
     forgotten = (0, 5, 5, 5)
     for route in [forgotten, *kept]:
-        walk(schedule, route)
-    assert walk(schedule, forgotten)[1:] == [[], [], []]
-    assert walk(schedule, forgotten)[1:] == [[5], [5], []]
+        walk(execution_order, route)
+    assert walk(execution_order, forgotten)[1:] == [[], [], []]
+    assert walk(execution_order, forgotten)[1:] == [[5], [5], []]
 
 
 class Wanders(Net):

@@ -104,7 +104,7 @@ def sharded(device: PretendedDevice, units: Sequence[nn.Module], **settings: Any
     model = polyshard.shard(Net(device, units), polyshard.ShardConfig(collectives=collectives, **settings))
     assert isinstance(model, Net)
     root = root_of(model)
-    root.use_lanes(device.lanes())
+    root.use_streams(device.streams())
     for unit in root.units:
         unit.prepare()
         for leaf in unit.leaves:

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import StateError
 from ..functions.lookup import live_roots
-from ..planning.plan import STAGE_ATTRIBUTE
+from ..planning.plan import MODULE_STATE_ATTRIBUTE
 from ..runtime.root import Root, root_of
 from ..runtime.unit import Unit
 from ..trainers import sharded as trainers
@@ -28,12 +28,12 @@ def sharded_in(model: nn.Module) -> nn.Module | None:
     None where it is none, also where modules inside of it are.
     """
     module = trainers.sharded_in(uncompiled(model))
-    return module if module is not None and root_in(module).stages[0].module is module else None
+    return module if module is not None and root_in(module).module_states[0].module is module else None
 
 
 def root_in(module: nn.Module) -> Root:
     """What the units of the sharded ``module`` share; closed or not."""
-    return root_of(module.__dict__[STAGE_ATTRIBUTE])
+    return root_of(module.__dict__[MODULE_STATE_ATTRIBUTE])
 
 
 def refuse_unreduced(parameters: Iterable[torch.Tensor], call: str) -> None:

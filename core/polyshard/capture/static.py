@@ -126,12 +126,12 @@ class StaticInputs:
 
 def _leaves(args: Args, kwargs: Kwargs) -> Iterator[tuple[str, object]]:
     for index, value in enumerate(args):
-        yield from _walk(f"argument {index}", value)
+        yield from _backward_order(f"argument {index}", value)
     for key, value in kwargs.items():
-        yield from _walk(f"argument '{key}'", value)
+        yield from _backward_order(f"argument '{key}'", value)
 
 
-def _walk(path: str, value: Any) -> Iterator[tuple[str, object]]:
+def _backward_order(path: str, value: Any) -> Iterator[tuple[str, object]]:
     # The containers of nested.iter_tensors.
     items: list[tuple[str, Any]]
     if isinstance(value, (torch.Tensor, PackedSequence, *_CONSTANTS)):
@@ -148,7 +148,7 @@ def _walk(path: str, value: Any) -> Iterator[tuple[str, object]]:
         return
     yield path, _Container(type(value), tuple(value) if isinstance(value, dict) else (len(items),))
     for inner, item in items:
-        yield from _walk(inner, item)
+        yield from _backward_order(inner, item)
 
 
 def _refuse(path: str, value: object) -> None:

@@ -188,12 +188,12 @@ class CapturedStep(Generic[P, T]):
         graph.inputs.load(args, kwargs)
         # Of eager forwards: what they left gathered, where a replay may write, and what they issued and nobody used.
         if graph.engine.released:
-            self._root.lanes.drain()
+            self._root.streams.drain()
         else:
             release(self._root)
         outputs = graph.recording.replay()
         # The next gather may be that of a backward, which no forward orders after this.
-        self._root.lanes.begin_forward()
+        self._root.streams.begin_forward()
         return outputs
 
     def reset(self) -> None:

@@ -120,7 +120,7 @@ def _settings(config: ShardConfig, device: torch.device | str | None) -> tuple[V
 
 
 def _overriding(each: Drafted) -> list[ExplainedPlugin]:
-    label = each.draft.stage.name or "(root)"
+    label = each.draft.module_state.name or "(root)"
     source = Source(Origin.CODE, "the policy")
     return [
         explained_plugin(constructed, f"{label}: {setting}", lambda option: source)

@@ -35,10 +35,10 @@ def _unit(draft: Draft, unit: DraftedUnit, layout: str, reason: str) -> Explaine
         gather_nbytes = flat.shard_numel * dtypes.compute.itemsize
     else:
         gather_nbytes = unit.wire.nbytes_per_rank
-    group = next(group for group in draft.stage.groups if group[0].names[0] in spec.parameter_names)
+    group = next(group for group in draft.module_state.groups if group[0].names[0] in spec.parameter_names)
     return ExplainedUnit(
         name=spec.label,
-        module_class=type(draft.stage.module).__name__,
+        module_class=type(draft.module_state.module).__name__,
         parameters=tuple(
             ExplainedParameter(name, slot.shape, slot.offset, slot.by_rows)
             for name, slot in zip(spec.parameter_names, flat.slots, strict=True)
@@ -55,16 +55,16 @@ def _unit(draft: Draft, unit: DraftedUnit, layout: str, reason: str) -> Explaine
         gather_nbytes=gather_nbytes,
         encoded=unit.wire is not None,
         layout=layout,
-        overrides=dict(draft.stage.overrides),
+        overrides=dict(draft.module_state.overrides),
         reason=reason,
     )
 
 
 def _reason(draft: Draft, policy: WatchedPolicy, root: nn.Module) -> str:
-    stage = draft.stage
+    stage = draft.module_state
     if stage.module is root:
         return "what no unit inside of it holds"
-    if stage.host is not None:
+    if stage.parent is not None:
         return "a large module before or behind all units (split_root)"
     if stage.module not in policy.chosen:
         return "the precision leaves it alone"

@@ -1,16 +1,16 @@
-"""The engine's streams, without a device: what ``StreamLanes`` orders by events is noted."""
+"""The engine's streams, without a device: what ``CudaStreams`` orders by events is noted."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from ..runtime.gather import Gatherable
-from ..runtime.streams import HostLanes, Reduction
+from ..runtime.streams import HostStreams, Reduction
 from .recording import Recorder, Stream
 
 
-class NotedLanes(HostLanes):
-    """Runs everything where it is issued, as ``HostLanes`` does, and notes on which stream a device would run it.
+class NotedStreams(HostStreams):
+    """Runs everything where it is issued, as ``HostStreams`` does, and notes on which stream a device would run it.
 
     Memory comes and goes as with streams: a reduction is delivered when it is issued, and its input let go of when
     compute would have been ordered behind it.

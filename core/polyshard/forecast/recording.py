@@ -11,7 +11,7 @@ from .links import Operation, Span
 
 
 class Stream(enum.Enum):
-    """Where something runs; the streams of ``engine/transport/lanes.py``."""
+    """Where something runs; the streams of ``engine/transport/streams.py``."""
 
     COMPUTE = "compute"
     """The model's own operations, and the optimizer's."""

@@ -27,7 +27,7 @@ from ._torch_private import TorchDispatchMode, tree_leaves
 from .batch import Batch
 from .collectives import NotedCollectives
 from .fused import fused_as_on_cuda
-from .lanes import NotedLanes
+from .lanes import NotedStreams
 from .links import Span
 from .memory import Kind, Ledger, MemoryTimeline
 from .optimizers import OptimizerModel
@@ -78,7 +78,7 @@ class TracedModel:
             warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
             self.model = shard(model, self._on_meta(config, collectives), initializer=_leave)
         self.root: Root = outermost_root(self.model, "plan")
-        self.root.use_lanes(NotedLanes(self.recorder))
+        self.root.use_streams(NotedStreams(self.recorder))
         self._optimizer = optimizer
         self._microbatches = microbatches
         self._ledger = Ledger(self.recorder)

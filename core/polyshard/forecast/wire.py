@@ -48,7 +48,7 @@ def wire_of_layout(root: Root) -> tuple[Wire, ...]:
     Launches are counted as if nothing travelled together.
     """
     rows: list[Wire] = []
-    outermost = root.stages[0].units
+    outermost = root.module_states[0].units
     for operation in Operation:
         carried = [found for unit in root.units for found in _carried(unit, operation, unit in outermost)]
         for ranks in sorted({size for _, size in carried}):

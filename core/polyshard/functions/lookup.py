@@ -100,11 +100,11 @@ class LiveRoots:
             outside = self._outside.get(root)
             if outside is None:
                 # A walk that a wrap need not pay for.
-                outside = frozenset(map(id, root.stages[0].module.parameters())) - places.keys()
+                outside = frozenset(map(id, root.module_states[0].module.parameters())) - places.keys()
                 self._outside[root] = outside
             may_be = not asked.isdisjoint(outside)
             # An id outlives its object.
-            if may_be and not asked.isdisjoint(map(id, root.stages[0].module.parameters())):
+            if may_be and not asked.isdisjoint(map(id, root.module_states[0].module.parameters())):
                 return root
         return None
 

@@ -60,11 +60,14 @@ def memory_report(root: Root) -> MemoryReport:
     Read off the layouts: nothing is measured.
     """
     units = list(root.units)
-    stages = (root.stages[0], root.schedule.turning)
-    turning = {unit for stage in stages if stage is not None for unit in stage.units}
+    module_states = (root.module_states[0], root.execution_order.turning)
+    turning = {unit for module_state in module_states if module_state is not None for unit in module_state.units}
     kept = [u for u in units if not u.permanent and not u.releases(u in turning)]
-    # A stage gathers its units together.
-    waits = [sum(u.gathered_nbytes for u in stage.units if not u.permanent and u not in kept) for stage in root.stages]
+    # A module state gathers its units together.
+    waits = [
+        sum(u.gathered_nbytes for u in module_state.units if not u.permanent and u not in kept)
+        for module_state in root.module_states
+    ]
     released = sorted(filter(None, waits), reverse=True)
     parameters = sum(slot.numel for u in units for slot in u.layout.slots)
     return MemoryReport(
@@ -85,22 +88,22 @@ def memory_report(root: Root) -> MemoryReport:
 
 def _prefetched_nbytes(released: Sequence[int], root: Root) -> int:
     """Of units that are released, largest first: one that computes, and those ahead of it."""
-    ahead = root.schedule.ahead
+    ahead = root.execution_order.ahead
     single = sum(released[: 1 + ahead])
     if not ahead:
         return single
-    # The last stage ahead may be the first of a batch, and the stage that computes the first of the batch before it.
-    batch = root.schedule.batch_nbytes
+    # The last module state ahead may be the first of a batch, and the module state that computes the first of the batch before it.
+    batch = root.execution_order.batch_nbytes
     return min(sum(released), max(single, sum(released[:ahead]) + batch, 2 * batch))
 
 
 def _reduced_nbytes(root: Root) -> int:
-    """Of the two largest inputs, whether they are one unit's, one stage's or a bucket's."""
+    """Of the two largest inputs, whether they are one unit's, one module state's or a bucket's."""
     reducer = root.reducer
     inputs: list[int] = []
     nbytes = dict.fromkeys(Way, 0)
-    for stage in root.stages:
-        reduced = [unit.gradients for unit in stage.units if unit.trainable and not unit.resident]
+    for module_state in root.module_states:
+        reduced = [unit.gradients for unit in module_state.units if unit.trainable and not unit.resident]
         for _, same in groupby(reduced, lambda each: (each.unit.grid.shard, each.input.dtype, each.input.result_dtype)):
             together = list(same)
             sizes = [each.input.nbytes for each in together]

@@ -87,8 +87,8 @@ def follow_checkpoints() -> None:
 
 # Backwards that the program runs inside of a sharded module's forward.
 #
-# ``loss.backward()`` in a ``training_step``, say, or a block's own loss. A stage notices a backward where it comes
-# through one of the tensors that the stage returned, and a module that has not returned yet has none. A hook on every
+# ``loss.backward()`` in a ``training_step``, say, or a block's own loss. A module state notices a backward where it comes
+# through one of the tensors that the module state returned, and a module that has not returned yet has none. A hook on every
 # parameter would notice, and cost more than the rest of a step's Python. What stands behind ``torch.autograd.backward``,
 # which ``Tensor.backward`` calls, is therefore exchanged as in [Note: torch's functions], and asks the models that run a
 # forward once it has ended.
@@ -476,7 +476,11 @@ class GradientUtilities:
             held[None] = [tensor for _, tensor in outside if tensor is not None]
 
         def named() -> Iterator[tuple[str, torch.Tensor | None]]:
-            names = {id(p): name for root in live_roots.roots() for name, p in root.stages[0].module.named_parameters()}
+            names = {
+                id(p): name
+                for root in live_roots.roots()
+                for name, p in root.module_states[0].module.named_parameters()
+            }
             for number, (parameter, tensor) in enumerate(outside):
                 shape = "x".join(map(str, parameter.shape))
                 yield names.get(id(parameter), f"number {number} outside of units ({shape})"), tensor
@@ -560,17 +564,17 @@ def _as_flat(given: list[torch.Tensor], found: list[Found | None]) -> tuple[list
 
 def _reaches_every_rank(units: Iterable[Unit]) -> bool:
     """Whether every rank has a gradient of one of ``units``."""
-    reached: set[int] = set()
+    backward_state: set[int] = set()
     for unit in dict.fromkeys(units):
         layout, trained = unit.layout, unit.originals.trained
         # No shard then lies between two parameters, or behind the last one.
         if all(trained) and all(numel < layout.shard_numel for _, numel in layout.gaps()):
             return True
-        reached.update(
+        backward_state.update(
             rank
             for rank in range(layout.world_size)
-            if rank not in reached and any(trained[piece.slot] for piece in layout.pieces(rank))
+            if rank not in backward_state and any(trained[piece.slot] for piece in layout.pieces(rank))
         )
-        if len(reached) == layout.world_size:
+        if len(backward_state) == layout.world_size:
             return True
     return False

@@ -155,7 +155,7 @@ def _expose_whole(unit: Unit) -> torch.Tensor:
 
 
 def _refuse_gradient(parameter: ManagedParameter, rank: int, _: torch.Tensor) -> None:
-    # Modules that are no unit, and plain uses of a parameter, have no output that a stage watches.
+    # Modules that are no unit, and plain uses of a parameter, have no output that a module state watches.
     if _torch_private.will_accumulate(parameter.original):
         raise StateError(
             f"A backward inside unsharded() on rank {rank} reached '{parameter.names[0]}': its gradient would be whole "

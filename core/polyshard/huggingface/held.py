@@ -107,7 +107,7 @@ def refuse_hollow(held: Iterable[Held], rank: int) -> None:
 
 
 def _others(root: Root) -> Iterator[Held]:
-    module = root.stages[0].module
+    module = root.module_states[0].module
     managed = {id(parameter.original) for unit in root.units for parameter in unit.parameters}
     with state_dicts_of_pieces():
         persistent = module.state_dict().keys()

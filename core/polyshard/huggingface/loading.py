@@ -93,7 +93,7 @@ def load_through(
 ) -> None:
     """``load``, with another way to read files. ``open_files``: what is told beforehand which files will be read."""
     root = resting_root(model, "huggingface.load()")
-    module, collectives = root.stages[0].module, root.collectives
+    module, collectives = root.module_states[0].module, root.collectives
     reads = ranks == "all" or coordinates(collectives)
     saved: Saved | None = None
     found: Match | None = None

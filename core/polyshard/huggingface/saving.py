@@ -120,7 +120,7 @@ def save_through(
                     _leave_no_empty, [each for each in (folder, *folder.parents) if not os.path.exists(each)]
                 )
                 attempt = stack.enter_context(attempt_in(folder))
-                _begin(root.stages[0].module, attempt.path, plan, dtype)
+                _begin(root.module_states[0].module, attempt.path, plan, dtype)
         given = from_first(collectives, (ranks, None if attempt is None else attempt.path.name))
         with together(collectives, f"Opening {what}"):
             if given[0] != ranks:
@@ -189,7 +189,7 @@ def _refuse_settings(root: Root, folder: Path, ranks: Ranks, dtype: torch.dtype 
 def _planned(
     root: Root, held: Sequence[Held], convert: Conversion | None, dtype: torch.dtype | None, most: int
 ) -> _Plan:
-    module = root.stages[0].module
+    module = root.module_states[0].module
     shapes = {name: each.shape for each in held for name in each.names}
     away, left_out = _private.tied_away(module), _private.left_out_of_files(module)
     kept = {_name_to_keep(each, away): each for each in held}

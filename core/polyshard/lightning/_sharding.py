@@ -13,7 +13,7 @@ from torchmetrics import Metric
 from ..api import fully_shard, shard
 from ..config import ShardConfig
 from ..errors import AlreadyShardedError, ConfigError, ParameterError
-from ..planning.plan import STAGE_ATTRIBUTE
+from ..planning.plan import MODULE_STATE_ATTRIBUTE
 from ..setup.materialize import Initializer
 from ..trainers import sharded as trainers
 from ..trainers.device import on_device
@@ -69,7 +69,7 @@ def shard_once(
         # Their states are neither parameters nor buffers.
         if isinstance(metric, Metric):
             metric.to(device)
-    if any(STAGE_ATTRIBUTE in inner.__dict__ for inner in module.modules()):
+    if any(MODULE_STATE_ATTRIBUTE in inner.__dict__ for inner in module.modules()):
         _compose(module, config, rank, initializer, calls_children=calls_children)
     else:
         chosen = replace(config, policy=with_children(config.policy)) if calls_children else config

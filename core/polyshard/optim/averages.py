@@ -115,8 +115,8 @@ class AveragedWeights:
 
     def _change(self, root: Root, values: list[torch.Tensor]) -> None:
         # A gather that no forward waited for may still read, and the host writes what is parked beside the device.
-        root.lanes.drain()
-        if root.lanes.here() is not None and any(unit.parks for unit in root.units):
+        root.streams.drain()
+        if root.streams.here() is not None and any(unit.parks for unit in root.units):
             torch.cuda.synchronize(root.collectives.device)
         _write(values, self._weights())
 

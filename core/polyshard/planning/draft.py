@@ -1,4 +1,4 @@
-"""A planned stage laid out: what each of its units will be, and all that plugins say about it."""
+"""A planned module state laid out: what each of its units will be, and all that plugins say about it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..interfaces import (
 )
 from .answers import callable_or_none, dtypes_of, full_precision_in_eval_of, parked_of, wire_of
 from .layout import FlatLayout, NamedLayout, dense_stride
-from .plan import ManagedParameter, PlannedStage
+from .plan import ManagedParameter, PlannedModule
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,14 @@ class DraftedUnit:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a stage will be, before any memory is taken for it. Which units are parked, ``decide_parking`` adds.
+    """What a module state will be, before any memory is taken for it. Which units are parked, ``decide_parking`` adds.
 
     Everything that plugins say about it was asked and checked: from here on only memory can fail, and ``place``.
     """
 
-    stage: PlannedStage
+    module_state: PlannedModule
     modules: tuple[nn.Module, ...]
-    """The modules inside the stage's that no inner stage owns."""
+    """The modules inside the module state's that no inner module state owns."""
     caster: PrecisionCaster
     offload: OffloadManager
     layout: NamedLayout
@@ -70,11 +70,11 @@ class Draft:
     @property
     def has_meta_parameters(self) -> bool:
         """Whether any of its parameters has no values yet."""
-        return any(parameter.original.is_meta for group in self.stage.groups for parameter in group)
+        return any(parameter.original.is_meta for group in self.module_state.groups for parameter in group)
 
 
-def draft_stage(
-    stage: PlannedStage,
+def draft_module_state(
+    module_state: PlannedModule,
     modules: Sequence[nn.Module],
     shards: int,
     device: torch.device,
@@ -87,31 +87,31 @@ def draft_stage(
     is_root: bool,
     rank: int,
 ) -> Draft:
-    """Lay out the units of ``stage`` for so many ``shards``, and ask plugins all there is to ask.
+    """Lay out the units of ``module_state`` for so many ``shards``, and ask plugins all there is to ask.
 
-    ``travelled``, of the stages before and then of this one too: bytes in which an element of a dtype travelled last.
+    ``travelled``, of the module states before and then of this one too: bytes in which an element of a dtype travelled last.
 
     Raises:
         PluginContractError: a plugin answered what its contract does not allow.
     """
     units: list[DraftedUnit] = []
     groups: list[tuple[ManagedParameter, ...]] = []
-    for group in stage.groups:
+    for group in module_state.groups:
         suffix = _suffix(group) if units else ""
         # Alignment follows from what travels, which the caster tells from a spec. Most units travel as the one before
         # them: a layout for that saves asking, checking and laying out twice.
         dtype = group[0].original.dtype
         itemsize = travelled.get(dtype, dtype.itemsize)
-        geometry = _geometry(stage, group, suffix, shards, itemsize)
+        geometry = _geometry(module_state, group, suffix, shards, itemsize)
         buffers = layout.arrange(geometry, rank)
-        dtypes = dtypes_of(caster, _spec(stage, group, buffers[0][1], device, suffix, is_root), rank)
+        dtypes = dtypes_of(caster, _spec(module_state, group, buffers[0][1], device, suffix, is_root), rank)
         travels = min(dtypes.compute.itemsize, dtypes.wire.itemsize)
         travelled[dtype] = travels
         if travels != itemsize:
             buffers = layout.arrange(dataclasses.replace(geometry, itemsize=travels), rank)
         for number, (order, flat) in enumerate(buffers):
             members = tuple(group[index] for index in order)
-            spec = _spec(stage, members, flat, device, _numbered(group, number) if number else suffix, is_root)
+            spec = _spec(module_state, members, flat, device, _numbered(group, number) if number else suffix, is_root)
             wire = wire_of(caster, spec, rank) if shards > 1 else None
             # Asked again when the unit is built: a caster that cannot answer must say so while the model is whole.
             full_precision_in_eval_of(caster, spec, rank)
@@ -122,12 +122,12 @@ def draft_stage(
     if units:
         first, buffer_dtype = units[0].spec, units[0].dtypes.buffer
     else:
-        first = UnitSpec(stage.name, type(stage.governing), (), 0, 0, stage.dtype, device, is_root)
+        first = UnitSpec(module_state.name, type(module_state.governing), (), 0, 0, module_state.dtype, device, is_root)
         buffer_dtype = dtypes_of(caster, first, rank).buffer
     # What a part takes and returns stays inside its host.
-    casts = stage.host is None
+    casts = module_state.parent is None
     return Draft(
-        dataclasses.replace(stage, groups=tuple(groups)),
+        dataclasses.replace(module_state, groups=tuple(groups)),
         tuple(modules),
         caster,
         offload,
@@ -137,7 +137,7 @@ def draft_stage(
         callable_or_none(caster, "input_cast", first, rank) if casts else None,
         callable_or_none(caster, "output_cast", first, rank) if casts else None,
         full_precision_in_eval_of(caster, first, rank),
-        reads_in_backward(stage.module),
+        reads_in_backward(module_state.module),
     )
 
 
@@ -157,7 +157,7 @@ def reads_in_backward(module: nn.Module) -> bool:
 
 
 def _spec(
-    stage: PlannedStage,
+    module_state: PlannedModule,
     group: Sequence[ManagedParameter],
     flat: FlatLayout,
     device: torch.device,
@@ -165,8 +165,8 @@ def _spec(
     is_root: bool,
 ) -> UnitSpec:
     return UnitSpec(
-        name=f"{stage.name}{suffix}",
-        module_class=type(stage.governing),
+        name=f"{module_state.name}{suffix}",
+        module_class=type(module_state.governing),
         parameter_names=tuple(parameter.names[0] for parameter in group),
         numel=flat.padded_numel,
         shard_numel=flat.shard_numel,
@@ -179,7 +179,7 @@ def _spec(
 
 
 def _geometry(
-    stage: PlannedStage, group: Sequence[ManagedParameter], suffix: str, shards: int, itemsize: int
+    module_state: PlannedModule, group: Sequence[ManagedParameter], suffix: str, shards: int, itemsize: int
 ) -> UnitGeometry:
     parameters = []
     for each in group:
@@ -188,7 +188,7 @@ def _geometry(
         parameters.append(
             ParameterGeometry(each.names[0], shape, stride, each.original.dtype, each.original.requires_grad)
         )
-    return UnitGeometry(f"{stage.name or '(root)'}{suffix}", tuple(parameters), shards, itemsize)
+    return UnitGeometry(f"{module_state.name or '(root)'}{suffix}", tuple(parameters), shards, itemsize)
 
 
 def _suffix(group: Sequence[ManagedParameter]) -> str:

@@ -52,29 +52,29 @@ def names_behind(prefix: str, parameter: ManagedParameter) -> tuple[str, ...]:
 # embedding alone is waited for, the head travels beside the blocks, and each is released like any unit.
 #
 # A part is no unit that anybody asked for, so it must not change what a forward may do: where its parameters are used
-# outside of its own forward (``F.linear(x, self.head.weight)``), it goes back for good to its *host*, the stage that it
+# outside of its own forward (``F.linear(x, self.head.weight)``), it goes back for good to its *parent*, the module state that it
 # was taken from. See ``lent.py`` for how that is noticed. What cannot be undone so is a module that some ranks run and
 # others do not, for the others never gather it. Where several large modules are on one side, heads for several tasks,
 # say, that is likely, and none of them becomes a part.
 
 
-def find_parts(
-    host: nn.Module,
+def find_split_modules(
+    parent: nn.Module,
     inner: Collection[nn.Module],
     owned: Mapping[nn.Parameter, Sequence[tuple[nn.Module, str]]],
 ) -> list[nn.Module]:
-    """The modules below ``host`` that become parts of its stage: at most one before and one behind all of ``inner``.
+    """The modules below ``parent`` that become parts of its module state: at most one before and one behind all of ``inner``.
 
-    Each is the only one on its side that can be called, contains none of ``inner``, holds ``SMALLEST_PART`` elements of
-    what ``host`` owns, and shares none of them with a module outside of it. Sides are those of ``host.modules()``.
+    Each is the only one on its side that can be called, contains none of ``inner``, holds ``SMALLEST_SPLIT`` elements of
+    what ``parent`` owns, and shares none of them with a module outside of it. Sides are those of ``parent.modules()``.
 
     Args:
-        host: A module that owns parameters and contains stages.
-        inner: The modules of the stages below ``host``, and those that are sharded already; at least one.
+        parent: A module that owns parameters and contains module states.
+        inner: The modules of the module states below ``parent``, and those that are sharded already; at least one.
         owned: Its parameters, with every (module, attribute) that holds them.
     """
-    found = _separable(host, inner, owned)
-    place = {module: index for index, module in enumerate(host.modules())}
+    found = _separable(parent, inner, owned)
+    place = {module: index for index, module in enumerate(parent.modules())}
     begin, end = min(place[module] for module in inner), max(place[module] for module in inner)
     sides = (
         [module for module in found if place[module] < begin],
@@ -84,13 +84,13 @@ def find_parts(
 
 
 def _separable(
-    host: nn.Module,
+    parent: nn.Module,
     inner: Collection[nn.Module],
     owned: Mapping[nn.Parameter, Sequence[tuple[nn.Module, str]]],
 ) -> list[nn.Module]:
     found: list[nn.Module] = []
     seen: set[nn.Module] = set(inner)
-    waiting = list(host.children())[::-1]
+    waiting = list(parent.children())[::-1]
     while waiting:
         module = waiting.pop()
         if module in seen:
@@ -101,7 +101,7 @@ def _separable(
             waiting += list(module.children())[::-1]
             continue
         held = {p for each in inside for p in each._parameters.values() if p is not None and p in owned}
-        large = sum(parameter.numel() for parameter in held) >= thresholds.SMALLEST_PART
+        large = sum(parameter.numel() for parameter in held) >= thresholds.SMALLEST_SPLIT
         if large and all(user in inside for parameter in held for user, _ in owned[parameter]):
             found.append(module)
     return found
@@ -115,12 +115,12 @@ def _can_be_called(module: nn.Module) -> bool:
 # Which parameters form which units. Reads the model, changes nothing.
 
 
-#: Attribute under which a sharded module holds its stage.
-STAGE_ATTRIBUTE = "_polyshard_stage"
+#: Attribute under which a sharded module holds its module state.
+MODULE_STATE_ATTRIBUTE = "_polyshard_module_state"
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedStage:
+class PlannedModule:
     """A module that will own units."""
 
     name: str
@@ -132,13 +132,13 @@ class PlannedStage:
     """Settings that differ from the model's."""
     dtype: torch.dtype
     """Of its own parameters or, without any, of its parts'; torch's default where there are neither."""
-    host: nn.Module | None = None
-    """The module of the stage that this one is a part of; None where it was chosen."""
+    parent: nn.Module | None = None
+    """The module of the module state that this one is a part of; None where it was chosen."""
 
     @property
     def governing(self) -> nn.Module:
-        """The module that decides dtypes and the like: a part's are its host's."""
-        return self.module if self.host is None else self.host
+        """The module that decides dtypes and the like: a part's are its parent's."""
+        return self.module if self.parent is None else self.parent
 
 
 @dataclass(slots=True)
@@ -151,7 +151,7 @@ class _Uses:
     names: list[str]
 
 
-def plan_stages(
+def plan_module_states(
     root: nn.Module,
     chosen: UnitPlan,
     *,
@@ -159,16 +159,16 @@ def plan_stages(
     ignored_parameters: Collection[nn.Parameter] = (),
     rank: int = 0,
     divides: bool = False,
-) -> list[PlannedStage]:
+) -> list[PlannedModule]:
     """Assign every parameter of ``root`` to the innermost chosen module that contains all of its uses.
 
-    ``root`` is always a stage, the first of the result, with or without parameters of its own; the others follow in
+    ``root`` is always a module state, the first of the result, with or without parameters of its own; the others follow in
     module order, less those that have none left. ``divides``: where there are others, what ``root`` owns may be in
-    several stages (``parts.py``).
+    several module states (``parts.py``).
 
     Raises:
         EmptyUnitError: ``root`` has no parameter at all, sharded ones included.
-        AlreadyShardedError: a parameter is claimed by a stage that exists already.
+        AlreadyShardedError: a parameter is claimed by a module state that exists already.
         DeviceError: parameters are on several devices.
         PluginContractError: ``chosen`` is not a plan for ``root``.
     """
@@ -179,12 +179,12 @@ def plan_stages(
     claimed = {
         managed.original
         for module in names
-        if STAGE_ATTRIBUTE in module.__dict__
-        for unit in module.__dict__[STAGE_ATTRIBUTE].units
+        if MODULE_STATE_ATTRIBUTE in module.__dict__
+        for unit in module.__dict__[MODULE_STATE_ATTRIBUTE].units
         for managed in unit.parameters
     }
     uses: dict[nn.Parameter, _Uses] = {}
-    for prefix, module, chain in _walk(root, overrides, ignored):
+    for prefix, module, chain in _backward_order(root, overrides, ignored):
         for key, parameter in module._parameters.items():
             # Hashing a parameter runs Python: models of many are asked about what is empty nearly always.
             if parameter is None or (skipped and parameter in skipped):
@@ -210,10 +210,10 @@ def plan_stages(
             "Pass a module that has some, or leave it as it is."
         )
     _check_device(uses, rank)
-    inner = {module for module in names if module is not root and STAGE_ATTRIBUTE in module.__dict__}
+    inner = {module for module in names if module is not root and MODULE_STATE_ATTRIBUTE in module.__dict__}
     inner |= {found.owners[-1] for found in uses.values() if found.owners[-1] is not root}
     owned = {parameter: found.sites for parameter, found in uses.items() if found.owners[-1] is root}
-    parts = find_parts(root, inner, owned) if divides and inner else []
+    parts = find_split_modules(root, inner, owned) if divides and inner else []
     for part in parts:
         for user in part.modules():
             for parameter in user._parameters.values():
@@ -224,24 +224,24 @@ def plan_stages(
         managed = ManagedParameter(parameter, tuple(found.names), tuple(found.sites))
         kind = (parameter.dtype, parameter.requires_grad)
         groups.setdefault(found.owners[-1], {}).setdefault(kind, []).append(managed)
-    stages = []
+    module_states = []
     for module, name in names.items():
         if module is root or module in groups:
             kinds = groups.get(module, {})
             ordered = sorted(kinds.items(), key=lambda item: not item[0][1])
-            host = root if module in parts else None
+            parent = root if module in parts else None
             dtypes = [dtype for dtype, _ in kinds] or [each.dtype for each in owned]
-            stages.append(
-                PlannedStage(
+            module_states.append(
+                PlannedModule(
                     name,
                     module,
                     tuple(tuple(group) for _, group in ordered),
-                    overrides.get(host or module, {}),
+                    overrides.get(parent or module, {}),
                     dtypes[0] if dtypes else torch.get_default_dtype(),
-                    host,
+                    parent,
                 )
             )
-    return stages
+    return module_states
 
 
 def parameters_to_shard(
@@ -250,10 +250,10 @@ def parameters_to_shard(
     ignored_modules: Collection[nn.Module] = (),
     ignored_parameters: Collection[nn.Parameter] = (),
 ) -> dict[nn.Parameter, str]:
-    """What would be sharded, under its first name: all of ``root`` but what is ignored or inside of a stage."""
+    """What would be sharded, under its first name: all of ``root`` but what is ignored or inside of a module state."""
     skipped = set(ignored_parameters)
     found: dict[nn.Parameter, str] = {}
-    for prefix, module, _ in _walk(root, {}, _inside(ignored_modules)):
+    for prefix, module, _ in _backward_order(root, {}, _inside(ignored_modules)):
         for key, parameter in module._parameters.items():
             if parameter is not None and not (skipped and parameter in skipped):
                 found.setdefault(parameter, f"{prefix}.{key}" if prefix else key)
@@ -273,7 +273,7 @@ def refuse_unshardable(
         ParameterError: saying which, and what to do.
     """
     seen = set(ignored_parameters)
-    for prefix, module, _ in _walk(root, {}, _inside(ignored_modules)):
+    for prefix, module, _ in _backward_order(root, {}, _inside(ignored_modules)):
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ParameterError(
                 f"'{prefix}' makes sparse gradients, which cannot be reduced in a flat buffer (rank {rank}). "
@@ -328,7 +328,7 @@ def _state_of_its_own(parameter: nn.Parameter) -> list[str]:
     return [] if type(parameter) is nn.Parameter else list(vars(parameter))
 
 
-def _walk(
+def _backward_order(
     root: nn.Module, chosen: Mapping[nn.Module, Any], ignored: Collection[nn.Module]
 ) -> list[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
     # Every path to every module, shared ones too: a parameter belongs to a module that contains all of its uses.
@@ -337,7 +337,7 @@ def _walk(
     def visit(prefix: str, module: nn.Module, chain: tuple[nn.Module, ...], above: frozenset[nn.Module]) -> None:
         if module in ignored or module in above:
             return
-        if module is not root and STAGE_ATTRIBUTE in module.__dict__:
+        if module is not root and MODULE_STATE_ATTRIBUTE in module.__dict__:
             return
         if module is root or module in chosen:
             chain = (*chain, module)
@@ -397,10 +397,10 @@ def refuse_sharded(root: nn.Module, rank: int) -> None:
     Raises:
         AlreadyShardedError: naming the first such module.
     """
-    if not any(STAGE_ATTRIBUTE in module.__dict__ for module in modules_in(root)):
+    if not any(MODULE_STATE_ATTRIBUTE in module.__dict__ for module in modules_in(root)):
         return
     for name, module in root.named_modules():
-        if STAGE_ATTRIBUTE in module.__dict__:
+        if MODULE_STATE_ATTRIBUTE in module.__dict__:
             raise AlreadyShardedError(
                 f"A model can be sharded once, but '{name or '(root)'}' of this {type(root).__name__} is sharded "
                 f"already (rank {rank}). Shard the whole model in one call, or compose it from the inside out with "

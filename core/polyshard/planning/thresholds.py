@@ -7,8 +7,8 @@ from __future__ import annotations
 
 #: Elements from which a part is made: 4 MiB in a 16-bit dtype. Gathers of less take as long as their latency, so that
 #: dividing them would only add one (docs/performance.md, "Gathers and reductions alone").
-SMALLEST_PART = 1 << 21
-#: The most stages that are gathered together. Fewer launches than one for so many save the host little.
+SMALLEST_SPLIT = 1 << 21
+#: The most module states that are gathered together. Fewer launches than one for so many save the host little.
 LARGEST_BATCH = 16
 #: Bytes merged at most. Longer reductions gain little from each other, and hold all of their memory while they wait;
 #: the last one of a backward has nothing left to run beside.

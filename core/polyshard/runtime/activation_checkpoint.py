@@ -2,10 +2,10 @@
 
 [Note: recomputation]
 A rank that uses nothing of what such a function returned never computes it again, but other ranks do, and need its part
-of what they gather and reduce then. So the itinerary of a forward says which stages each function entered. A backward
+of what they gather and reduce then. So the forward record of a forward says which module states each function entered. A backward
 gathers them in that order before it goes back through any of them, whichever outputs this rank used.
 
-A re-entrant checkpoint differentiates each function by itself: its first call runs without gradients, and the stages in
+A re-entrant checkpoint differentiates each function by itself: its first call runs without gradients, and the module states in
 it are finished with it. So what it entered has marks of its own. Those of a checkpoint that is not re-entrant are on
 the forward's way as if there were none.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .order import Itinerary
+from .order import ForwardRecord
 
 
 class Region:
@@ -30,8 +30,8 @@ class Region:
         self.outer = outer
         #: Whether a backward may come back to it.
         self.recorded: bool = torch.is_grad_enabled() or (outer is not None and outer.recorded)
-        #: Of the forward; None as long as no stage was entered.
-        self.itinerary: Itinerary[Any] | None = None
+        #: Of the forward; None as long as no module state was entered.
+        self.forward_record: ForwardRecord[Any] | None = None
         #: Whether its function runs several forwards. They are gone back through one after the other, and it is
         #: computed again at once: nothing that ranks have in common says where.
         self.several = False
@@ -46,22 +46,22 @@ class Region:
 
     @property
     def differentiated(self) -> Region | None:
-        """The innermost re-entrant one around a stage in it; None where there is none."""
+        """The innermost re-entrant one around a module state in it; None where there is none."""
         region: Region | None = self
         while region is not None and not region.reentrant:
             region = region.outer
         return region
 
-    def enter(self, itinerary: Itinerary[Any]) -> list[int]:
-        """A stage is entered in it; the numbers of all regions around that stage, from the innermost on."""
-        if self.itinerary is None:
-            self.itinerary = itinerary
-            itinerary.checkpoints += 1
-            self.number = itinerary.checkpoints
-            itinerary.reentrant |= self.reentrant
-        elif self.itinerary is not itinerary:
+    def enter(self, forward_record: ForwardRecord[Any]) -> list[int]:
+        """A module state is entered in it; the numbers of all regions around that module state, from the innermost on."""
+        if self.forward_record is None:
+            self.forward_record = forward_record
+            forward_record.checkpoints += 1
+            self.number = forward_record.checkpoints
+            forward_record.reentrant |= self.reentrant
+        elif self.forward_record is not forward_record:
             self.several = True
-        around = [] if self.outer is None else self.outer.enter(itinerary)
+        around = [] if self.outer is None else self.outer.enter(forward_record)
         return around if self.several else [self.number, *around]
 
 
@@ -87,7 +87,7 @@ class Checkpointed:
         self._inner = 0
         #: What a backward computes again, this or what surrounds it; None in a forward.
         self.again: Checkpointed | None = None
-        #: The stages that it has entered so far.
+        #: The module states that it has entered so far.
         self.entered: set[object] = set()
 
     def next_inner(self, reentrant: bool) -> Region:

@@ -120,7 +120,7 @@ class Bindings:
         # Where nothing is ever released, whoever computes gets the leaf whose gradient is reduced.
         self._elsewhere = Shown.GUARDS if guarded else Shown.VIEWS
         self._lends = lends
-        self._lent: list[LentParameter] = []
+        self._lent: list[LazyParameter] = []
         self._parameters = tuple(parameters)
         self._swaps = self._collect(leaves)
         self._updates: dict[Shown, list[tuple[dict[str, Any], str, Any]]] = {}
@@ -165,7 +165,7 @@ class Bindings:
         if self._lends is None:
             return ShardedParameter.of(parameter)
         module, attribute = parameter.sites[0]
-        lent = LentParameter.of(self._swaps[module].of[Shown.VIEWS][attribute], self._lends[index])
+        lent = LazyParameter.of(self._swaps[module].of[Shown.VIEWS][attribute], self._lends[index])
         self._lent.append(lent)
         return lent
 
@@ -195,7 +195,7 @@ def _flat_weights(module: nn.RNNBase, swap: Swap) -> Swap:
 Lend = Callable[[], torch.Tensor]
 
 
-class LentParameter(torch.Tensor):
+class LazyParameter(torch.Tensor):
     """A parameter of a part, seen from outside of the part's forward.
 
     Shape, strides, dtype and device are the whole parameter's, and there is no memory behind them. The first operation
@@ -211,7 +211,7 @@ class LentParameter(torch.Tensor):
     _passes_on: bool
 
     @classmethod
-    def of(cls, leaf: torch.Tensor, lend: Lend) -> LentParameter:
+    def of(cls, leaf: torch.Tensor, lend: Lend) -> LazyParameter:
         """The stand-in of ``leaf``; ``lend`` fills and returns that."""
         with torch.inference_mode(False):
             lent = _torch_private.wrapper_of(cls, leaf)
@@ -246,30 +246,30 @@ class LentParameter(torch.Tensor):
         return _whole(self).data_ptr()
 
 
-class LendingParameters(dict[str, Any]):
+class LazyParameters(dict[str, Any]):
     """``_parameters`` of a module in a part: whoever reads an attribute gets a parameter to compute with."""
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
-        return _whole(value) if type(value) is LentParameter else value
+        return _whole(value) if type(value) is LazyParameter else value
 
 
-def _whole(lent: LentParameter) -> torch.Tensor:
+def _whole(lent: LazyParameter) -> torch.Tensor:
     # The compiler may trace this call, or run it and compile what it calls: it sees collectives in neither case.
     return _whole_uncompiled(lent) if _torch_private.may_compile() else lent._lend()
 
 
 @_torch_private.hidden_from_compile
-def _whole_uncompiled(lent: LentParameter) -> torch.Tensor:
+def _whole_uncompiled(lent: LazyParameter) -> torch.Tensor:
     return lent._lend()
 
 
 def _pass_on(lent: torch.Tensor) -> None:
-    assert isinstance(lent, LentParameter)
+    assert isinstance(lent, LazyParameter)
     gradient, lent.grad = lent.grad, None
     leaf = lent._leaf
     leaf.grad = gradient if leaf.grad is None or gradient is None else leaf.grad + gradient
 
 
 def _lent(tensor: torch.Tensor) -> torch.Tensor:
-    return _whole(tensor) if isinstance(tensor, LentParameter) else tensor
+    return _whole(tensor) if isinstance(tensor, LazyParameter) else tensor

@@ -202,16 +202,16 @@ class _Decoding:
         self.decodes = []
 
 
-# What lanes gather: the slices of units, written and sent together.
+# What communication streams gather: the slices of units, written and sent together.
 
 
 class Gatherable(Protocol):
-    """What lanes need of a unit."""
+    """What communication streams need of a unit."""
 
     spec: UnitSpec
     buffer: FlatBuffer
     master: torch.Tensor
-    #: Where it was used since its gather, as ``Lanes.here`` says.
+    #: Where it was used since its gather, as ``CommStreams.here`` says.
     places: list[object]
     #: Whether ``master`` lies where ``fetch`` alone reads it.
     parks: bool

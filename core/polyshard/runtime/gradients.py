@@ -25,7 +25,7 @@ from ..planning.layout import FlatLayout, contiguous_stride
 from ..planning.plan import ManagedParameter
 from .parameters import Recipient
 from .reduce import CommHook, Contribution, Reducer, ReductionInput
-from .streams import Lanes
+from .streams import CommStreams
 
 _gradient_of = attrgetter("grad")
 _is_trained = attrgetter("requires_grad")
@@ -123,7 +123,7 @@ class Gradients:
         return None
 
     def computed_at(self, places: Iterable[object]) -> None:
-        """``places``, as ``Lanes.here`` says, are where the gradients that come next were computed."""
+        """``places``, as ``CommStreams.here`` says, are where the gradients that come next were computed."""
         for place in places:
             if place not in self._places:
                 self._places.append(place)
@@ -133,7 +133,7 @@ class Gradients:
 
         None where it has to come as a tensor of its own.
         """
-        here = reducer.lanes.here()
+        here = reducer.streams.here()
         if not self.input.claimed:
             if not self.input.free:
                 return None
@@ -141,23 +141,23 @@ class Gradients:
             self.computed_at((here,))
         return self.input.claim(index, here)
 
-    def keep(self, gradients: list[torch.Tensor | None], lanes: Lanes) -> None:
+    def keep(self, gradients: list[torch.Tensor | None], streams: CommStreams) -> None:
         """Add ``gradients`` to those that wait for a synchronising backward."""
-        self.computed_at((lanes.here(),))
-        with lanes.between(self._places):
+        self.computed_at((streams.here(),))
+        with streams.between(self._places):
             self.input.accumulate(gradients)
 
     def reduce(self, gradients: list[torch.Tensor | None], reducer: Reducer) -> None:
         """Reduce ``gradients``, and those that waited, over ranks.
 
-        ``.grad`` has the result after ``Reducer.flush`` and ``Lanes.drain``.
+        ``.grad`` has the result after ``Reducer.flush`` and ``CommStreams.drain``.
         """
-        reducer.reduce(self.contribute(gradients, reducer.lanes), gradients)
+        reducer.reduce(self.contribute(gradients, reducer.streams), gradients)
 
-    def contribute(self, gradients: list[torch.Tensor | None], lanes: Lanes) -> Contribution:
+    def contribute(self, gradients: list[torch.Tensor | None], streams: CommStreams) -> Contribution:
         """The part that ``gradients``, and those that waited, have in the reduction that is to follow."""
         self._note_missed(self.input.missing(gradients))
-        self.computed_at((lanes.here(),))
+        self.computed_at((streams.here(),))
         contribution = self._contribution(tuple(self._places))
         self._places.clear()
         return contribution

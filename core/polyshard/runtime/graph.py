@@ -19,7 +19,7 @@ from ..errors import CaptureError
 from ..interfaces import Collectives
 from ..nested import iter_tensors
 from .root import Root
-from .streams import lanes_for
+from .streams import streams_for
 from .unit import Unit
 
 _address_of = torch.Tensor.data_ptr
@@ -325,13 +325,13 @@ def release(root: Root) -> None:
     """Let no gather buffer have memory, and order the current stream after everything that was issued."""
     for unit in root.units:
         unit.reshard()
-    root.lanes.drain()
+    root.streams.drain()
 
 
 def recover(root: Root) -> None:
     """Back to the state between steps after a recording that failed."""
     # The old streams' events belong to a recording that is gone: waiting for one would fail.
-    root.use_lanes(lanes_for(root.collectives))
+    root.use_streams(streams_for(root.collectives))
     root.abandon()
 
 
@@ -351,7 +351,7 @@ class EngineWatch:
 
     def __init__(self, root: Root) -> None:
         self._root = root
-        self._module = root.stages[0].module
+        self._module = root.module_states[0].module
         self._training = self._module.training
         self._units = list(root.units)
         self._masters = _addresses(self._units)

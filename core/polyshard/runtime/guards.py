@@ -27,9 +27,9 @@ from torch.nn.modules.module import (
 
 from .. import _torch_private
 from ..errors import ParameterChangedError, StateError, UnshardedUseError
-from ..planning.plan import STAGE_ATTRIBUTE, ManagedParameter
+from ..planning.plan import MODULE_STATE_ATTRIBUTE, ManagedParameter
 from .bindings import Shown
-from .module_state import Stage
+from .module_state import ModuleState
 from .step import Step
 from .unit import Unit
 
@@ -39,13 +39,13 @@ _KEY = "polyshard"
 _DIFFERENTIATES = frozenset({"backward", "manual_backward"})
 
 
-class Resting:
-    """Lets the modules that hold the outermost stage's parameters refuse calls between steps."""
+class IdleCallGuard:
+    """Lets the modules that hold the outermost module state's parameters refuse calls between steps."""
 
-    def __init__(self, step: Step, stages: Sequence[Stage]) -> None:
-        outermost = stages[0]
+    def __init__(self, step: Step, module_states: Sequence[ModuleState]) -> None:
+        outermost = module_states[0]
         # These gather when they are called.
-        gathering = {stage.module for stage in stages}
+        gathering = {module_state.module for module_state in module_states}
         # Without shards, modules hold whole parameters at all times.
         sites = [
             (*site, parameter.original)
@@ -157,22 +157,22 @@ def _pass(*_: Any) -> None:
 _NAMED = 4
 
 
-class Registrations:
+class RegistrationGuard:
     """Knows which parameters a model had when it was sharded, and finds others."""
 
     def __init__(
         self,
         step: Step,
-        stages: Sequence[Stage],
+        module_states: Sequence[ModuleState],
         ignored_modules: Collection[nn.Module],
-        inner: Iterable[Registrations],
+        inner: Iterable[RegistrationGuard],
     ) -> None:
         """``ignored_modules``: the user's own, with all inside them. ``inner``: of models that this one takes over."""
         self._step = ref(step)
         self._rank = step.rank
-        self._outermost = stages[0].module
-        self._stages = frozenset(stages)
-        self._units = [unit for stage in stages for unit in stage.units]
+        self._outermost = module_states[0].module
+        self._stages = frozenset(module_states)
+        self._units = [unit for module_state in module_states for unit in module_state.units]
         self._alone = step.collectives.world_size == 1
         # There autograd works on the originals, whatever their names.
         self._resident = all(unit.resident for unit in self._units)
@@ -295,9 +295,9 @@ class Registrations:
         waiting = [("", self._outermost)]
         while waiting:
             prefix, module = waiting.pop()
-            stage = module.__dict__.get(STAGE_ATTRIBUTE)
+            module_state = module.__dict__.get(MODULE_STATE_ATTRIBUTE)
             # One that was sharded by itself looks after itself.
-            if module in seen or (stage is not None and stage not in self._stages):
+            if module in seen or (module_state is not None and module_state not in self._stages):
                 continue
             seen.add(module)
             yield prefix, module
@@ -308,7 +308,7 @@ class Registrations:
 
 
 # Weak on both sides: the latter leads to the former.
-_watching: WeakKeyDictionary[nn.Module, ref[Registrations]] = WeakKeyDictionary()
+_watching: WeakKeyDictionary[nn.Module, ref[RegistrationGuard]] = WeakKeyDictionary()
 _installing = threading.Lock()
 _installed: list[object] = []
 
@@ -333,7 +333,7 @@ def _registered(module: nn.Module, name: str, value: object) -> None:
 # Modules inside of units refuse to be copied or pickled by themselves: the copy would hold pieces under the names of
 # whole parameters, and compute with these where their shapes allow it.
 #
-# The stages' own modules refuse by their stage.
+# The module states' own modules refuse by their module state.
 
 
 #: Attribute under which a module holds what refuses; a copy finds it among a module's attributes.
@@ -347,7 +347,7 @@ def refuse_copies(units: Iterable[Unit]) -> None:
             continue
         for parameter in unit.parameters:
             for module, _ in parameter.sites:
-                if STAGE_ATTRIBUTE not in module.__dict__:
+                if MODULE_STATE_ATTRIBUTE not in module.__dict__:
                     module.__dict__.setdefault(_ATTRIBUTE, _Uncopied(unit, parameter))
 
 

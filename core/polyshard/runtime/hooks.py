@@ -1,4 +1,4 @@
-"""Where tensors enter and leave a stage's forward: how a backward is noticed there, and what must not leave."""
+"""Where tensors enter and leave a module state's forward: how a backward is noticed there, and what must not leave."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .. import _torch_private
 from ..errors import StateError, UnshardedUseError
 from ..nested import distinct_tensors, iter_hidden_tensors, iter_tensors, map_tensors
 from .activation_checkpoint import Checkpointed, Region, running
-from .module_state import Holds, Stage, show_whole, unshard_ahead
-from .order import Act, Itinerary, Mark
+from .module_state import ModuleState, StateKind, show_whole, unshard_ahead
+from .order import BackwardAction, ForwardRecord, Point
 from .root import root_of
 from .step import Phase, Step
 from .unit import refuse_escape
@@ -149,15 +149,15 @@ def _has_graph(tensor: torch.Tensor) -> bool:
     return tensor.grad_fn is not None
 
 
-# What gradients call: where they reach a stage's outputs, and where its inputs have theirs.
+# What gradients call: where they reach a module state's outputs, and where its inputs have theirs.
 #
-# [Note: one stage's backward]
-# ``come_back`` is called before the first of the stage's nodes runs. It lets the root begin its backward and do what the
-# forward's itinerary says comes before, and the stage gather. ``inputs_done`` is called once everything on the way to the
-# stage's inputs has its gradient: the root does what is left behind it, and the stage finishes. A stage without an input
-# that needs a gradient is finished by the root, when the backward comes to the stage before it, or ends.
+# [Note: one module state's backward]
+# ``pre_backward`` is called before the first of the module state's nodes runs. It lets the root begin its backward and do what the
+# forward's forward record says comes before, and the module state gather. ``post_backward`` is called once everything on the way to the
+# module state's inputs has its gradient: the root does what is left behind it, and the module state finishes. A module state without an input
+# that needs a gradient is finished by the root, when the backward comes to the module state before it, or ends.
 #
-# Forwards inside a backward, which activation checkpointing runs again, are on the itinerary of the forward where
+# Forwards inside a backward, which activation checkpointing runs again, are on the forward record of the forward where
 # ``torch.utils.checkpoint`` called them first (``checkpointed.py``). Those of another function are on none: no forward
 # that other ranks know of called them. What tells that all of their gradients have come is that the inputs of each have
 # theirs.
@@ -167,109 +167,123 @@ class Recomputation:
     """A forward inside a backward; alive as long as its graph, which holds what is called behind it."""
 
 
-def output_hook(stage: Stage) -> Callable[..., None]:
-    """What a gradient calls that reaches an output of the forward of ``stage`` that runs."""
-    if root_of(stage).unsharded:
-        return partial(_refuse, stage)
-    if stage.holds is Holds.GIVEN_BACK:
-        assert stage.host is not None
-        return output_hook(stage.host)
-    if not stage.full_precision_in_eval:
-        return partial(come_back, stage, stage.itinerary, stage.finishes_at)
-    return partial(_come_back_as, stage, stage.governing.training, stage.itinerary, stage.finishes_at)
+def output_hook(module_state: ModuleState) -> Callable[..., None]:
+    """What a gradient calls that reaches an output of the forward of ``module_state`` that runs."""
+    if root_of(module_state).unsharded:
+        return partial(_refuse, module_state)
+    if module_state.kind is StateKind.MERGED:
+        assert module_state.parent is not None
+        return output_hook(module_state.parent)
+    if not module_state.full_precision_in_eval:
+        return partial(pre_backward, module_state, module_state.forward_record, module_state.finishes_at)
+    return partial(
+        _come_back_as,
+        module_state,
+        module_state.governing.training,
+        module_state.forward_record,
+        module_state.finishes_at,
+    )
 
 
-def input_hook(stage: Stage) -> Callable[[], None]:
-    """What is called when the inputs of the forward of ``stage`` that begins have their gradients."""
-    if stage.itinerary is not None:
-        return partial(inputs_done, stage, stage.itinerary, stage.finishes_at)
+def input_hook(module_state: ModuleState) -> Callable[[], None]:
+    """What is called when the inputs of the forward of ``module_state`` that begins have their gradients."""
+    if module_state.forward_record is not None:
+        return partial(post_backward, module_state, module_state.forward_record, module_state.finishes_at)
     call = Recomputation()
-    stage.recomputations.add(call)
-    return partial(_recomputation_done, stage, call)
+    module_state.recomputations.add(call)
+    return partial(_recomputation_done, module_state, call)
 
 
-def come_back(stage: Stage, itinerary: Itinerary[Stage] | None, finish: Mark[Stage], *_: Any) -> None:
-    """A gradient reached an output of the forward that was on ``itinerary``; None for a recomputation's.
+def pre_backward(
+    module_state: ModuleState, forward_record: ForwardRecord[ModuleState] | None, finish: Point[ModuleState], *_: Any
+) -> None:
+    """A gradient reached an output of the forward that was on ``forward_record``; None for a recomputation's.
 
-    ``finish``: where the stage is finished on it.
+    ``finish``: where the module state is finished on it.
     """
     if torch.is_grad_enabled():
         raise StateError(
             f"polyshard does not support gradients of gradients: backward(create_graph=True) reached "
-            f"'{stage.label}' on rank {stage.rank}. Differentiate twice outside of sharded modules."
+            f"'{module_state.label}' on rank {module_state.rank}. Differentiate twice outside of sharded modules."
         )
-    root = root_of(stage)
+    root = root_of(module_state)
     root.enter_backward()
-    if itinerary is None:
+    if forward_record is None:
         # On no way that other ranks would know of: they must recompute, too.
-        stage.owes = True
-    elif finish is not stage.entry:
+        module_state.owes = True
+    elif finish is not module_state.entry:
         # Gathered where the checkpoint entered it again, on all ranks alike.
-        stage.pre_backward(prefetches=False)
+        module_state.pre_backward(prefetches=False)
         return
-    elif not root.arrive(itinerary, stage.exit):
-        # Passed by already, on the way to a stage inside of it whose output is its own: what comes next is on its way.
-        stage.pre_backward(prefetches=False)
+    elif not root.arrive(forward_record, module_state.exit):
+        # Passed by already, on the way to a module state inside of it whose output is its own: what comes next is on its way.
+        module_state.pre_backward(prefetches=False)
         return
-    stage.pre_backward()
+    module_state.pre_backward()
 
 
-def inputs_done(stage: Stage, itinerary: Itinerary[Stage], finish: Mark[Stage]) -> None:
-    """The gradients of the inputs of its first forward on ``itinerary`` are there, and so are all others."""
-    if not stage.in_backward:
-        stage.refuse_back_door()
-    if root_of(stage).arrive(itinerary, finish) or stage.in_backward:
-        stage.finish()
+def post_backward(
+    module_state: ModuleState, forward_record: ForwardRecord[ModuleState], finish: Point[ModuleState]
+) -> None:
+    """The gradients of the inputs of its first forward on ``forward_record`` are there, and so are all others."""
+    if not module_state.in_backward:
+        module_state.refuse_back_door()
+    if root_of(module_state).arrive(forward_record, finish) or module_state.in_backward:
+        module_state.finish()
 
 
-def _recomputation_done(stage: Stage, call: Recomputation) -> None:
-    if not stage.in_backward:
-        stage.refuse_back_door()
-    stage.recomputations.discard(call)
-    if not stage.recomputations:
-        stage.finish()
+def _recomputation_done(module_state: ModuleState, call: Recomputation) -> None:
+    if not module_state.in_backward:
+        module_state.refuse_back_door()
+    module_state.recomputations.discard(call)
+    if not module_state.recomputations:
+        module_state.finish()
 
 
 def _come_back_as(
-    stage: Stage, training: bool, itinerary: Itinerary[Stage] | None, finish: Mark[Stage], *_: Any
+    module_state: ModuleState,
+    training: bool,
+    forward_record: ForwardRecord[ModuleState] | None,
+    finish: Point[ModuleState],
+    *_: Any,
 ) -> None:
     # Autograd saved views of the buffer that this forward computed with; the mode may have changed since.
-    if stage.in_backward and training is not stage.trained_in_forward:
+    if module_state.in_backward and training is not module_state.trained_in_forward:
         raise StateError(
-            f"One backward reached '{stage.label}' through a forward in training mode and one in eval "
-            f"mode, which compute in different dtypes (rank {stage.rank}). Run a backward for each."
+            f"One backward reached '{module_state.label}' through a forward in training mode and one in eval "
+            f"mode, which compute in different dtypes (rank {module_state.rank}). Run a backward for each."
         )
-    stage.trained_in_forward = training
-    for unit in stage.units:
+    module_state.trained_in_forward = training
+    for unit in module_state.units:
         unit.choose_buffer(training)
-    come_back(stage, itinerary, finish)
+    pre_backward(module_state, forward_record, finish)
 
 
-def _refuse(stage: Stage, *_: Any) -> NoReturn:
+def _refuse(module_state: ModuleState, *_: Any) -> NoReturn:
     raise StateError(
-        f"A backward reached an output of '{stage.label}' whose forward ran inside unsharded() on rank "
-        f"{stage.rank}: its gradients would be whole and this rank's alone. Run that forward outside of "
+        f"A backward reached an output of '{module_state.label}' whose forward ran inside unsharded() on rank "
+        f"{module_state.rank}: its gradients would be whole and this rank's alone. Run that forward outside of "
         "unsharded(), or inside torch.no_grad()."
     )
 
 
 # What a module's forward calls: parameters become whole before it, and are let go of behind it.
 #
-# [Note: one stage's forward]
+# [Note: one module state's forward]
 # Left to right; each arrow is one hook, those of the backward stand in ``backward.py``::
 #
 # enter ──► forward ──► leave ··· come_back ──► backward ──► inputs_done
 # gather, show          hide, reshard     gather, show       reshard, reduce
 #
 # Recomputation under activation checkpointing runs ``enter`` and ``leave`` inside a backward; they then show parameters
-# and leave everything else to ``come_back`` and what ends the recomputation. See [Note: recomputation].
+# and leave everything else to ``pre_backward`` and what ends the recomputation. See [Note: recomputation].
 
 
 class Forward:
-    """The forward of one stage."""
+    """The forward of one module state."""
 
-    def __init__(self, stage: Stage) -> None:
-        self.stage = stage
+    def __init__(self, module_state: ModuleState) -> None:
+        self.module_state = module_state
         # Which exception was being handled when the forward began: another one behind it is the forward's own. Its id
         # alone, which no other has meanwhile: the exception would keep its frames, and these their tensors.
         self._outer_error = id(None)
@@ -281,7 +295,7 @@ class Forward:
         """Put the hooks on the module."""
         # First and last in line: the user's own hooks, but for forward hooks added later, see whole parameters. Called
         # on errors too: nothing stays gathered.
-        module = self.stage.module
+        module = self.module_state.module
         module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True)
         self._leaves = module.register_forward_hook(self.leave, with_kwargs=True, always_call=True).id
 
@@ -300,7 +314,7 @@ class Forward:
         return self._leave(output)
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        stage, step = self.stage, self.stage.step
+        module_state, step = self.module_state, self.module_state.step
         assert step is not None
         if step.unsharded:
             return args, kwargs
@@ -310,19 +324,19 @@ class Forward:
             ahead, kept = self._begin(step, records), False
         else:
             ahead, kept = [], self._begin_again(records)
-        show_whole(stage.units, stage.governing.training, recomputes=recomputes, kept=kept)
-        if not stage.reads_in_backward:
-            stage.keep_gathered(self._computes_otherwise())
+        show_whole(module_state.units, module_state.governing.training, recomputes=recomputes, kept=kept)
+        if not module_state.reads_in_backward:
+            module_state.keep_gathered(self._computes_otherwise())
         unshard_ahead(ahead)
-        if stage.input_cast is not None and not stage.in_full_precision:
-            args, kwargs = stage.input_cast(args, kwargs)
-        if records and stage.holds is Holds.SHARDED and (not recomputes or self._has_graph()):
+        if module_state.input_cast is not None and not module_state.in_full_precision:
+            args, kwargs = module_state.input_cast(args, kwargs)
+        if records and module_state.kind is StateKind.SHARDED and (not recomputes or self._has_graph()):
             args, kwargs = self._watch_inputs(args, kwargs)
         return args, kwargs
 
     def _computes_otherwise(self) -> bool:
         """Whether an embedding's forward may save parameters for backward since something was put on it."""
-        module = self.stage.module
+        module = self.module_state.module
         return (
             "forward" in module.__dict__
             or type(module).forward is not nn.Embedding.forward
@@ -332,74 +346,81 @@ class Forward:
             or next(iter(module._forward_hooks), self._leaves) != self._leaves
         )
 
-    def _begin(self, step: Step, records: bool) -> list[list[Stage]]:
-        """The stage is entered; what is to be gathered ahead, as batches."""
-        stage = self.stage
+    def _begin(self, step: Step, records: bool) -> list[list[ModuleState]]:
+        """The module state is entered; what is to be gathered ahead, as batches."""
+        module_state = self.module_state
         # In a backward that raised, too: none runs.
         if step.phase is not Phase.FORWARD:
-            root_of(stage).begin_forward(stage, stage.module)
+            root_of(module_state).begin_forward(module_state, module_state.module)
         self._outer_error = id(sys.exception())
-        stage.entered += 1
+        module_state.entered += 1
         if records:
-            stage.enters_first = step.itinerary is not stage.itinerary
-            stage.itinerary, stage.finishes_at = step.itinerary, stage.entry
-        if stage.holds is Holds.GIVEN_BACK:
+            module_state.enters_first = step.forward_record is not module_state.forward_record
+            module_state.forward_record, module_state.finishes_at = step.forward_record, module_state.entry
+        if module_state.kind is StateKind.MERGED:
             return []
         call = running()
         if call is not None and call.region.recorded:
-            self._enter_region(call.region, step.itinerary)
+            self._enter_region(call.region, step.forward_record)
         elif records:
-            step.itinerary.marks.append(stage.entry)
-        return stage.schedule.enter(stage)
+            step.forward_record.points.append(module_state.entry)
+        return module_state.execution_order.enter(module_state)
 
-    def _enter_region(self, region: Region, itinerary: Itinerary[Stage]) -> None:
-        """Note that a checkpoint computes the stage, and will again."""
-        stage = self.stage
-        numbers = region.enter(itinerary)
+    def _enter_region(self, region: Region, forward_record: ForwardRecord[ModuleState]) -> None:
+        """Note that a checkpoint computes the module state, and will again."""
+        module_state = self.module_state
+        numbers = region.enter(forward_record)
         alone = region.differentiated
         if alone is None:
-            itinerary.marks.append(stage.entry)
+            forward_record.points.append(module_state.entry)
         elif not alone.several:
-            itinerary.marks.append(stage.mark_in(Act.FINISH, alone.number))
-        itinerary.marks += [stage.mark_in(Act.RECOMPUTE, number) for number in numbers]
+            forward_record.points.append(module_state.point_in(BackwardAction.POST_BACKWARD, alone.number))
+        forward_record.points += [module_state.point_in(BackwardAction.RECOMPUTE, number) for number in numbers]
 
     def _again(self) -> Checkpointed | None:
         """The checkpoint that a backward computes again, if the forward that it was called in is known."""
         call = running()
         again = None if call is None else call.again
-        if again is None or again.region.itinerary is None or again.region.several:
+        if again is None or again.region.forward_record is None or again.region.several:
             return None
-        outermost = again.region.itinerary.outermost
+        outermost = again.region.forward_record.outermost
         # One checkpoint may call several models.
-        return again if isinstance(outermost, Stage) and outermost.step is self.stage.step else None
+        return again if isinstance(outermost, ModuleState) and outermost.step is self.module_state.step else None
 
     def _begin_again(self, records: bool) -> bool:
-        """The stage is entered inside of a backward; whether that comes after it was finished for the other ranks."""
-        stage, again = self.stage, self._again()
-        root = root_of(stage)
+        """The module state is entered inside of a backward; whether that comes after it was finished for the other ranks."""
+        module_state, again = self.module_state, self._again()
+        root = root_of(module_state)
         # Also where no gradient comes of it: what it gathers is released when the backward ends.
         root.enter_backward()
         if again is None:
             root.accumulate_reentrantly()
             if records:
-                stage.itinerary, stage.enters_first, stage.finishes_at = None, True, stage.entry
+                module_state.forward_record, module_state.enters_first, module_state.finishes_at = (
+                    None,
+                    True,
+                    module_state.entry,
+                )
             return False
         region = again.region
-        assert region.itinerary is not None
-        comes_first = root.arrive(region.itinerary, stage.mark_in(Act.RECOMPUTE, region.number))
+        assert region.forward_record is not None
+        comes_first = root.arrive(region.forward_record, module_state.point_in(BackwardAction.RECOMPUTE, region.number))
         if records and region.reentrant:
-            stage.enters_first = stage not in again.entered
-            again.entered.add(stage)
-            stage.itinerary, stage.finishes_at = region.itinerary, stage.mark_in(Act.FINISH, region.number)
+            module_state.enters_first = module_state not in again.entered
+            again.entered.add(module_state)
+            module_state.forward_record, module_state.finishes_at = (
+                region.forward_record,
+                module_state.point_in(BackwardAction.POST_BACKWARD, region.number),
+            )
         return not comes_first
 
     def _has_graph(self) -> bool:
         """Whether what a backward computes again is gone back through, and not what was computed first."""
         again = self._again()
-        return not self.stage.awaits_backward if again is None else again.region.reentrant
+        return not self.module_state.awaits_backward if again is None else again.region.reentrant
 
     def _leave(self, output: Any) -> Any:
-        stage, step = self.stage, self.stage.step
+        module_state, step = self.module_state, self.module_state.step
         assert step is not None
         records = torch.is_grad_enabled()
         if step.unsharded:
@@ -409,104 +430,104 @@ class Forward:
         if output is None:
             error = sys.exception()
             if error is not None and id(error) != self._outer_error:
-                if step.active is stage and not recomputes:
+                if step.active is module_state and not recomputes:
                     step.recorder.tell(error)
                 self._give_up(step, recomputes)
                 return None
-        if stage.output_cast is not None and not stage.in_full_precision:
-            output = stage.output_cast(output)
+        if module_state.output_cast is not None and not module_state.in_full_precision:
+            output = module_state.output_cast(output)
         watched = False
-        if records and stage.holds is not Holds.RESIDENT and (not recomputes or self._has_graph()):
+        if records and module_state.kind is not StateKind.RESIDENT and (not recomputes or self._has_graph()):
             output, watched = self._watch_output(output)
         if recomputes:
             self._computed(True)
         else:
             self._end(step, output)
-        stage.awaits_backward |= watched
+        module_state.awaits_backward |= watched
         if not recomputes:
-            self._end_itinerary(step)
-            if step.active is stage and not stage.entered:
-                root_of(stage).end_forward(output)
+            self._end_record(step)
+            if step.active is module_state and not module_state.entered:
+                root_of(module_state).end_forward(output)
         return output
 
     def _end(self, step: Step, output: Any) -> None:
-        """The stage is left, and keeps what its backward follows at once for."""
-        stage = self.stage
-        stage.entered -= 1
-        if stage.entered:
+        """The module state is left, and keeps what its backward follows at once for."""
+        module_state = self.module_state
+        module_state.entered -= 1
+        if module_state.entered:
             return
-        outermost = step.active is stage
-        turns = outermost or stage.schedule.turns_at(stage)
-        for unit in stage.units:
+        outermost = step.active is module_state
+        turns = outermost or module_state.execution_order.turns_at(module_state)
+        for unit in module_state.units:
             for observer in unit.observers:
                 observer.computed(unit.spec, False)
             if unit.permanent or not unit.releases(turns):
                 unit.hide()
                 continue
             try:
-                refuse_escape((unit,), output, stage.name)
+                refuse_escape((unit,), output, module_state.name)
             except UnshardedUseError:
                 unit.hide()
                 if outermost:
                     # No hook of an outer module will see this error and clean up.
-                    root_of(stage).abandon()
+                    root_of(module_state).abandon()
                 raise
             unit.reshard()
 
-    def _end_itinerary(self, step: Step) -> None:
-        stage = self.stage
-        if stage.holds in (Holds.GIVEN_BACK, Holds.RESIDENT) or not torch.is_grad_enabled():
+    def _end_record(self, step: Step) -> None:
+        module_state = self.module_state
+        if module_state.kind in (StateKind.MERGED, StateKind.RESIDENT) or not torch.is_grad_enabled():
             return
-        step.itinerary.marks.append(stage.exit)
-        if stage.reads_in_backward:
-            stage.schedule.leave(stage)
+        step.forward_record.points.append(module_state.exit)
+        if module_state.reads_in_backward:
+            module_state.execution_order.leave(module_state)
 
     def _give_up(self, step: Step, recomputes: bool) -> None:
-        stage = self.stage
+        module_state = self.module_state
         if recomputes:
             # Usually no error: a checkpoint stops a recomputation as soon as it has what it needs.
             self._computed(True)
             return
         # Nothing was entered where the error came from beginning the forward.
-        stage.entered = max(0, stage.entered - 1)
+        module_state.entered = max(0, module_state.entered - 1)
         # Other ranks may have come through. A module around this one may go on without it.
-        self._end_itinerary(step)
-        if stage.entered:
+        self._end_record(step)
+        if module_state.entered:
             return
-        if step.active is stage:
-            root_of(stage).abandon()
+        if step.active is module_state:
+            root_of(module_state).abandon()
         else:
             # Whoever catches this goes on with the other ranks, which keep what is kept for a backward.
-            stage.awaits_backward |= stage.holds is Holds.SHARDED and torch.is_grad_enabled()
-            stage.reshard(stage.schedule.turns_at(stage))
+            module_state.awaits_backward |= module_state.kind is StateKind.SHARDED and torch.is_grad_enabled()
+            module_state.reshard(module_state.execution_order.turns_at(module_state))
 
     def _computed(self, backward: bool) -> None:
-        for unit in self.stage.units:
+        for unit in self.module_state.units:
             for observer in unit.observers:
                 observer.computed(unit.spec, backward)
 
     def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if not self.stage.enters_first:
+        if not self.module_state.enters_first:
             # Further forwards have had their gradients when the first one's inputs get theirs.
             return args, kwargs
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) and args[0].requires_grad:
-            return pass_through(input_hook(self.stage), list(args)), kwargs
+            return pass_through(input_hook(self.module_state), list(args)), kwargs
         found = distinct_tensors((args, kwargs), attrgetter("requires_grad"))
         if not found:
             # The end of the backward takes over: an integer input, or the first unit of the model.
             return args, kwargs
-        return pass_through_in(input_hook(self.stage), (args, kwargs), found)
+        return pass_through_in(input_hook(self.module_state), (args, kwargs), found)
 
     def _watch_output(self, output: Any) -> tuple[Any, bool]:
-        hook = output_hook(self.stage)
+        hook = output_hook(self.module_state)
         output, watched = watch_output(output, hook)
         return output, self.side_outputs.watch(hook) or watched
 
     def _own_modules(self) -> list[nn.Module]:
-        """The stage's module and those inside it that are inside of no other stage's."""
-        staged = {stage.module for stage in root_of(self.stage).stages}
+        """The module state's module and those inside it that are inside of no other module state's."""
+        staged = {module_state.module for module_state in root_of(self.module_state).module_states}
         found: list[nn.Module] = []
-        waiting = [self.stage.module]
+        waiting = [self.module_state.module]
         while waiting:
             module = waiting.pop()
             found.append(module)

@@ -15,49 +15,49 @@ from ..errors import StateError, UnshardedUseError
 from ..interfaces import InputCast, OutputCast
 from ..planning.groups import RankGrid
 from ..planning.plan import ManagedParameter, names_behind
-from .order import Act, Itinerary, Mark, Schedule
+from .order import BackwardAction, ExecutionOrder, ForwardRecord, Point
 from .step import Step
 from .unit import Unit, UnitState, unshard_due, unshard_together
 
 
-class Holds(enum.Enum):
-    """What the units of a stage ask of its hooks."""
+class StateKind(enum.Enum):
+    """What the units of a module state ask of its hooks."""
 
     NOTHING = "nothing"
     """It has no units, or none that backward must help, and what it contains has some."""
-    GIVEN_BACK = "given back"
-    """It was a part, and its units are its host's now."""
+    MERGED = "given back"
+    """It was a part, and its units are its parent's now."""
     RESIDENT = "resident"
     """A single rank without casts: autograd works on the originals, and backward needs no help."""
     SHARDED = "sharded"
     """At least one unit is gathered, cast or reduced."""
 
 
-class Reached(enum.Enum):
-    """How far the backward that runs has come in a stage.
+class BackwardState(enum.Enum):
+    """How far the backward that runs has come in a module state.
 
     =========  ========  =========================================================
     from       to        by
     =========  ========  =========================================================
-    NOT_YET    INSIDE    ``pre_backward``: a gradient reaches one of its outputs
+    NOT_REACHED    INSIDE    ``pre_backward``: a gradient reaches one of its outputs
     INSIDE     FINISHED  ``finish``
     FINISHED   INSIDE    another gradient: of an earlier call, or a recomputation
-    any        NOT_YET   ``reset``: the backward ended, or was given up
+    any        NOT_REACHED   ``reset``: the backward ended, or was given up
     =========  ========  =========================================================
 
-    ``finish`` in NOT_YET takes part in a reduction for other ranks' sake, and changes nothing here; nor does it in
+    ``finish`` in NOT_REACHED takes part in a reduction for other ranks' sake, and changes nothing here; nor does it in
     FINISHED, where gradients came late.
     """
 
-    NOT_YET = "not yet"
+    NOT_REACHED = "not yet"
     """None of its outputs has a gradient."""
-    INSIDE = "inside"
+    PRE_BACKWARD = "pre-backward"
     """Its parameters are whole, and its gradients are being computed."""
-    FINISHED = "finished"
+    POST_BACKWARD = "post-backward"
     """Its parameters are released, and its gradients on their way."""
 
 
-class Stage:
+class ModuleState:
     """A module with hooks, and the units of the parameters that are its own.
 
     Usually one unit; more where parameters differ in dtype, or in whether they are trained. ``forward.py`` holds what
@@ -74,38 +74,38 @@ class Stage:
         output_cast: OutputCast | None = None,
         full_precision_in_eval: bool = False,
         signature: object = None,
-        host: Stage | None = None,
+        parent: ModuleState | None = None,
         reads_in_backward: bool = True,
     ) -> None:
-        """``host``: the stage that this one is a part of (``part.py``)."""
+        """``parent``: the module state that this one is a part of (``part.py``)."""
         self.name = name
         self.module = module
-        self.host = host
-        #: The module whose mode counts, and whose inputs and outputs are cast: a part's are its host's.
-        self.governing = module if host is None else host.module
+        self.parent = parent
+        #: The module whose mode counts, and whose inputs and outputs are cast: a part's are its parent's.
+        self.governing = module if parent is None else parent.module
         #: Whether its backward gathers. The same on every rank, whatever hooks come later on one of them.
         self.reads_in_backward = reads_in_backward
         self.step: Step | None = None
-        #: In which order stages are entered, and gathered ahead; the root's.
-        self.schedule: Schedule[Stage]
+        #: In which order module states are entered, and gathered ahead; the root's.
+        self.execution_order: ExecutionOrder[ModuleState]
         self.input_cast = input_cast
         self.output_cast = output_cast
         self.full_precision_in_eval = full_precision_in_eval
-        #: Stages of equal signature can share collectives.
+        #: Module states of equal signature can share collectives.
         self.signature = signature
         self.own(units)
         #: Forwards of it that run: more than one where it calls itself.
         self.entered = 0
-        #: What a backward does where a forward left the stage, and where it first entered it.
-        self.exit: Mark[Stage] = Mark(self, Act.GATHER)
-        self.entry: Mark[Stage] = Mark(self, Act.FINISH)
+        #: What a backward does where a forward left the module state, and where it first entered it.
+        self.exit: Point[ModuleState] = Point(self, BackwardAction.PRE_BACKWARD)
+        self.entry: Point[ModuleState] = Point(self, BackwardAction.POST_BACKWARD)
         #: What it does where checkpoints entered it, by number.
-        self._checkpointed: dict[tuple[Act, int], Mark[Stage]] = {}
+        self._checkpointed: dict[tuple[BackwardAction, int], Point[ModuleState]] = {}
         #: That of the forward that it was entered in last, and whether that was the first time in it.
-        self.itinerary: Itinerary[Stage] | None = None
+        self.forward_record: ForwardRecord[ModuleState] | None = None
         self.enters_first = True
-        #: Where on it the stage is finished: at its first entry, or at that of a checkpoint which differentiates alone.
-        self.finishes_at: Mark[Stage] = self.entry
+        #: Where on it the module state is finished: at its first entry, or at that of a checkpoint which differentiates alone.
+        self.finishes_at: Point[ModuleState] = self.entry
         #: Whether a checkpoint entered it in the forward that the backward goes back through.
         self.recomputed = False
         #: Its forwards inside a backward whose own is still to come (``backward.py``). Weak: a graph that was dropped
@@ -113,7 +113,7 @@ class Stage:
         self.recomputations: WeakSet[object] = WeakSet()
         #: Whether an output may bring a backward; until its gradients were taken.
         self.awaits_backward = False
-        self.reached = Reached.NOT_YET
+        self.backward_state = BackwardState.NOT_REACHED
         #: Whether the module was training in the forward that the backward goes back through.
         self.trained_in_forward = True
         #: Other ranks may have gradients for it where this one has none, so that it must reduce with them.
@@ -123,9 +123,9 @@ class Stage:
         """Hold ``units`` from now on, and no others."""
         self.units = tuple(units)
         if not self.units:
-            self.holds = Holds.NOTHING if self.host is None else Holds.GIVEN_BACK
+            self.kind = StateKind.NOTHING if self.parent is None else StateKind.MERGED
         else:
-            self.holds = Holds.RESIDENT if all(unit.resident for unit in self.units) else Holds.SHARDED
+            self.kind = StateKind.RESIDENT if all(unit.resident for unit in self.units) else StateKind.SHARDED
 
     def join(
         self,
@@ -157,14 +157,14 @@ class Stage:
         return self.step.rank
 
     @property
-    def is_part(self) -> bool:
-        """Whether its units are a part of what belongs to the stage around it."""
-        return self.host is not None and self.holds is not Holds.GIVEN_BACK
+    def is_split(self) -> bool:
+        """Whether its units are a part of what belongs to the module state around it."""
+        return self.parent is not None and self.kind is not StateKind.MERGED
 
     @property
     def in_backward(self) -> bool:
         """Whether a backward computes its gradients."""
-        return self.reached is Reached.INSIDE
+        return self.backward_state is BackwardState.PRE_BACKWARD
 
     @property
     def in_full_precision(self) -> bool:
@@ -176,11 +176,11 @@ class Stage:
         """Bytes of all units' gather buffers."""
         return sum(unit.gathered_nbytes for unit in self.units)
 
-    def mark_in(self, act: Act, checkpoint: int) -> Mark[Stage]:
-        """What a backward does where ``checkpoint``, by its number in the forward, entered the stage."""
+    def point_in(self, act: BackwardAction, checkpoint: int) -> Point[ModuleState]:
+        """What a backward does where ``checkpoint``, by its number in the forward, entered the module state."""
         found = self._checkpointed.get((act, checkpoint))
         if found is None:
-            found = self._checkpointed[act, checkpoint] = Mark(self, act, checkpoint)
+            found = self._checkpointed[act, checkpoint] = Point(self, act, checkpoint)
         return found
 
     def unshard(self) -> None:
@@ -209,12 +209,12 @@ class Stage:
 
         ``prefetches``: whether what comes next is gathered, too.
         """
-        if self.reached is Reached.INSIDE:
+        if self.backward_state is BackwardState.PRE_BACKWARD:
             for unit in self.units:
                 # This output may have been computed on another stream than the first.
                 unit.wait()
             return
-        self.reached = Reached.INSIDE
+        self.backward_state = BackwardState.PRE_BACKWARD
         for unit in self.units:
             unit.refuse_changes()
         if self.reads_in_backward:
@@ -227,17 +227,17 @@ class Stage:
             for observer in unit.observers:
                 observer.compute(unit.spec, True)
         if prefetches:
-            self.prefetch(self.schedule.enter_backward(self))
+            self.prefetch(self.execution_order.enter_backward(self))
 
     def pass_by(self) -> None:
         """Gather with the other ranks, whose backward may come by here where this one's went past."""
-        if self.reached is Reached.INSIDE:
+        if self.backward_state is BackwardState.PRE_BACKWARD:
             return
         if self.reads_in_backward:
             self.unshard()
-        self.prefetch(self.schedule.enter_backward(self))
+        self.prefetch(self.execution_order.enter_backward(self))
 
-    def prefetch(self, batches: Sequence[Sequence[Stage]]) -> None:
+    def prefetch(self, batches: Sequence[Sequence[ModuleState]]) -> None:
         """Gather what comes next in the backward."""
         unshard_ahead(batches)
 
@@ -246,10 +246,10 @@ class Stage:
         step = self.step
         assert step is not None
         self.recomputations.clear()
-        # Went past, while what is computed again for another stage may come by here.
-        keeps, self.recomputed = self.recomputed and self.reached is not Reached.INSIDE, False
-        if self.reached is Reached.INSIDE:
-            self.reached = Reached.FINISHED
+        # Went past, while what is computed again for another module state may come by here.
+        keeps, self.recomputed = self.recomputed and self.backward_state is not BackwardState.PRE_BACKWARD, False
+        if self.backward_state is BackwardState.PRE_BACKWARD:
+            self.backward_state = BackwardState.POST_BACKWARD
         self.awaits_backward = False
         owes, self.owes = self.owes, False
         reduced: list[tuple[Unit, list[torch.Tensor | None]]] = []
@@ -280,18 +280,18 @@ class Stage:
                 reduced.append((unit, gradients))
                 unit.reduced = True
             else:
-                unit.gradients.keep(gradients, step.lanes)
+                unit.gradients.keep(gradients, step.streams)
         if len(reduced) == 1:
             unit, gradients = reduced[0]
             unit.gradients.reduce(gradients, step.reducer)
         elif reduced:
             step.reducer.reduce_together(
-                [(unit.gradients.contribute(gradients, step.lanes), gradients) for unit, gradients in reduced]
+                [(unit.gradients.contribute(gradients, step.streams), gradients) for unit, gradients in reduced]
             )
 
     def catch_up(self) -> None:
         """Finish where a backward went past, or has ended."""
-        if self.reached is Reached.NOT_YET and any(unit.pending for unit in self.units):
+        if self.backward_state is BackwardState.NOT_REACHED and any(unit.pending for unit in self.units):
             self.refuse_back_door()
         self.finish()
 
@@ -299,7 +299,7 @@ class Stage:
         """Whether gradients arrived after ``finish``, or nothing finished it."""
         step = self.step
         assert step is not None
-        if self.reached is Reached.INSIDE:
+        if self.backward_state is BackwardState.PRE_BACKWARD:
             return True
         reduces = step.synchronises and step.accumulates
         return any((reduces and unit.gradients.unreduced) or (unit.trainable and unit.pending) for unit in self.units)
@@ -308,7 +308,7 @@ class Stage:
         """Back to the state between steps, whatever went wrong."""
         self.entered = 0
         self.recomputations.clear()
-        self.reached = Reached.NOT_YET
+        self.backward_state = BackwardState.NOT_REACHED
         self.awaits_backward = False
         self.owes = self.recomputed = False
         for unit in self.units:
@@ -382,48 +382,48 @@ def show_whole(units: Sequence[Unit], training: bool, *, recomputes: bool, kept:
             observer.compute(unit.spec, recomputes)
 
 
-def unshard_ahead(batches: Sequence[Sequence[Stage]]) -> None:
+def unshard_ahead(batches: Sequence[Sequence[ModuleState]]) -> None:
     """Issue the gathers of ``batches``, each as one communication."""
     for batch in batches:
         first = batch[0]
         if len(batch) == 1:
             first.unshard()
         elif any(unit.due for unit in first.units):
-            # A stage may come up twice in a batch.
-            units = dict.fromkeys(unit for stage in batch for unit in stage.units)
+            # A module state may come up twice in a batch.
+            units = dict.fromkeys(unit for module_state in batch for unit in module_state.units)
             unshard_together([unit for unit in units if unit.due])
 
 
-# A stage that no policy chose, and how it goes back to the one around it.
+# A module state that no policy chose, and how it goes back to the one around it.
 #
 # Which modules become parts, and why, stands in ``planning/parts.py``. A part must not change what a forward may do:
 # where another module computes with its parameters, the stand-ins under their names give it back, and from then on the
-# *host*, the stage that it was taken from, owns its units.
+# *parent*, the module state that it was taken from, owns its units.
 
 
-def lend(stage: Stage, host: Stage) -> None:
-    """Let the units of ``stage`` go back to ``host`` as soon as somebody else computes with them."""
-    for unit in stage.units:
-        unit.lender = partial(_give_back, stage, host)
+def lend(module_state: ModuleState, parent: ModuleState) -> None:
+    """Let the units of ``module_state`` go back to ``parent`` as soon as somebody else computes with them."""
+    for unit in module_state.units:
+        unit.lender = partial(_give_back, module_state, parent)
 
 
-def _give_back(stage: Stage, host: Stage, unit: Unit, parameter: str) -> None:
-    """Somebody else computes with ``parameter`` of ``unit``: from now on ``host`` owns all units of ``stage``.
+def _give_back(module_state: ModuleState, parent: ModuleState, unit: Unit, parameter: str) -> None:
+    """Somebody else computes with ``parameter`` of ``unit``: from now on ``parent`` owns all units of ``module_state``.
 
     Raises:
-        UnshardedUseError: outside of a forward and of a backward of the host.
+        UnshardedUseError: outside of a forward and of a backward of the parent.
     """
-    if not (host.entered or host.in_backward):
+    if not (parent.entered or parent.in_backward):
         raise UnshardedUseError(
             f"The parameter '{parameter}' was used while it is sharded, outside of the forward of "
-            f"'{host.label}' (rank {stage.rank}). Compute with it inside that forward, or name the "
+            f"'{parent.label}' (rank {module_state.rank}). Compute with it inside that forward, or name the "
             "method that does with polyshard.register_forward_method."
         )
-    moved = stage.units
-    stage.own(())
+    moved = module_state.units
+    module_state.own(())
     if moved:
-        host.own((*host.units, *moved))
-        show_whole(moved, host.module.training, recomputes=False)
+        parent.own((*parent.units, *moved))
+        show_whole(moved, parent.module.training, recomputes=False)
     else:
         # In backward, where autograd kept a stand-in.
         unit.unshard()

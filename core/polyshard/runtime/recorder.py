@@ -89,7 +89,7 @@ class Named(Protocol):
 
 
 class Sender(Protocol):
-    """What a recorder, and who watches it, needs of lanes. Asked from any thread."""
+    """What a recorder, and who watches it, needs of communication streams. Asked from any thread."""
 
     waiting: bool
     """Whether the host waits for other ranks."""

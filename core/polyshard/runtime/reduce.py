@@ -19,7 +19,7 @@ from ..planning.layout import FlatLayout, round_up
 from .gather import FlatBuffer
 from .peers import Audit
 from .recorder import Recorder
-from .streams import REDUCTIONS_ALIVE, Lanes, Reduction
+from .streams import REDUCTIONS_ALIVE, CommStreams, Reduction
 
 
 class Copies(NamedTuple):
@@ -304,7 +304,7 @@ class Contribution(NamedTuple):
     grid: RankGrid
     input: ReductionInput
     places: Sequence[object]
-    """Where the gradients were computed, as ``Lanes.here`` says."""
+    """Where the gradients were computed, as ``CommStreams.here`` says."""
     observers: tuple[Observer, ...]
     comm_hook: CommHook | None
     deliver: Callable[[torch.Tensor], None]
@@ -332,7 +332,7 @@ class Reducer:
 
     Args:
         limit: bytes that wait at most; 0 to send each reduction by itself.
-        lanes: what runs them beside compute.
+        communication streams: what runs them beside compute.
         audit: compares each unit's with the other ranks', in the first step; None where nothing is compared.
         recorder: told of each communication before it is announced.
         announce: called with what all ranks reduce next; None where they do not compare it.
@@ -341,13 +341,13 @@ class Reducer:
     def __init__(
         self,
         limit: int,
-        lanes: Lanes,
+        streams: CommStreams,
         *,
         audit: Audit | None = None,
         announce: Callable[[str], None] | None = None,
         recorder: Recorder,
     ) -> None:
-        self.lanes = lanes
+        self.streams = streams
         self.audit = audit
         grouped, merged = min(limit, thresholds.GROUPED_NBYTES), min(limit, thresholds.MERGED_NBYTES)
         #: Bytes up to which units that go that way are sent together.
@@ -375,7 +375,7 @@ class Reducer:
     def reduce(self, contribution: Contribution, gradients: list[torch.Tensor | None]) -> None:
         """Reduce ``gradients``, one a parameter or None, now or with those that follow.
 
-        All are issued after ``flush``, and delivered after ``Lanes.drain``.
+        All are issued after ``flush``, and delivered after ``CommStreams.drain``.
         """
         nbytes = contribution.input.nbytes
         way = Way.ALONE if contribution.comm_hook is not None else self.way_of(nbytes, contribution.grid)
@@ -417,7 +417,7 @@ class Reducer:
             if self.audit is not None:
                 what = each.spec.label, "reduce", input.layout.padded_numel, input.dtype
                 with self._recorder.during("comparison of a reduction", (each.spec,), True):
-                    self.lanes.meet(self.audit.agree, each.grid.world, *what)
+                    self.streams.meet(self.audit.agree, each.grid.world, *what)
         room = self.room[way]
         if self._waiting and (
             way is not self._way or self._nbytes + nbytes > room or self._waiting[0].goes_with != members[0].goes_with
@@ -439,27 +439,27 @@ class Reducer:
         if not members:
             return
         entry = self._recorder.issue("reduction", [each.spec for each in members], True)
-        with self._recorder.placing(entry), self.lanes.between(places):
+        with self._recorder.placing(entry), self.streams.between(places):
             if self._announce is not None:
                 names = ", ".join(each.spec.name or "(root)" for each in members)
-                self.lanes.meet(self._announce, "reduction of " + names)
+                self.streams.meet(self._announce, "reduction of " + names)
             merges = self._way is Way.MERGED and len(members) > 1
             launch = self._merge(members) if merges else self._group(members)
             # Inputs were given memory here, or where the first gradient in them was computed.
             deliver = partial(self._finish, launch, self._era)
-            self.lanes.reduce(Reduction(launch.start, deliver, launch.retire), places)
+            self.streams.reduce(Reduction(launch.start, deliver, launch.retire), places)
 
     def open(self, contribution: Contribution) -> None:
         """Give its input memory; to be called before ``reduce`` where gradients are computed in place."""
         self._make_room(contribution)
-        contribution.input.attach(contribution.grid, self.lanes.here())
+        contribution.input.attach(contribution.grid, self.streams.here())
 
     def forget(self) -> None:
         """Let reductions in flight end without a result."""
         self._era = object()
 
     def discard(self) -> None:
-        """Forget what waits, and what a reduction that failed left behind. To be called after ``Lanes.drain``."""
+        """Forget what waits, and what a reduction that failed left behind. To be called after ``CommStreams.drain``."""
         self._forget_waiting()
         for merged in self._merged.values():
             merged.release()
@@ -480,7 +480,7 @@ class Reducer:
         """Retire earlier reductions, so that one more may be issued."""
         for observer in contribution.observers:
             observer.wait(contribution.spec)
-        self.lanes.make_room(0 if contribution.input.travels else REDUCTIONS_ALIVE - 1)
+        self.streams.make_room(0 if contribution.input.travels else REDUCTIONS_ALIVE - 1)
         for observer in contribution.observers:
             observer.waited(contribution.spec)
 
@@ -526,7 +526,7 @@ class Reducer:
             merged = self._merged[inputs[0]] = Merged(inputs, members[0].grid.shard_size, clean=members[0].grid.blends)
         if merged.travels:
             # A backward came through these units twice: their memory serves one reduction at a time.
-            self.lanes.make_room(0)
+            self.streams.make_room(0)
         for each in members:
             self._make_room(each)
         copies = merged.collect()

@@ -14,18 +14,18 @@ from ..errors import PolyshardError, StateError, UnshardedUseError, UnsupportedE
 from ..events import Events
 from ..interfaces import Collectives, OffloadManager, PrecisionCaster
 from .budget import Budget
-from .guards import Registrations, Resting
-from .module_state import Holds, Stage
-from .order import Act, Itinerary, Mark, Schedule, Walk
+from .guards import IdleCallGuard, RegistrationGuard
+from .module_state import ModuleState, StateKind
+from .order import BackwardAction, BackwardOrder, ExecutionOrder, ForwardRecord, Point
 from .step import Phase, Step
-from .streams import Lanes
+from .streams import CommStreams
 from .unit import UnitState, refuse_escape
-from .used_parameters import Presence
+from .used_parameters import UsedParameters
 
 
-def root_of(stage: Stage) -> Root:
-    """What drives the model that ``stage`` is a part of."""
-    root = stage.step
+def root_of(module_state: ModuleState) -> Root:
+    """What drives the model that ``module_state`` is a part of."""
+    root = module_state.step
     assert isinstance(root, Root)
     return root
 
@@ -38,45 +38,45 @@ class EndsWithModel(Protocol):
 
 
 class Root(Step):
-    """The outermost of a model's sharded modules, and every stage inside it."""
+    """The outermost of a model's sharded modules, and every module state inside it."""
 
     def __init__(
         self,
         collectives: Collectives,
-        stages: Sequence[Stage],
-        lanes: Lanes,
-        schedule: Schedule[Stage],
+        module_states: Sequence[ModuleState],
+        streams: CommStreams,
+        execution_order: ExecutionOrder[ModuleState],
         events: Events,
         *,
         check_ranks: bool | Literal["always"],
     ) -> None:
-        super().__init__(collectives, lanes, schedule.batch_nbytes, check_ranks=check_ranks)
-        self.stages = tuple(stages)
-        #: Every unit, in module order, whichever stage it goes to later.
-        self.units = tuple(unit for stage in self.stages for unit in stage.units)
-        self.schedule = schedule
+        super().__init__(collectives, streams, execution_order.batch_nbytes, check_ranks=check_ranks)
+        self.module_states = tuple(module_states)
+        #: Every unit, in module order, whichever module state it goes to later.
+        self.units = tuple(unit for module_state in self.module_states for unit in module_state.units)
+        self.execution_order = execution_order
         self.events = events
         #: Decides which units are kept after forward; None where nothing is left to decide.
         self.budget: Budget | None = None
-        self._presence: Presence | None = None
+        self._used_parameters: UsedParameters | None = None
         #: Whether a flat parameter may have zeros in its gradient for want of one: see ``Gradients.unfilled``.
         self.unfilled = False
         # Whether the backward that was entered last may still end.
         self._goes_on: Callable[[], bool] = bool
         # Whether other ranks were told that it raised.
         self._told = False
-        self._walk: Walk[Stage] = Walk()
-        # The last itinerary of each inner stage that was called by itself, with gradients on, since the last backward.
-        self._apart: dict[object, Itinerary[Stage]] = {}
+        self._backward_order: BackwardOrder[ModuleState] = BackwardOrder()
+        # The last forward record of each inner module state that was called by itself, with gradients on, since the last backward.
+        self._apart: dict[object, ForwardRecord[ModuleState]] = {}
         self._followed = False
         # The thread that the forward runs in that began last.
         self._thread = 0
         #: Whether an optimizer changed parameters since that forward began, inside of it.
         self.outdated = False
         #: Knows what came into the model after it was sharded; None where nobody looks.
-        self.registrations: Registrations | None = None
+        self.registrations: RegistrationGuard | None = None
         #: Refuses calls that would compute with pieces between steps; None where nothing does.
-        self.rest: Resting | None = None
+        self.idle_guard: IdleCallGuard | None = None
         #: Collectives that were made for this model, to be closed with it, in this order on every rank.
         self.owned: tuple[Collectives, ...] = ()
         #: Whether state dicts of the model, and of its optimizers, are made whole by what drives it from outside.
@@ -88,15 +88,15 @@ class Root(Step):
         #: What ``checkpoint`` saved and loaded; it alone knows what that is.
         self.history: EndsWithModel | None = None
         self.recorder.when_failed = self._keep_memory
-        for stage in self.stages:
-            stage.step = self
-            stage.schedule = schedule
-            for unit in stage.units:
+        for module_state in self.module_states:
+            module_state.step = self
+            module_state.execution_order = execution_order
+            for unit in module_state.units:
                 unit.step = self
-        outermost = self.stages[0]
-        if outermost.holds is Holds.RESIDENT and any(each.holds is Holds.SHARDED for each in self.stages):
-            # A backward that reaches no other stage is noticed all the same: what no_sync left waits for its end.
-            outermost.holds = Holds.NOTHING
+        outermost = self.module_states[0]
+        if outermost.kind is StateKind.RESIDENT and any(each.kind is StateKind.SHARDED for each in self.module_states):
+            # A backward that reaches no other module state is noticed all the same: what no_sync left waits for its end.
+            outermost.kind = StateKind.NOTHING
         self._parking: tuple[OffloadManager, ...] = tuple(
             {id(u.offload): u.offload for u in self.units if u.parks}.values()
         )
@@ -124,20 +124,20 @@ class Root(Step):
             if not unit.prepared:
                 unit.prepare()
             unit.expire()
-        if self.rest is not None:
-            self.rest.leave()
+        if self.idle_guard is not None:
+            self.idle_guard.leave()
         self.phase = Phase.FORWARD
         self._thread = threading.get_ident()
         self.outdated = False
         self.active = outermost
-        self.itinerary = Itinerary(outermost)
+        self.forward_record = ForwardRecord(outermost)
         for unit in self.units:
             unit.hide()
         self.begin_gathers()
-        self.schedule.begin_forward()
+        self.execution_order.begin_forward()
         # Not where gathers begin: a CUDA graph that replays begins some, and measures nothing.
-        if self.lanes.stalls is not None:
-            self.lanes.stalls.begin_forward()
+        if self.streams.stalls is not None:
+            self.streams.stalls.begin_forward()
         for caster in self._encoding:
             caster.prepare([unit.spec for unit in self.units if unit.caster is caster], self.collectives)
         if self.events.active:
@@ -184,7 +184,7 @@ class Root(Step):
 
     def begin_gathers(self) -> None:
         """What is gathered from now on is gathered from the masters as they are now, whoever changed them."""
-        self.lanes.begin_forward()
+        self.streams.begin_forward()
         for offload in self._parking:
             offload.begin_forward()
 
@@ -195,19 +195,19 @@ class Root(Step):
         except UnshardedUseError:
             self.abandon()
             raise
-        if self.active is not self.stages[0]:
-            self._keep_apart(self.itinerary)
+        if self.active is not self.module_states[0]:
+            self._keep_apart(self.forward_record)
         self.active = None
         self.phase = Phase.IDLE
-        if self.rest is not None:
-            self.rest.enter()
-        self.schedule.end_forward()
+        if self.idle_guard is not None:
+            self.idle_guard.enter()
+        self.execution_order.end_forward()
         if self.audit is not None:
             self.audit.done = True
-        for stage in self.stages:
-            stage.left_forward()
-        if self.events.active and not any(stage.awaits_backward for stage in self.stages):
-            self.events.step_end(self.stages[0].module)
+        for module_state in self.module_states:
+            module_state.left_forward()
+        if self.events.active and not any(module_state.awaits_backward for module_state in self.module_states):
+            self.events.step_end(self.module_states[0].module)
 
     def refuse_escape(self, output: object) -> None:
         """Raise if ``output`` lies in memory of a unit.
@@ -231,8 +231,8 @@ class Root(Step):
         self._told = False
         self.accumulates = any(
             leaf.requires_grad and _torch_private.will_accumulate(leaf)
-            for stage in reversed(self.stages)
-            for unit in stage.units
+            for module_state in reversed(self.module_states)
+            for unit in module_state.units
             for leaf in unit.leaves
         )
         if self.accumulates:
@@ -260,8 +260,10 @@ class Root(Step):
 
     @property
     def active_label(self) -> str:
-        """The name, in messages, of the stage whose forward runs."""
-        return next((stage.label for stage in self.stages if stage is self.active), "(root)")
+        """The name, in messages, of the module state whose forward runs."""
+        return next(
+            (module_state.label for module_state in self.module_states if module_state is self.active), "(root)"
+        )
 
     @property
     def runs_here(self) -> bool:
@@ -271,7 +273,7 @@ class Root(Step):
     def end_inner_backward(self) -> None:
         """A backward ended in this thread, of whatever model: inside of the forward that runs, if one does.
 
-        What it left in parameters of stages that are entered came through no output, at which a stage would have
+        What it left in parameters of module states that are entered came through no output, at which a module state would have
         noticed it. Nothing else would take these gradients where no other backward follows, and a step of the optimizer
         inside of the forward would not find them.
 
@@ -296,131 +298,136 @@ class Root(Step):
         self.phase = Phase.BACKWARD
         self.accumulates = True
         # Ranks whose backward came through outputs follow it, too.
-        self._walk.begin(self.itinerary)
-        self.itinerary.walked = True
+        self._backward_order.begin(self.forward_record)
+        self.forward_record.followed = True
         self.end_backward()
 
-    def arrive(self, itinerary: Itinerary[Stage], mark: Mark[Stage]) -> bool:
-        """Do what comes before ``mark``, so that every rank does it here, whichever outputs this one used.
+    def arrive(self, forward_record: ForwardRecord[ModuleState], point: Point[ModuleState]) -> bool:
+        """Do what comes before ``point``, so that every rank does it here, whichever outputs this one used.
 
-        A forward that was called before the one that the backward leaves behind is next, and those of inner stages in
+        A forward that was called before the one that the backward leaves behind is next, and those of inner module states in
         between, whose outputs nobody used on this rank.
         """
-        walk = self._walk
-        if not walk.follows(itinerary):
-            self._follow(walk.rest())
-            if walk.begun:
+        backward_order = self._backward_order
+        if not backward_order.follows(forward_record):
+            self._follow(backward_order.rest())
+            if backward_order.begun:
                 self._turn()
-            for between in self._behind(itinerary):
+            for between in self._behind(forward_record):
                 self._go_through(between)
-            walk.begin(itinerary)
-            if itinerary.reentrant:
+            backward_order.begin(forward_record)
+            if forward_record.reentrant:
                 self.accumulate_reentrantly()
-            itinerary.walked |= self.accumulates
-        before = walk.until(itinerary, mark)
+            forward_record.followed |= self.accumulates
+        before = backward_order.until(forward_record, point)
         if before is None:
             return False
         if before:
             self._follow(before)
-        if mark.act is Act.FINISH:
-            mark.stage.owes = self.accumulates
+        if point.act is BackwardAction.POST_BACKWARD:
+            point.module_state.owes = self.accumulates
         return True
 
     def _turn(self) -> None:
         """A backward leaves one forward behind, and goes on with an earlier one."""
 
-    def _behind(self, itinerary: Itinerary[Stage]) -> list[Itinerary[Stage]]:
-        """What was called apart after ``itinerary``, from the last one on, and was not followed yet."""
-        found: list[Itinerary[Stage]] = []
-        if self.accumulates and itinerary in self._apart.values():
+    def _behind(self, forward_record: ForwardRecord[ModuleState]) -> list[ForwardRecord[ModuleState]]:
+        """What was called apart after ``forward_record``, from the last one on, and was not followed yet."""
+        found: list[ForwardRecord[ModuleState]] = []
+        if self.accumulates and forward_record in self._apart.values():
             for other in reversed(self._apart.values()):
-                if other is itinerary:
+                if other is forward_record:
                     break
-                if not other.walked:
+                if not other.followed:
                     found.append(other)
         return found
 
-    def _go_through(self, itinerary: Itinerary[Stage]) -> None:
-        itinerary.walked = True
-        self._walk.begin(itinerary)
-        self._follow(self._walk.rest())
+    def _go_through(self, forward_record: ForwardRecord[ModuleState]) -> None:
+        forward_record.followed = True
+        self._backward_order.begin(forward_record)
+        self._follow(self._backward_order.rest())
 
-    def _follow(self, marks: Sequence[Mark[Stage]]) -> None:
-        """Take part in what other ranks may do at ``marks``, where this one's backward went past."""
-        for mark in marks:
-            stage = mark.stage
-            if mark.act is Act.FINISH:
-                stage.owes = self.accumulates
-                stage.recomputed = self._walk.recomputes(stage)
-                stage.catch_up()
-            elif mark.act is Act.RECOMPUTE:
-                stage.unshard()
+    def _follow(self, points: Sequence[Point[ModuleState]]) -> None:
+        """Take part in what other ranks may do at ``points``, where this one's backward went past."""
+        for point in points:
+            module_state = point.module_state
+            if point.act is BackwardAction.POST_BACKWARD:
+                module_state.owes = self.accumulates
+                module_state.recomputed = self._backward_order.recomputes(module_state)
+                module_state.catch_up()
+            elif point.act is BackwardAction.RECOMPUTE:
+                module_state.unshard()
             else:
-                stage.pass_by()
+                module_state.pass_by()
 
-    def _keep_apart(self, itinerary: Itinerary[Stage]) -> None:
-        if itinerary.marks:
+    def _keep_apart(self, forward_record: ForwardRecord[ModuleState]) -> None:
+        if forward_record.points:
             if self._followed:
                 self._apart.clear()
                 self._followed = False
             # Behind those that came before.
-            self._apart.pop(itinerary.outermost, None)
-            self._apart[itinerary.outermost] = itinerary
+            self._apart.pop(forward_record.outermost, None)
+            self._apart[forward_record.outermost] = forward_record
 
     def end_backward(self) -> None:
         """All gradients of this backward have been accumulated."""
-        self._follow(self._walk.rest())
+        self._follow(self._backward_order.rest())
         if self.accumulates:
-            for itinerary in [each for each in reversed(self._apart.values()) if not each.walked]:
-                self._go_through(itinerary)
+            for forward_record in [each for each in reversed(self._apart.values()) if not each.followed]:
+                self._go_through(forward_record)
             self._followed = True
-        self._walk.end()
+        self._backward_order.end()
         # In one order on all ranks, whichever of them got gradients.
-        for stage in reversed(self.stages):
-            if stage.late():
-                stage.catch_up()
+        for module_state in reversed(self.module_states):
+            if module_state.late():
+                module_state.catch_up()
         self.reducer.flush()
-        presence = self._presence_of_gradients()
-        if presence is not None:
+        used_parameters = self._used_of_this_backward()
+        if used_parameters is not None:
             if self.announce is not None:
                 with self.recorder.during("end of a backward", backward=True):
-                    self.lanes.meet(self.announce, "end of a backward")
-            presence.exchange(self.lanes)
-        self.lanes.drain()
+                    self.streams.meet(self.announce, "end of a backward")
+            used_parameters.exchange(self.streams)
+        self.streams.drain()
         for offload in self._parking:
             offload.sync_for_step()
-        if presence is not None:
-            presence.settle()
-            self.unfilled = presence.unfilled
+        if used_parameters is not None:
+            used_parameters.settle()
+            self.unfilled = used_parameters.unfilled
         for unit in self.units:
             if unit.reduced:
                 unit.reduced = False
                 unit.gradients.end_backward()
-        for stage in self.stages:
-            if not stage.entered:
-                stage.reset()
-        self.schedule.end_backward()
+        for module_state in self.module_states:
+            if not module_state.entered:
+                module_state.reset()
+        self.execution_order.end_backward()
         if self.budget is not None and self.active is None and self.synchronises and self.accumulates:
-            stages = self.schedule.order
+            module_states = self.execution_order.order
             # The outermost module's units are kept whatever the budget, and so are those where forward turns. Keeping
             # an embedding would save no gather.
-            kept = (stages[0], self.schedule.turning)
-            order = [u for stage in stages if stage not in kept and stage.reads_in_backward for u in stage.units]
+            kept = (module_states[0], self.execution_order.turning)
+            order = [
+                u
+                for module_state in module_states
+                if module_state not in kept and module_state.reads_in_backward
+                for u in module_state.units
+            ]
             if self.budget.decide(self.units, order, self.collectives):
                 self.budget = None
         # A forward that differentiates inside itself goes on.
         self.phase = Phase.IDLE if self.active is None else Phase.FORWARD
         self.end_audit()
         if self.events.active:
-            self.events.step_end(self.stages[0].module)
+            self.events.step_end(self.module_states[0].module)
 
-    def _presence_of_gradients(self) -> Presence | None:
+    def _used_of_this_backward(self) -> UsedParameters | None:
         """What tells parameters that no rank used from those whose gradient is zero; None where nothing is reduced."""
         if not (self.synchronises and self.accumulates):
             return None
-        if self._presence is None:
-            self._presence = Presence(self.units, self.collectives)
-        return self._presence
+        if self._used_parameters is None:
+            self._used_parameters = UsedParameters(self.units, self.collectives)
+        return self._used_parameters
 
     def abandon(self) -> None:
         """Give up an unfinished forward or backward: release everything, drop its gradients.
@@ -433,16 +440,16 @@ class Root(Step):
             self.refuse_ended("A forward")
         self.active = None
         self.phase = Phase.IDLE if self.recorder.failure is None else Phase.FAILED
-        if self.rest is not None:
-            self.rest.enter()
-        self.schedule.end_backward()
-        self._walk.end()
+        if self.idle_guard is not None:
+            self.idle_guard.enter()
+        self.execution_order.end_backward()
+        self._backward_order.end()
         self.reducer.forget()
-        self.lanes.give_up()
+        self.streams.give_up()
         self.reducer.discard()
-        for stage in self.stages:
-            stage.reset()
-            for unit in stage.units:
+        for module_state in self.module_states:
+            module_state.reset()
+            for unit in module_state.units:
                 unit.reduced = False
                 unit.discard_gradients()
 
@@ -507,7 +514,7 @@ class Root(Step):
             self._release()
 
     def _release(self) -> None:
-        if self.lanes.here() is not None:
+        if self.streams.here() is not None:
             # What was issued must have run before its communicators end.
             torch.cuda.synchronize(self.collectives.device)
         self.phase = Phase.CLOSED

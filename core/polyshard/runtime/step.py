@@ -1,4 +1,4 @@
-"""What every stage and unit of one model shares while it steps."""
+"""What every module state and unit of one model shares while it steps."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from ..interfaces import Collectives
-from .order import Itinerary
+from .order import ForwardRecord
 from .peers import Audit
 from .recorder import Recorder
 from .reduce import Reducer
-from .streams import Lanes
+from .streams import CommStreams
 
 
 class Phase(enum.Enum):
@@ -44,21 +44,26 @@ class Phase(enum.Enum):
 
 
 class Step:
-    """Where a model stands in its step, and what its stages and units send by. The root of the model drives it."""
+    """Where a model stands in its step, and what its module states and units send by. The root of the model drives it."""
 
     def __init__(
-        self, collectives: Collectives, lanes: Lanes, batch_nbytes: int, *, check_ranks: bool | Literal["always"]
+        self,
+        collectives: Collectives,
+        streams: CommStreams,
+        batch_nbytes: int,
+        *,
+        check_ranks: bool | Literal["always"],
     ) -> None:
         """``batch_nbytes``: of reductions sent together, at most. ``check_ranks``: compare ranks' collectives, in the
         first step or always.
         """
         self.collectives = collectives
-        self.lanes = lanes
+        self.streams = streams
         self.phase = Phase.IDLE
-        #: The outermost stage, while its forward runs.
+        #: The outermost module state, while its forward runs.
         self.active: object | None = None
-        #: Which stages that forward, or the last one, entered and left with gradients on.
-        self.itinerary: Itinerary[Any] = Itinerary(None)
+        #: Which module states that forward, or the last one, entered and left with gradients on.
+        self.forward_record: ForwardRecord[Any] = ForwardRecord(None)
         #: Whether parameters may have come into the model that nobody reduces gradients of (``registrations.py``).
         self.registered = False
         #: Whether ``unsharded_parameters`` shows whole parameters now: modules then compute with these.
@@ -76,10 +81,10 @@ class Step:
         #: Called with what all ranks issue next; None where they do not compare it.
         self.announce = collectives.announce if check_ranks and collectives.capabilities.announces else None
         #: Remembers what was issued, and names it in errors.
-        self.recorder = lanes.recorder = Recorder(collectives.rank)
-        self.recorder.sender = lanes
+        self.recorder = streams.recorder = Recorder(collectives.rank)
+        self.recorder.sender = streams
         #: Issues the units' reductions, those of small ones together.
-        self.reducer = Reducer(batch_nbytes, lanes, audit=self.audit, announce=self.announce, recorder=self.recorder)
+        self.reducer = Reducer(batch_nbytes, streams, audit=self.audit, announce=self.announce, recorder=self.recorder)
 
     @property
     def rank(self) -> int:
@@ -96,14 +101,14 @@ class Step:
             if self.announce is not None:
                 for group in groups:
                     if group is not None:
-                        self.lanes.meet(group.announce, f"{operation}{told}")
+                        self.streams.meet(group.announce, f"{operation}{told}")
             yield
 
-    def use_lanes(self, lanes: Lanes) -> None:
-        """Send by ``lanes`` from now on."""
-        self.lanes = self.reducer.lanes = lanes
-        lanes.recorder = self.recorder
-        self.recorder.sender = lanes
+    def use_streams(self, streams: CommStreams) -> None:
+        """Send by ``streams`` from now on."""
+        self.streams = self.reducer.streams = streams
+        streams.recorder = self.recorder
+        self.recorder.sender = streams
 
     def end_audit(self) -> None:
         """Compare no more, unless always: what follows repeats what was compared."""

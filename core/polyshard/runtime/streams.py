@@ -35,7 +35,7 @@ class Times(NamedTuple):
 
 
 class Stalls(ABC):
-    """Measures from its construction to ``stop``. ``Lanes`` tell it of their waits meanwhile."""
+    """Measures from its construction to ``stop``. ``CommStreams`` tell it of their waits meanwhile."""
 
     def __init__(self) -> None:
         #: Forwards that began meanwhile. A step that a CUDA graph replays begins none, and its waits are not seen.
@@ -167,7 +167,7 @@ class Reduction(NamedTuple):
     """Lets go of its input."""
 
 
-class Lanes(ABC):
+class CommStreams(ABC):
     """Runs gathers and reductions beside compute. One instance serves all units of a root."""
 
     def __init__(self) -> None:
@@ -251,7 +251,7 @@ class Lanes(ABC):
         return _HERE
 
 
-class HostLanes(Lanes):
+class HostStreams(CommStreams):
     """For operations that run where they are issued, or on a backend's own threads until ``Work.wait``."""
 
     def __init__(self) -> None:
@@ -341,7 +341,7 @@ class HostLanes(Lanes):
         reduction.retire()
 
 
-class StreamLanes(Lanes):
+class CudaStreams(CommStreams):
     """For CUDA and stream-ordered collectives."""
 
     def __init__(self, device: torch.device) -> None:
@@ -524,11 +524,11 @@ def _joined(current: torch.cuda.Stream, others: Sequence[torch.cuda.Stream]) -> 
         stream.wait_stream(current)
 
 
-def lanes_for(collectives: Collectives) -> Lanes:
+def streams_for(collectives: Collectives) -> CommStreams:
     """What suits ``collectives``: streams where its operations are ordered by them."""
     if collectives.capabilities.stream_ordered and collectives.device.type == "cuda":
-        return StreamLanes(collectives.device)
-    return HostLanes()
+        return CudaStreams(collectives.device)
+    return HostStreams()
 
 
 @dataclass(eq=False, slots=True)

@@ -127,9 +127,9 @@ class Unit:
         self.bindings: Bindings
         #: Reduced in the backward that runs.
         self.reduced = False
-        #: Of a part: lets the stage around it take the unit over.
+        #: Of a part: lets the module state around it take the unit over.
         self.lender: Callable[[Unit, str], None] | None = None
-        #: Where it was used since its gather, as ``Lanes.here`` says: one place, unless the model computes on several
+        #: Where it was used since its gather, as ``CommStreams.here`` says: one place, unless the model computes on several
         #: streams.
         self.places: list[object] = []
         #: Gathered between steps because somebody asked for it: the next forward uses that gather, and makes no other.
@@ -356,7 +356,7 @@ class Unit:
 
     @property
     def source(self) -> torch.Tensor:
-        """The master on the device: a parked one is fetched. Called by lanes."""
+        """The master on the device: a parked one is fetched. Called by communication streams."""
         if not self.parks:
             return self.master
         source = torch.empty(self.layout.shard_numel, dtype=self.master.dtype, device=self.spec.device)
@@ -364,7 +364,7 @@ class Unit:
         return source
 
     def fetch(self) -> None:
-        """Write the own slice from a parked master. Called by lanes."""
+        """Write the own slice from a parked master. Called by communication streams."""
         self.offload.fetch(self.spec, self.master, self.buffer.own)
 
     @property
@@ -375,12 +375,12 @@ class Unit:
         return self.layout.padded_numel, self.buffer.dtype
 
     def filling(self) -> None:
-        """The gather starts at the present point of the current stream. Called by lanes."""
+        """The gather starts at the present point of the current stream. Called by communication streams."""
         for observer in self.observers:
             observer.unshard(self.spec)
 
     def fill(self) -> Work:
-        """Write the own slice and start the gather. Called by lanes, with the gather stream current."""
+        """Write the own slice and start the gather. Called by communication streams, with the gather stream current."""
         self.filling()
         shard = self.grid.shard
         if self.encoded is not None and shard is not None:
@@ -395,7 +395,7 @@ class Unit:
         return issued(shard.all_gather(self.buffer.flat, self.buffer.own), "all_gather", shard, self.name)
 
     def filled(self) -> None:
-        """The gather ends at the present point of the current stream. Called by lanes."""
+        """The gather ends at the present point of the current stream. Called by communication streams."""
         for observer in self.observers:
             observer.unsharded(self.spec)
 
@@ -412,20 +412,20 @@ class Unit:
     def wait(self) -> None:
         """Order compute after the gather. To be called wherever the unit is used."""
         assert self.step is not None
-        lanes = self.step.lanes
+        streams = self.step.streams
         if self.state is UnitState.GATHERING:
             for observer in self.observers:
                 observer.wait(self.spec)
-            lanes.arrive(self)
+            streams.arrive(self)
             if self.step.audit is not None:
                 self._compare_gathered(self.step.audit)
             for observer in self.observers:
                 observer.waited(self.spec)
             self.state = UnitState.UNSHARDED
-        here = lanes.here()
+        here = streams.here()
         if here not in self.places:
             if self.places and not self.permanent:
-                lanes.follow()
+                streams.follow()
             self.places.append(here)
 
     def _compare_gathered(self, audit: Audit) -> None:
@@ -459,7 +459,7 @@ class Unit:
         if self.permanent or self.state is UnitState.SHARDED:
             return
         assert self.step is not None
-        self.step.lanes.release(self)
+        self.step.streams.release(self)
         self.places.clear()
         self.state = UnitState.SHARDED
         self._expired = self.kept = False
@@ -525,7 +525,7 @@ class Unit:
 
 
 def unshard_due(units: Sequence[Unit]) -> None:
-    """Issue the gathers of those of ``units``, of one stage, that are due, as one communication."""
+    """Issue the gathers of those of ``units``, of one module state, that are due, as one communication."""
     if len(units) == 1:
         units[0].unshard()
         return
@@ -542,12 +542,12 @@ def unshard_together(units: Sequence[Unit]) -> None:
     try:
         if step.audit is not None:
             for unit in units:
-                step.lanes.meet(step.audit.agree, unit.grid.world, unit.name, "all_gather", *unit.gathered)
+                step.streams.meet(step.audit.agree, unit.grid.world, unit.name, "all_gather", *unit.gathered)
         shard = units[0].grid.shard
         if step.announce is not None and shard is not None:
             # Among those that gather: replicas may evaluate apart.
-            step.lanes.meet(shard.announce, "all_gather of " + ", ".join(unit.name for unit in units))
-        step.lanes.gather(units)
+            step.streams.meet(shard.announce, "all_gather of " + ", ".join(unit.name for unit in units))
+        step.streams.gather(units)
     except BaseException as error:
         if isinstance(error, CollectiveError):
             step.recorder.fail(error, entry)
@@ -560,7 +560,7 @@ def unshard_together(units: Sequence[Unit]) -> None:
         unit._issued()
 
 
-def refuse_escape(units: Sequence[Unit], output: Any, stage: str) -> None:
+def refuse_escape(units: Sequence[Unit], output: Any, module_state: str) -> None:
     """Raise if ``output`` lies in memory of ``units`` that is about to be released: reading it then is a crash.
 
     Raises:
@@ -576,7 +576,7 @@ def refuse_escape(units: Sequence[Unit], output: Any, stage: str) -> None:
         for unit in held:
             if tensor.device == unit.buffer.flat.device and tensor.numel() and unit.buffer.holds(tensor):
                 raise UnshardedUseError(
-                    f"The forward of '{stage or '(root)'}' returned memory of the parameter '{_owner(unit, tensor)}' "
+                    f"The forward of '{module_state or '(root)'}' returned memory of the parameter '{_owner(unit, tensor)}' "
                     f"on rank {unit.grid.world.rank}, which is released when the forward ends. Return a clone, or "
                     "compute with it inside the forward."
                 )

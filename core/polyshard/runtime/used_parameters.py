@@ -17,11 +17,11 @@ from itertools import accumulate
 import torch
 
 from ..interfaces import Collectives, ReduceOp
-from .streams import Lanes, Reduction
+from .streams import CommStreams, Reduction
 from .unit import Unit
 
 
-class Presence:
+class UsedParameters:
     """Counts, for each parameter of ``units``, the ranks that had a gradient."""
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives) -> None:
@@ -35,7 +35,7 @@ class Presence:
         self.unfilled = False
         self._missed: list[tuple[Unit, int, frozenset[int]]] = []
 
-    def exchange(self, lanes: Lanes) -> None:
+    def exchange(self, streams: CommStreams) -> None:
         """Issue the sum; to be called on every rank, behind a backward's last reduction."""
         self._missed = [
             (unit, place, unit.gradients.missed)
@@ -53,10 +53,10 @@ class Presence:
             counts.index_fill_(0, torch.tensor(absent, device=counts.device), 0.0)
         if self._exchanges:
             total = partial(self._collectives.all_reduce, counts, op=ReduceOp.SUM)
-            lanes.reduce(Reduction(total, _nothing, _nothing), ())
+            streams.reduce(Reduction(total, _nothing, _nothing), ())
 
     def settle(self) -> None:
-        """Take away gradients that no rank had a part in; to be called behind ``Lanes.drain``.
+        """Take away gradients that no rank had a part in; to be called behind ``CommStreams.drain``.
 
         Inside the capture of a CUDA graph nothing can be read: what the last step before it found holds for the graph.
         """

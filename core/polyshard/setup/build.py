@@ -19,17 +19,17 @@ from ..planning.answers import refuse_shared_memory
 from ..planning.draft import Draft
 from ..planning.groups import RankGrid
 from ..planning.layout import FlatLayout
-from ..planning.plan import STAGE_ATTRIBUTE, ManagedParameter, PlannedStage, modules_in, names_in
-from ..runtime.bindings import LendingParameters
+from ..planning.plan import MODULE_STATE_ATTRIBUTE, ManagedParameter, PlannedModule, modules_in, names_in
+from ..runtime.bindings import LazyParameters
 from ..runtime.budget import Budget, CudaMemory, PlannedMemory
-from ..runtime.guards import Registrations, Resting, refuse_copies
+from ..runtime.guards import IdleCallGuard, RegistrationGuard, refuse_copies
 from ..runtime.hooks import Forward
-from ..runtime.module_state import Stage, lend
-from ..runtime.order import Schedule
+from ..runtime.module_state import ModuleState, lend
+from ..runtime.order import ExecutionOrder
 from ..runtime.peers import peers_of
 from ..runtime.recorder import Watch
 from ..runtime.root import Root
-from ..runtime.streams import lanes_for
+from ..runtime.streams import streams_for
 from ..runtime.unit import Reshard, Unit
 from .materialize import Initializer, materialize, place_buffers, remember, try_codecs
 from .materialize import park as park_one
@@ -77,7 +77,7 @@ def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def park(draft: Draft, masters: list[torch.Tensor] | None, grid: RankGrid, device: torch.device) -> list[torch.Tensor]:
-    """The masters of one stage of which units are parked: those where their manager has them; the model stays as it is.
+    """The masters of one module state of which units are parked: those where their manager has them; the model stays as it is.
 
     ``masters``: emptied; None where the parameters hold the values.
 
@@ -88,31 +88,31 @@ def park(draft: Draft, masters: list[torch.Tensor] | None, grid: RankGrid, devic
         # Let go of one by one: the manager makes its own copy of each.
         masters.reverse()
     placed = []
-    for unit, group in zip(draft.units, draft.stage.groups, strict=True):
+    for unit, group in zip(draft.units, draft.module_state.groups, strict=True):
         shard = masters.pop() if masters is not None else _cut(group, unit.layout, grid, device)
         placed.append(park_one(draft.offload, unit, shard, grid.world.rank) if unit.parked else shard)
     return placed
 
 
 def cut(draft: Draft, grid: RankGrid, device: torch.device) -> list[torch.Tensor]:
-    """This rank's elements of the parameters of one stage, copied to ``device``; the parameters stay as they are."""
-    pairs = zip(draft.stage.groups, draft.units, strict=True)
+    """This rank's elements of the parameters of one module state, copied to ``device``; the parameters stay as they are."""
+    pairs = zip(draft.module_state.groups, draft.units, strict=True)
     return [_cut(group, unit.layout, grid, device) for group, unit in pairs]
 
 
 def build_units(
     draft: Draft, masters: list[torch.Tensor], grid: RankGrid, device: torch.device, reshard: Reshard
 ) -> list[Unit]:
-    """The units of one stage: its parameters become views of ``masters`` (emptied), and what they held is let go of."""
-    if draft.stage.host is not None:
+    """The units of one module state: its parameters become views of ``masters`` (emptied), and what they held is let go of."""
+    if draft.module_state.parent is not None:
         for module in draft.modules:
-            module.__dict__["_parameters"] = LendingParameters(module._parameters)
+            module.__dict__["_parameters"] = LazyParameters(module._parameters)
     recurrent = [module for module in draft.modules if isinstance(module, nn.RNNBase)]
     for module in recurrent:
         _torch_private.drop_rnn_references(module)
     masters.reverse()
     units = []
-    for drafted, group in zip(draft.units, draft.stage.groups, strict=True):
+    for drafted, group in zip(draft.units, draft.module_state.groups, strict=True):
         unit = Unit(
             drafted.spec,
             drafted.layout,
@@ -169,7 +169,7 @@ class Blueprint:
     """Whether the collectives were constructed for this model, and are closed with it."""
 
 
-#: Masters that are made before the model changes, by stage name: materialised, or parked.
+#: Masters that are made before the model changes, by module state name: materialised, or parked.
 Masters = dict[str, list[torch.Tensor]]
 
 
@@ -192,7 +192,7 @@ def prepare(blueprint: Blueprint, grid: RankGrid) -> tuple[Masters, Callable[[],
         )
         for draft in drafts:
             if draft.parks:
-                masters[draft.stage.name] = park(draft, masters.pop(draft.stage.name, None), grid, device)
+                masters[draft.module_state.name] = park(draft, masters.pop(draft.module_state.name, None), grid, device)
         try_codecs(drafts, grid.world, grid.shard_size)
         refuse_shared_memory(_parked(blueprint, masters), grid.world.rank)
     except BaseException:
@@ -207,12 +207,12 @@ def _parked(
     """All masters of the model that managers park, those of modules that are sharded already too."""
     for draft in blueprint.drafts:
         if draft.parks:
-            for unit, master in zip(draft.units, masters[draft.stage.name], strict=True):
+            for unit, master in zip(draft.units, masters[draft.module_state.name], strict=True):
                 if unit.parked:
                     yield draft.offload, unit.spec, master
     for inner in blueprint.module.modules():
-        if STAGE_ATTRIBUTE in inner.__dict__:
-            for unit in inner.__dict__[STAGE_ATTRIBUTE].units:
+        if MODULE_STATE_ATTRIBUTE in inner.__dict__:
+            for unit in inner.__dict__[MODULE_STATE_ATTRIBUTE].units:
                 if unit.parks:
                     yield unit.offload, unit.spec, unit.master
 
@@ -226,15 +226,15 @@ def build(blueprint: Blueprint, grid: RankGrid, masters: Masters) -> Root:
     cuts = False
     device = blueprint.device
     try:
-        made: dict[nn.Module, Stage] = {}
+        made: dict[nn.Module, ModuleState] = {}
         for draft in blueprint.drafts:
-            plan = draft.stage
+            plan = draft.module_state
             own = masters.pop(plan.name, None)
             if own is None:
                 own = cut(draft, grid, device)
             cuts = True
             units = build_units(draft, own, grid, device, _reshards(blueprint, plan))
-            made[plan.module] = Stage(
+            made[plan.module] = ModuleState(
                 plan.name,
                 plan.module,
                 units,
@@ -242,11 +242,11 @@ def build(blueprint: Blueprint, grid: RankGrid, masters: Masters) -> Root:
                 output_cast=draft.output_cast,
                 full_precision_in_eval=draft.full_precision_in_eval,
                 signature=blueprint.signature,
-                host=None if plan.host is None else made[plan.host],
+                parent=None if plan.parent is None else made[plan.parent],
                 reads_in_backward=draft.reads_in_backward,
             )
-            if plan.host is not None:
-                lend(made[plan.module], made[plan.host])
+            if plan.parent is not None:
+                lend(made[plan.module], made[plan.parent])
         root = _join(blueprint, grid, made)
         if blueprint.events.active:
             blueprint.events.after_shard(blueprint.module)
@@ -268,31 +268,38 @@ def close_groups(blueprint: Blueprint, grid: RankGrid) -> None:
         collectives.close()
 
 
-def _join(blueprint: Blueprint, grid: RankGrid, made: Mapping[nn.Module, Stage]) -> Root:
-    """The root of the stages that were ``made``, and of those inside the model that were there before."""
+def _join(blueprint: Blueprint, grid: RankGrid, made: Mapping[nn.Module, ModuleState]) -> Root:
+    """The root of the module states that were ``made``, and of those inside the model that were there before."""
     config = blueprint.config
-    lanes = lanes_for(grid.world)
-    stages = []
+    streams = streams_for(grid.world)
+    module_states = []
     names_of = names_in(blueprint.module)
     for name, inner in blueprint.module.named_modules():
         if inner in made:
-            stages.append(made[inner])
-        elif STAGE_ATTRIBUTE in inner.__dict__:
-            there: Stage = inner.__dict__[STAGE_ATTRIBUTE]
+            module_states.append(made[inner])
+        elif MODULE_STATE_ATTRIBUTE in inner.__dict__:
+            there: ModuleState = inner.__dict__[MODULE_STATE_ATTRIBUTE]
             there.join(name, grid if there.signature == blueprint.signature else None, names_of)
-            stages.append(there)
-    # A root takes the stages from the inner ones.
-    inner = dict.fromkeys(each for stage in stages if isinstance(stage.step, Root) for each in stage.step.owned)
+            module_states.append(there)
+    # A root takes the module states from the inner ones.
+    inner = dict.fromkeys(
+        each
+        for module_state in module_states
+        if isinstance(module_state.step, Root)
+        for each in module_state.step.owned
+    )
     owned = (*inner, *_groups(blueprint, grid))
-    inner_roots = dict.fromkeys(stage.step for stage in stages if isinstance(stage.step, Root))
+    inner_roots = dict.fromkeys(
+        module_state.step for module_state in module_states if isinstance(module_state.step, Root)
+    )
     for inner_root in inner_roots:
-        if inner_root.rest is not None:
-            inner_root.rest.leave()
+        if inner_root.idle_guard is not None:
+            inner_root.idle_guard.leave()
     root = Root(
         grid.world,
-        stages,
-        lanes,
-        Schedule(config.forward_prefetch, config.backward_prefetch, config.batch_nbytes),
+        module_states,
+        streams,
+        ExecutionOrder(config.forward_prefetch, config.backward_prefetch, config.batch_nbytes),
         blueprint.events,
         check_ranks=config.check_ranks,
     )
@@ -306,13 +313,13 @@ def _join(blueprint: Blueprint, grid: RankGrid, made: Mapping[nn.Module, Stage])
         meter = CudaMemory(blueprint.device) if blueprint.device.type == "cuda" else planned
         root.budget = Budget(config.memory_budget, meter)
     root.owned = owned
-    for module, stage in made.items():
-        Forward(stage).attach()
-        module.__dict__[STAGE_ATTRIBUTE] = stage
-    refuse_copies(unit for stage in made.values() for unit in stage.units)
-    root.rest = Resting(root, stages)
+    for module, module_state in made.items():
+        Forward(module_state).attach()
+        module.__dict__[MODULE_STATE_ATTRIBUTE] = module_state
+    refuse_copies(unit for module_state in made.values() for unit in module_state.units)
+    root.idle_guard = IdleCallGuard(root, module_states)
     known = [each.registrations for each in inner_roots if each.registrations is not None]
-    root.registrations = Registrations(root, stages, blueprint.ignored_modules, known)
+    root.registrations = RegistrationGuard(root, module_states, blueprint.ignored_modules, known)
     return root
 
 
@@ -326,17 +333,17 @@ def _whole_shapes(blueprint: Blueprint) -> dict[nn.Parameter, tuple[int, ...]]:
     shapes = {
         parameter.original: tuple(parameter.original.shape)
         for draft in blueprint.drafts
-        for group in draft.stage.groups
+        for group in draft.module_state.groups
         for parameter in group
     }
     for inner in blueprint.module.modules():
-        if STAGE_ATTRIBUTE in inner.__dict__:
-            for unit in inner.__dict__[STAGE_ATTRIBUTE].units:
+        if MODULE_STATE_ATTRIBUTE in inner.__dict__:
+            for unit in inner.__dict__[MODULE_STATE_ATTRIBUTE].units:
                 shapes.update({p.original: s.shape for p, s in zip(unit.parameters, unit.layout.slots, strict=True)})
     return shapes
 
 
-def _reshards(blueprint: Blueprint, plan: PlannedStage) -> Reshard:
+def _reshards(blueprint: Blueprint, plan: PlannedModule) -> Reshard:
     override = plan.overrides.get("reshard_after_forward", blueprint.config.reshard_after_forward)
     if isinstance(override, bool):
         return Reshard.ALWAYS if override else Reshard.NEVER

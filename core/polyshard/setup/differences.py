@@ -167,10 +167,10 @@ def kind_of(collectives: Collectives) -> list[Any]:
 
 
 def rows_of(draft: Draft, overrides: list[Any]) -> list[list[Any]]:
-    """What ranks compare of a stage: settings of its own, and for each unit dtypes, wire, parameters and layout."""
+    """What ranks compare of a module state: settings of its own, and for each unit dtypes, wire, parameters and layout."""
     gathers = "gathered in backward" if draft.reads_in_backward else "not gathered in backward"
-    rows: list[list[Any]] = [[f"'{draft.stage.name or '(root)'}'", overrides, str(draft.buffer_dtype), gathers]]
-    for unit, group in zip(draft.units, draft.stage.groups, strict=True):
+    rows: list[list[Any]] = [[f"'{draft.module_state.name or '(root)'}'", overrides, str(draft.buffer_dtype), gathers]]
+    for unit, group in zip(draft.units, draft.module_state.groups, strict=True):
         title = f"unit '{unit.spec.label}'"
         dtypes = [str(getattr(unit.dtypes, field.name)) for field in dataclasses.fields(unit.dtypes)]
         travels = ["bytes on the wire", unit.wire and unit.wire.nbytes_per_rank]

@@ -1,4 +1,4 @@
-"""Values for meta parameters and buffers: whole, one stage at a time, and then only this rank's part of them."""
+"""Values for meta parameters and buffers: whole, one module state at a time, and then only this rank's part of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..planning.answers import place, plugin_name
 from ..planning.draft import Draft, DraftedUnit
 from ..planning.groups import RankGrid
 from ..planning.layout import round_up
-from ..planning.plan import PlannedStage
+from ..planning.plan import PlannedModule
 from ..planning.values import send_from_first
 from ..runtime.gather import view_of
 
@@ -23,7 +23,7 @@ Initializer = Callable[[nn.Module], None]
 
 
 def refuse_uninitializable(
-    stages: Iterable[PlannedStage], modules: Mapping[nn.Module, str], initializer: Initializer | None, rank: int
+    module_states: Iterable[PlannedModule], modules: Mapping[nn.Module, str], initializer: Initializer | None, rank: int
 ) -> None:
     """Raise if a module that holds meta parameters or buffers could not be initialised. ``modules``: with their names.
 
@@ -34,8 +34,8 @@ def refuse_uninitializable(
         return
     held = [
         (parameter.names[0], module)
-        for stage in stages
-        for group in stage.groups
+        for module_state in module_states
+        for group in module_state.groups
         for parameter in group
         if parameter.original.is_meta
         for module, _ in parameter.sites
@@ -72,7 +72,7 @@ def remember(drafts: Sequence[Draft], device: torch.device) -> Callable[[], None
         if any(is_meta(buffer) for buffer in module._buffers.values())
     }
     for draft in drafts:
-        for group in draft.stage.groups:
+        for group in draft.module_state.groups:
             for parameter in group:
                 if parameter.original.is_meta:
                     hollow.update(dict.fromkeys(module for module, _ in parameter.sites))
@@ -112,12 +112,12 @@ def materialize(
     *,
     from_first: bool = False,
 ) -> dict[str, list[torch.Tensor]]:
-    """The masters of every stage that holds meta parameters, by stage name; meta buffers are filled in place.
+    """The masters of every module state that holds meta parameters, by module state name; meta buffers are filled in place.
 
-    ``from_first``: all ranks take rank 0's values of parameters and buffers, stage by stage, also of those that are not
+    ``from_first``: all ranks take rank 0's values of parameters and buffers, module state by module state, also of those that are not
     on the meta device, which are overwritten in place.
 
-    Memory on ``device`` peaks at the masters and one whole stage: all stages are initialised in the same memory, so
+    Memory on ``device`` peaks at the masters and one whole module state: all module states are initialised in the same memory, so
     that none of it is left behind as holes between the masters.
     """
     hollow = [draft for draft in drafts if draft.has_meta_parameters]
@@ -131,7 +131,7 @@ def materialize(
                 _fill(draft, flats, device, initializer, whole_shapes)
                 if from_first:
                     send_from_first(_wholes(draft, flats), grid.world, device)
-                masters[draft.stage.name] = [
+                masters[draft.module_state.name] = [
                     flat
                     if grid.shard is None
                     else flat.narrow(0, grid.shard_rank * layout.shard_numel, layout.shard_numel).clone()
@@ -143,7 +143,7 @@ def materialize(
                         place_buffers(module, device, None)
                         _initialize(module, set(), initializer, whole_shapes)
                 if from_first:
-                    originals = [parameter.original for group in draft.stage.groups for parameter in group]
+                    originals = [parameter.original for group in draft.module_state.groups for parameter in group]
                     send_from_first(originals, grid.world, device)
             if from_first:
                 buffers = [buffer for module in draft.modules for buffer in module._buffers.values()]
@@ -189,7 +189,7 @@ def _fill(
     fresh = {module: None for module in draft.modules if any(is_meta(buffer) for buffer in module._buffers.values())}
     held: list[tuple[nn.Module, str, nn.Parameter]] = []
     wholes: list[tuple[nn.Module, str, nn.Parameter]] = []
-    for group, unit, flat in zip(draft.stage.groups, draft.units, flats, strict=True):
+    for group, unit, flat in zip(draft.module_state.groups, draft.units, flats, strict=True):
         for parameter, slot in zip(group, unit.layout.slots, strict=True):
             original = parameter.original
             whole = nn.Parameter(
@@ -224,7 +224,7 @@ def _initialize(
     initializer: Initializer | None,
     whole_shapes: Mapping[nn.Parameter, tuple[int, ...]],
 ) -> None:
-    # A parameter of the module that belongs to another stage is sharded already, or not there yet: initialising must
+    # A parameter of the module that belongs to another module state is sharded already, or not there yet: initialising must
     # see its shape and not touch its values.
     others = {
         key: parameter

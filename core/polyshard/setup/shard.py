@@ -23,14 +23,14 @@ from ..errors import AlreadyShardedError, ConfigError, ParameterError, RankMisma
 from ..functions.lookup import live_roots
 from ..interfaces import Collectives, Group, OffloadManager, PluginContext, PolicyContext, PrecisionCaster
 from ..planning.answers import leaves_alone, refuse_unable
-from ..planning.draft import Draft, decide_parking, draft_stage
+from ..planning.draft import Draft, decide_parking, draft_module_state
 from ..planning.groups import RankGrid, rank_lists_for, strategy_for, subgroup
 from ..planning.layout import NamedLayout
 from ..planning.plan import (
-    STAGE_ATTRIBUTE,
-    PlannedStage,
+    MODULE_STATE_ATTRIBUTE,
+    PlannedModule,
     parameters_to_shard,
-    plan_stages,
+    plan_module_states,
     refuse_sharded,
     refuse_unshardable,
 )
@@ -181,7 +181,7 @@ _PLUGINS_ATTRIBUTE = "_polyshard_plugins"
 
 def _remember(module: nn.Module, plugins: ChosenPlugins, drafted: Sequence[Drafted]) -> None:
     found = [catalog.used(each) for each in plugins.used]
-    found += [catalog.used(own, each.draft.stage.name) for each in drafted for own in each.overrides.values()]
+    found += [catalog.used(own, each.draft.module_state.name) for each in drafted for own in each.overrides.values()]
     module.__dict__[_PLUGINS_ATTRIBUTE] = tuple(found)
 
 
@@ -214,18 +214,18 @@ def _together(config: ShardConfig, collectives: Collectives, process_group: Any 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """The stages of a request, the root's first."""
+    """The module states of a request, the root's first."""
 
-    stages: list[PlannedStage]
+    module_states: list[PlannedModule]
     modules: list[list[nn.Module]]
-    """For each stage, the modules inside it that no inner stage owns."""
+    """For each module state, the modules inside it that no inner module state owns."""
 
 
 def _plan(request: Request, plugins: ChosenPlugins, shards: int) -> _Planned:
     module, rank = request.module, plugins.collectives.rank
     refuse_broken(module, "shard()")
     if request.composes:
-        if STAGE_ATTRIBUTE in module.__dict__:
+        if MODULE_STATE_ATTRIBUTE in module.__dict__:
             refuse_sharded(module, rank)
     else:
         refuse_sharded(module, rank)
@@ -249,7 +249,7 @@ def _plan(request: Request, plugins: ChosenPlugins, shards: int) -> _Planned:
             if inner not in chosen and inner is not module and leaves_alone(plugins.caster, inner, name, rank)
         }
         chosen = {**chosen, **alone}
-    planned = plan_stages(
+    planned = plan_module_states(
         module,
         chosen,
         ignored_modules=request.ignored_modules,
@@ -283,9 +283,9 @@ def _refuse_pieces(request: Request, rank: int) -> None:
     for name, found in zip(named.values(), live_roots.find(list(named)), strict=True):
         if found is None or found.slot is None:
             continue
-        holder = found.root.stages[0].module
+        holder = found.root.module_states[0].module
         if holder in inside:
-            # ``plan_stages`` refuses it.
+            # ``plan_module_states`` refuses it.
             continue
         there = f"'{found.unit.parameters[found.slot].names[0]}' of {type(holder).__name__}"
         if module in set(holder.modules()):
@@ -302,7 +302,7 @@ def _refuse_pieces(request: Request, rank: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """A stage laid out."""
+    """A module state laid out."""
 
     draft: Draft
     overrides: dict[str, catalog.Constructed[Any]]
@@ -312,7 +312,7 @@ class Drafted:
 
     def rows(self) -> list[list[Any]]:
         """What ranks compare of it."""
-        releases = ["reshard_after_forward", self.draft.stage.overrides.get("reshard_after_forward")]
+        releases = ["reshard_after_forward", self.draft.module_state.overrides.get("reshard_after_forward")]
         return rows_of(self.draft, [releases, *self.fingerprints])
 
 
@@ -324,11 +324,11 @@ def _draft(request: Request, plugins: ChosenPlugins, planned: _Planned, shards: 
     rank, device = plugins.collectives.rank, plugins.context.device
     drafted = []
     travelled: dict[torch.dtype, int] = {}
-    for stage, modules in zip(planned.stages, planned.modules, strict=True):
+    for module_state, modules in zip(planned.module_states, planned.modules, strict=True):
         own = {
-            key: plugins.override(group, stage.overrides[key])
+            key: plugins.override(group, module_state.overrides[key])
             for key, group in _OVERRIDDEN.items()
-            if key in stage.overrides
+            if key in module_state.overrides
         }
         caster: PrecisionCaster = own["precision"].instance if "precision" in own else plugins.caster
         offload: OffloadManager = own["offload"].instance if "offload" in own else plugins.offload
@@ -337,8 +337,8 @@ def _draft(request: Request, plugins: ChosenPlugins, planned: _Planned, shards: 
             layout = NamedLayout(own["layout"].instance, own["layout"].resolved.described)
         refuse_unable(caster, rank)
         refuse_unable(offload, rank)
-        draft = draft_stage(
-            stage,
+        draft = draft_module_state(
+            module_state,
             modules,
             shards,
             device,
@@ -347,7 +347,7 @@ def _draft(request: Request, plugins: ChosenPlugins, planned: _Planned, shards: 
             layout,
             plugins.events,
             travelled,
-            is_root=stage.governing is request.module,
+            is_root=module_state.governing is request.module,
             rank=rank,
         )
         drafted.append(Drafted(draft, own, tuple(map(catalog.fingerprint, own.values()))))
@@ -356,7 +356,7 @@ def _draft(request: Request, plugins: ChosenPlugins, planned: _Planned, shards: 
 
 
 def draft_module(request: Request, plugins: ChosenPlugins, strategy: Strategy, shards: int) -> tuple[Drafted, ...]:
-    """What the stages of ``request`` would be, laid out for so many ``shards``, the root's first. Changes nothing, and
+    """What the module states of ``request`` would be, laid out for so many ``shards``, the root's first. Changes nothing, and
     takes no memory; raises what sharding would before ranks speak to each other.
     """
     planned = _plan(request, plugins, shards)
@@ -364,9 +364,9 @@ def draft_module(request: Request, plugins: ChosenPlugins, strategy: Strategy, s
     return _draft(request, plugins, planned, shards)
 
 
-def _refuse_irreducible(planned: list[PlannedStage], collectives: Collectives) -> None:
-    for stage in planned:
-        for group in stage.groups:
+def _refuse_irreducible(planned: list[PlannedModule], collectives: Collectives) -> None:
+    for module_state in planned:
+        for group in module_state.groups:
             dtype = group[0].original.dtype
             trained = group[0].original.requires_grad and collectives.world_size > 1
             if trained and dtype.is_complex and dtype not in collectives.capabilities.dtypes:
@@ -393,7 +393,9 @@ def _tell_unreduced(request: Request, planned: _Planned, collectives: Collective
         return
     if collectives.rank > 0 or collectives.world_size == 1 or not collectives.capabilities.can_communicate:
         return
-    managed = {each.original for stage in planned.stages for group in stage.groups for each in group}
+    managed = {
+        each.original for module_state in planned.module_states for group in module_state.groups for each in group
+    }
     names = [
         name
         for name, parameter in request.module.named_parameters()
@@ -422,23 +424,25 @@ def _values(request: Request, planned: _Planned, collectives: Collectives) -> li
     config = request.config
     if not _compares(config, collectives):
         return []
-    found = described_values(planned.stages, compare=not config.sync_module_states)
+    found = described_values(planned.module_states, compare=not config.sync_module_states)
     if config.sync_module_states:
         own = {inner for modules in planned.modules for inner in modules}
         found += described_buffers(named for named in request.module.named_modules() if named[1] in own)
     return found
 
 
-def _own_modules(planned: Sequence[PlannedStage], request: Request) -> list[list[nn.Module]]:
-    others = {stage.module for stage in planned} | set(request.ignored_modules)
+def _own_modules(planned: Sequence[PlannedModule], request: Request) -> list[list[nn.Module]]:
+    others = {module_state.module for module_state in planned} | set(request.ignored_modules)
     found = []
-    for stage in planned:
-        own, waiting = [], [stage.module]
+    for module_state in planned:
+        own, waiting = [], [module_state.module]
         while waiting:
             module = waiting.pop()
             own.append(module)
             waiting += [
-                child for child in module.children() if child not in others and STAGE_ATTRIBUTE not in child.__dict__
+                child
+                for child in module.children()
+                if child not in others and MODULE_STATE_ATTRIBUTE not in child.__dict__
             ]
         found.append(own)
     return found

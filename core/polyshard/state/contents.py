@@ -29,7 +29,7 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     root = resting_root(model, "model_state()")
     state: dict[str, Any] = {place.name: place.value() for place in places(root)}
     managed = {id(parameter) for parameter in _managed(root)}
-    module = root.stages[0].module
+    module = root.module_states[0].module
     for name, parameter in module.named_parameters():
         if id(parameter) not in managed:
             state[name] = parameter.detach()
@@ -83,7 +83,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
 
 def in_order(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """What ``model_state`` gave, under all names of a parameter or buffer, as ``model.state_dict()`` orders them."""
-    module = resting_root(model, "in_order()").stages[0].module
+    module = resting_root(model, "in_order()").module_states[0].module
     names = names_of(model)
     named = {name: value for first, value in state.items() for name in names.get(first, (first,))}
     known = [name for name in _state_dict_names(module) if name in named]
@@ -92,7 +92,7 @@ def in_order(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """All names of each parameter and buffer, by the one under which ``model_state`` has it."""
-    module = resting_root(model, "names_of()").stages[0].module
+    module = resting_root(model, "names_of()").module_states[0].module
     found: dict[int, list[str]] = {}
     for name, tensor in (
         *module.named_parameters(remove_duplicate=False),
@@ -104,7 +104,7 @@ def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 def frozen_names(model: nn.Module) -> set[str]:
     """First names of the parameters that need no gradient."""
-    module = resting_root(model, "frozen_names()").stages[0].module
+    module = resting_root(model, "frozen_names()").module_states[0].module
     return {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
 
 

@@ -119,7 +119,7 @@ def holdings(root: Root, groups: Sequence[Mapping[str, Any]]) -> dict[nn.Paramet
         ParameterChangedError: as ``places``.
     """
     root.refuse_moved()
-    known = {id(each): Holding(each, (name,)) for name, each in root.stages[0].module.named_parameters()}
+    known = {id(each): Holding(each, (name,)) for name, each in root.module_states[0].module.named_parameters()}
     for unit in root.units:
         found = tuple(places_of(unit))
         known.update({id(place.parameter): Holding(place.parameter, (place.name,), (place,)) for place in found})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..errors import StateError
-from ..planning.plan import STAGE_ATTRIBUTE
+from ..planning.plan import MODULE_STATE_ATTRIBUTE
 from ..runtime.root import Root
 from ..runtime.step import Phase
 from ..setup.build import refuse_broken
@@ -20,19 +20,19 @@ def resting_root(model: nn.Module, call: str) -> Root:
     refuse_broken(model, call)
     module = model
     # The wrapper holds the sharded module.
-    if STAGE_ATTRIBUTE not in module.__dict__ and isinstance(model._modules.get("module"), nn.Module):
+    if MODULE_STATE_ATTRIBUTE not in module.__dict__ and isinstance(model._modules.get("module"), nn.Module):
         module = model.get_submodule("module")
-    stage = module.__dict__.get(STAGE_ATTRIBUTE)
+    stage = module.__dict__.get(MODULE_STATE_ATTRIBUTE)
     if stage is None:
         raise StateError(
             f"{call} needs a sharded model, but this {type(model).__name__} is not sharded. "
             "Pass the module that was given to polyshard.shard or fully_shard."
         )
     root: Root = stage.step
-    if root.stages[0] is not stage:
+    if root.module_states[0] is not stage:
         raise StateError(
             f"{call} needs the outermost sharded module, but '{stage.name}' lies inside "
-            f"{type(root.stages[0].module).__name__} (rank {root.rank}). Pass that."
+            f"{type(root.module_states[0].module).__name__} (rank {root.rank}). Pass that."
         )
     root.leave_failed_backward()
     root.refuse_ended(call)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from ..planning.plan import STAGE_ATTRIBUTE
+from ..planning.plan import MODULE_STATE_ATTRIBUTE
 from .sharded import sharded_in
 
 
@@ -16,7 +16,7 @@ def parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:
     """All that an optimizer of ``model`` may hold: its parameters, and flat ones that stand for those of a unit."""
     yield from model.parameters()
     for inner in model.modules():
-        stage = inner.__dict__.get(STAGE_ATTRIBUTE)
+        stage = inner.__dict__.get(MODULE_STATE_ATTRIBUTE)
         for unit in stage.units if stage is not None else ():
             if unit.flat is not None:
                 yield unit.flat.parameter

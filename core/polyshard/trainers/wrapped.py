@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..errors import AlreadyShardedError
-from ..planning.plan import STAGE_ATTRIBUTE
-from ..runtime.module_state import Stage
+from ..planning.plan import MODULE_STATE_ATTRIBUTE
+from ..runtime.module_state import ModuleState
 
 _WRAPPERS: tuple[tuple[type, str], ...] = (
     (DistributedDataParallel, "DistributedDataParallel"),
@@ -52,5 +52,5 @@ def _wrapper_of(module: nn.Module) -> str | None:
         package = base.__module__.partition(".")[0]
         if package in _DROP_INS:
             return f"polyshard's drop-in {package}"
-    stage = module.__dict__.get(STAGE_ATTRIBUTE)
-    return None if stage is None or type(stage) is Stage else "a drop-in of polyshard's"
+    stage = module.__dict__.get(MODULE_STATE_ATTRIBUTE)
+    return None if stage is None or type(stage) is ModuleState else "a drop-in of polyshard's"
