@@ -35,11 +35,12 @@ import polyshard.huggingface
 import torch
 from memory import Memory
 from ranks import Ranks
-from runs import FailedError, environment, together
 from torch import nn
 from workloads import WORKLOADS, Block, LanguageModel, Workload, initial_value
 
-#: As in polyshard/huggingface/transfers.py.
+from runs import FailedError, environment, together
+
+#: As in polyshard/huggingface/files.py.
 _REQUEST_NBYTES = 16 * 2**20
 _THREADS = 4
 _GIB = 2**30

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from pages import markers, tell
 from polyshard.interfaces import PluginContext, PolicyContext, WrapPolicy
-from polyshard.planning.plan import plan_module_states
+from polyshard.planning.plan import plan_modules
 from polyshard_policies.budget import Budget
 from polyshard_policies.gather_time import Link
 from polyshard_policies.homes import Homes
@@ -59,7 +59,7 @@ def row(model: nn.Module, policy: WrapPolicy, shards: int, link: Link) -> Row:
         warnings.simplefilter("always")
         plan = policy.plan(model, PolicyContext(shards=shards))
     # As the engine does: the root's embedding and head are units of their own where no policy chose them.
-    inner = {stage.module for stage in plan_module_states(model, plan, divides=True)} - {model}
+    inner = {stage.module for stage in plan_modules(model, plan, divides=True)} - {model}
     homes = Homes(model, PolicyContext(), _ITEMSIZE)
     owned = homes.owned(inner)
     gathered = [homes.total(own) for own in owned.values() if own]

@@ -32,11 +32,12 @@ if TYPE_CHECKING:
         unsharded,
     )
     from .capture.step import CapturedStep, CaptureFallback, CaptureMode
-    from .catalog import UsedPlugin
     from .functions.lookup import Placement
     from .functions.memory import MemoryReport
+    from .functions.torch_functions import exchanged_functions, restore_torch
     from .monitor import Straggler, Stragglers, check_replicas
     from .preemption import Preemption, random_states, restore_random_states, tell_failures
+    from .registry import UsedPlugin
 
 __all__ = [
     "CaptureFallback",
@@ -57,6 +58,7 @@ __all__ = [
     "clip_grad_norm_",
     "close",
     "errors",
+    "exchanged_functions",
     "flat_parameters",
     "fully_shard",
     "hookimpl",
@@ -70,6 +72,7 @@ __all__ = [
     "register_forward_method",
     "report",
     "restore_random_states",
+    "restore_torch",
     "shard",
     "tell_failures",
     "unsharded",
@@ -86,10 +89,12 @@ if not TYPE_CHECKING:
         "Preemption": "preemption",
         "Straggler": "monitor",
         "Stragglers": "monitor",
-        "UsedPlugin": "catalog",
+        "UsedPlugin": "registry",
         "check_replicas": "monitor",
+        "exchanged_functions": "functions.torch_functions",
         "random_states": "preemption",
         "restore_random_states": "preemption",
+        "restore_torch": "functions.torch_functions",
         "tell_failures": "preemption",
     }
 

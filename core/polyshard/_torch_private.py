@@ -9,7 +9,10 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial, wraps
-from types import FunctionType
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import FunctionType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -222,6 +225,26 @@ def default_store() -> Any | None:
     return distributed_c10d._get_default_store()
 
 
+#: What puts each of torch's functions back that was exchanged, by its name.
+_restores: dict[str, Callable[[], object]] = {}
+_IMPORT = "import of "
+
+
+def exchanged() -> tuple[str, ...]:
+    """Names of torch's functions that were exchanged."""
+    return tuple(name for name in _restores if not name.startswith(_IMPORT))
+
+
+def restore_exchanged() -> None:
+    """Put torch's own functions back."""
+    while _restores:
+        _restores.popitem()[1]()
+
+
+def _name_of(function: Any) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
 def exchange_unscale(
     function: Callable[..., dict[torch.device, torch.Tensor]],
 ) -> Callable[..., dict[torch.device, torch.Tensor]]:
@@ -235,6 +258,7 @@ def exchange_unscale(
     def unscale(self: Any, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
         return function(self, *args, **kwargs)
 
+    _restores[_name_of(before)] = partial(setattr, torch.amp.GradScaler, "_unscale_grads_", before)
     torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign]
     return before
 
@@ -260,6 +284,7 @@ def exchange_behind(public: Callable[..., _T], function: Callable[..., _T]) -> C
 
     # What torch remembers of its own function.
     vars(called).pop("__dynamo_disable", None)
+    _restores[_name_of(public)] = partial(setattr, cell, "cell_contents", before)
     cell.cell_contents = called
     return before
 
@@ -272,10 +297,63 @@ def exchange_body(public: Callable[..., _T], function: Callable[..., _T]) -> Cal
     theirs: Any = public
     before = FunctionType(theirs.__code__, theirs.__globals__, theirs.__name__, theirs.__defaults__)
     before.__kwdefaults__ = theirs.__kwdefaults__
+
+    def restore() -> None:
+        theirs.__code__, theirs.__defaults__, theirs.__kwdefaults__ = (
+            before.__code__,
+            before.__defaults__,
+            before.__kwdefaults__,
+        )
+        del theirs.__signature__
+
+    _restores[_name_of(public)] = restore
     theirs.__signature__ = inspect.signature(before)
     theirs.__code__ = _calls_another.__code__
     theirs.__defaults__, theirs.__kwdefaults__ = None, {"polyshard_called": function}
     return before
+
+
+def when_imported(name: str, call: Callable[[ModuleType], object]) -> None:
+    """Call ``call`` with the module ``name``: now if it was imported, else as soon as it is."""
+    module = sys.modules.get(name)
+    if module is not None:
+        call(module)
+        return
+    finder = _Awaited(name, call)
+    sys.meta_path.insert(0, finder)
+    _restores[_IMPORT + name] = finder.leave
+
+
+class _Awaited(MetaPathFinder):
+    """Finds nothing by itself, and is gone once the module that it waits for comes."""
+
+    def __init__(self, name: str, call: Callable[[ModuleType], object]) -> None:
+        self._name = name
+        self._call = call
+
+    def leave(self) -> None:
+        """Wait no more."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name or self not in sys.meta_path:
+            return None
+        self.leave()
+        _restores.pop(_IMPORT + self._name, None)
+        spec = find_spec(fullname)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            executes = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                executes(module)
+                self._call(module)
+
+            loader.exec_module = exec_module
+        return spec
 
 
 def _calls_another(*args: Any, polyshard_called: Callable[..., Any], **kwargs: Any) -> Any:

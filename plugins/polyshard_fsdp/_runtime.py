@@ -13,7 +13,7 @@ from polyshard.errors import StateError
 from polyshard.extension import (
     Events,
     ExecutionOrder,
-    Forward,
+    ForwardHooks,
     ModuleState,
     Root,
     Unit,
@@ -80,18 +80,18 @@ class FSDPModuleState(ModuleState):
         if self.instance.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._unshard_next()
 
-    def catch_up(self) -> None:
+    def late_post_backward(self) -> None:
         # Nothing asks for a gradient at its end: it has no hook that ended its backward.
         self.ends_by_hook = any(unit.trainable for unit in self.units)
         try:
-            super().catch_up()
+            super().late_post_backward()
         finally:
             self.ends_by_hook = True
 
-    def finish(self) -> None:
+    def post_backward(self) -> None:
         self.point(HandleTrainingState.BACKWARD_POST)
         self._reduce_zeros_if_unused()
-        super().finish()
+        super().post_backward()
         if self.instance.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             # One that has gone through its backward since then needs nothing any more.
             self._ahead = [state for state in self._ahead if state.awaits_backward]
@@ -115,7 +115,7 @@ class FSDPModuleState(ModuleState):
     def _reduce_zeros_if_unused(self) -> None:
         root = self.step
         assert isinstance(root, FSDPRoot)
-        if not (self.owes and root.accumulates):
+        if not (self.joins_reduction and root.accumulates):
             return
         for unit in self.units:
             if not unit.trainable or unit.pending or unit.gradients.unreduced or unit.grid.alone:
@@ -124,7 +124,7 @@ class FSDPModuleState(ModuleState):
                 root.reduce_zeros(UnusedUnit(unit))
             else:
                 # Nothing to keep, and nobody to agree with.
-                self.owes = False
+                self.joins_reduction = False
 
     def point(self, state: HandleTrainingState) -> None:
         """Let the handle say where it is in its step."""
@@ -132,7 +132,7 @@ class FSDPModuleState(ModuleState):
             self.instance._handle._training_state = state
 
 
-class FSDPForward(Forward):
+class FSDPForward(ForwardHooks):
     """One FSDP instance's forward."""
 
     module_state: FSDPModuleState
@@ -149,7 +149,7 @@ class FSDPForward(Forward):
         """Let backward end at the inputs of the forward that is being entered."""
         self._pending = super()._watch_inputs(*self._pending)
 
-    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         module_state, instance = self.module_state, self.module_state.instance
         instance._enter_forward()
         recomputes = in_backward()
@@ -162,16 +162,16 @@ class FSDPForward(Forward):
         if self._cast_inputs is not None and casts:
             args, kwargs = self._cast_inputs(args, kwargs)
         if recomputes:
-            return super()._enter(args, kwargs)
+            return super()._pre_forward(args, kwargs)
         module_state.point(HandleTrainingState.FORWARD)
-        args, kwargs = super()._enter(args, kwargs)
+        args, kwargs = super()._pre_forward(args, kwargs)
         if self._observed:
             self._assign_anew()
         return args, kwargs
 
-    def _leave(self, output: Any) -> Any:
+    def _post_forward(self, output: Any) -> Any:
         try:
-            return super()._leave(output)
+            return super()._post_forward(output)
         finally:
             if not self.module_state.in_backward:
                 self.module_state.point(HandleTrainingState.IDLE)
@@ -270,7 +270,7 @@ class FSDPRoot(Root):
         self.reducer.flush()
         self.streams.drain()
 
-    def _used_of_this_backward(self) -> None:
+    def _counted_parameters(self) -> None:
         """An unused parameter of a used unit has a gradient of zeros in FSDP; for units see ``UnusedUnit``."""
 
     def abandon(self) -> None:

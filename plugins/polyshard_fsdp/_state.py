@@ -432,4 +432,4 @@ def _share_collectives(instances: Sequence[FSDPInstance]) -> None:
         unit = each._flat_unit
         if unit is not None:
             key = (each.process_group, each._groups.replicate_group, unit.grid.shard is None, type(unit.grid))
-            unit.grid = grids.setdefault(key, unit.grid)
+            unit.use_grid(grids.setdefault(key, unit.grid))

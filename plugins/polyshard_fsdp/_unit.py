@@ -105,8 +105,8 @@ class FlatUnit(Unit):
         """Never: gradients take one road at every world size, with the same hooks and casts on it."""
         return False
 
-    def _settle(self, master: torch.Tensor) -> None:
-        super()._settle(master)
+    def _use_master(self, master: torch.Tensor) -> None:
+        super()._use_master(master)
         self.flat_param.data = self.master
         self.flat_param._local_shard = self.master
         if self.dtypes.compute != self.spec.master_dtype:
@@ -302,7 +302,7 @@ class FlatUnit(Unit):
         self.dtypes = self.caster.dtypes(self.spec)
         for parameter, _ in held:
             parameter.grad = None
-        self._settle(_parked(self.offload, self.spec, master.detach()))
+        self._use_master(_parked(self.offload, self.spec, master.detach()))
         if not self.handle.use_orig_params:
             self.prepare()
         for parameter, gradient in held:

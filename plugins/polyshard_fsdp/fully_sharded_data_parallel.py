@@ -147,13 +147,13 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, with whole parameters."""
-        args, kwargs = self._forward.enter(self, args, kwargs)
+        args, kwargs = self._forward.pre_forward(self, args, kwargs)
         try:
             output = self._fsdp_wrapped_module(*args, **kwargs)
         except BaseException:
-            self._forward.leave(self, args, kwargs, None)
+            self._forward.post_forward(self, args, kwargs, None)
             raise
-        return self._forward.leave(self, args, kwargs, output)
+        return self._forward.post_forward(self, args, kwargs, output)
 
     def check_is_root(self) -> bool:
         """Whether this is the outermost instance."""

@@ -118,8 +118,8 @@ class FSDPModule:
         root = outermost(_state(self), "set_requires_gradient_sync")
         if not recurse and len(root.module_states) > 1:
             raise UnsupportedError(
-                f"set_requires_gradient_sync(recurse=False) on a module with {len(root.module_states) - 1} sharded modules "
-                f"inside (rank {root.rank}): the engine reduces all gradients of a model or none. Leave recurse out."
+                f"set_requires_gradient_sync(recurse=False) on a module with {len(root.module_states) - 1} sharded "
+                f"modules inside (rank {root.rank}): the engine reduces all gradients of a model or none. Leave recurse out."
             )
         root.synchronises = bool(requires_gradient_sync)
 

@@ -19,7 +19,7 @@ from polyshard import checkpoint, huggingface
 from polyshard.errors import BackgroundSaveError, ConfigError, ConfigTypeError, RankMismatchError, StateError
 from polyshard.hookspecs import hookimpl
 from polyshard.interfaces import Collectives, CollectivesDecorator, PluginContext, Work
-from polyshard.state.agreement import together
+from polyshard.state.exchange import together
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from torch import nn
 
@@ -145,7 +145,6 @@ def test_ranks_whose_learning_rates_drifted_apart_are_told(tmp_path: Path) -> No
 DIFFERENT_LOADS: list[tuple[Mapping[str, Any], str]] = [
     ({"make": None}, "'optimizer' is 'AdamW of 2 group(s)' on rank 0, and 'None' on rank 1"),
     ({"frozen": False}, "'frozen' is True on rank 0, and False on rank 1"),
-    ({"pickles": True}, "'pickles' is False on rank 0, and True on rank 1"),
 ]
 
 

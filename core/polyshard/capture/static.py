@@ -13,7 +13,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import CaptureError
 from ..nested import fields_of, map_tensors
-from ..runtime.graph import differ
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -126,12 +125,12 @@ class StaticInputs:
 
 def _leaves(args: Args, kwargs: Kwargs) -> Iterator[tuple[str, object]]:
     for index, value in enumerate(args):
-        yield from _backward_order(f"argument {index}", value)
+        yield from _walk(f"argument {index}", value)
     for key, value in kwargs.items():
-        yield from _backward_order(f"argument '{key}'", value)
+        yield from _walk(f"argument '{key}'", value)
 
 
-def _backward_order(path: str, value: Any) -> Iterator[tuple[str, object]]:
+def _walk(path: str, value: Any) -> Iterator[tuple[str, object]]:
     # The containers of nested.iter_tensors.
     items: list[tuple[str, Any]]
     if isinstance(value, (torch.Tensor, PackedSequence, *_CONSTANTS)):
@@ -148,7 +147,7 @@ def _backward_order(path: str, value: Any) -> Iterator[tuple[str, object]]:
         return
     yield path, _Container(type(value), tuple(value) if isinstance(value, dict) else (len(items),))
     for inner, item in items:
-        yield from _backward_order(inner, item)
+        yield from _walk(inner, item)
 
 
 def _refuse(path: str, value: object) -> None:
@@ -293,3 +292,12 @@ def _setting_changed(what: str, value: Any, recorded: Any) -> str:
 
 def _number(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def differ(these: list[Any], those: list[Any]) -> bool:
+    """Whether two lists of lists or dicts hold other tensors, compared at C speed: what is identical is equal."""
+    try:
+        return these != those
+    except RuntimeError:
+        # Two tensors were compared, so they are not the same.
+        return True

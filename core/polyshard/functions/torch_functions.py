@@ -1,16 +1,22 @@
-"""Modules that take long to import, and are imported by those programs alone that use them."""
+"""Torch's own functions, made right for parameters of which each rank holds a piece.
+
+[Note: torch's functions]
+``torch.nn.utils.clip_grad_norm_`` and ``torch.amp.GradScaler`` look at the tensors that they are given. Of a sharded
+model these are this rank's pieces: each rank would clip by a norm of its own, and step or skip by an overflow of its
+own. ``parameters_to_vector`` or an initialiser would return other elements, or the same random numbers on every rank,
+without a word. Programs have imported these names long before a model is sharded. So the first ``shard()`` exchanges
+the functions behind the names, once in a process: each looks for parameters of sharded models among its arguments, and
+calls torch's own where there are none. Tensors of a class of their own, which would answer for themselves, are no way:
+torch's foreach and fused optimizers take plain tensors alone. ``restore_torch`` puts torch's own functions back.
+"""
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
-from types import GeneratorType, ModuleType
+from types import GeneratorType
 from typing import Any
 from weakref import WeakSet
 
@@ -19,12 +25,14 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.nn.utils import parametrize, prune
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from .. import _torch_private
 from ..errors import ConfigError, StateError, UnsupportedError
 from ..interfaces import ReduceOp
 from ..planning.groups import RankGrid
 from ..runtime.activation_checkpoint import Checkpointed
+from ..runtime.guards import forget_registrations
 from ..runtime.root import Root
 from ..runtime.unit import Unit
 from .lookup import Found, live_roots
@@ -32,296 +40,81 @@ from .norms import Held, accumulator, agreed_norm, in_reach, refuse_order, told_
 from .optimizers import OptimizerCheck
 from .whole import guard_state_dicts
 
-
-def once_imported(name: str, call: Callable[[ModuleType], object]) -> None:
-    """Call ``call`` with the module ``name``: now if it was imported, else as soon as it is."""
-    module = sys.modules.get(name)
-    if module is not None:
-        call(module)
-    else:
-        sys.meta_path.insert(0, _Awaited(name, call))
-
-
-class _Awaited(MetaPathFinder):
-    """Finds nothing by itself, and is gone once the module that it waits for comes."""
-
-    def __init__(self, name: str, call: Callable[[ModuleType], object]) -> None:
-        self._name = name
-        self._call = call
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != self._name or self not in sys.meta_path:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
-        loader: Any = None if spec is None else spec.loader
-        if loader is not None:
-            executes = loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                executes(module)
-                self._call(module)
-
-            loader.exec_module = exec_module
-        return spec
-
-
-# Functions that activation checkpointing calls, and calls again inside of a backward.
-#
-# What stands behind ``torch.utils.checkpoint.checkpoint`` is exchanged as in [Note: torch's functions]: torch tells no
-# module that its forward runs under a checkpoint, and ranks have to know ([Note: recomputation]).
-
-
-def follow_checkpoints() -> None:
-    """Let models know what checkpoints call, for good. To be called once in a process."""
-
-    def called(function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
-        # None means True to torch.
-        known = Checkpointed(function, use_reentrant is None or bool(use_reentrant))
-        return before(known, *args, use_reentrant=use_reentrant, **kwargs)
-
-    before = _torch_private.exchange_behind(torch.utils.checkpoint.checkpoint, called)
-
-
-# Backwards that the program runs inside of a sharded module's forward.
-#
-# ``loss.backward()`` in a ``training_step``, say, or a block's own loss. A module state notices a backward where it comes
-# through one of the tensors that the module state returned, and a module that has not returned yet has none. A hook on every
-# parameter would notice, and cost more than the rest of a step's Python. What stands behind ``torch.autograd.backward``,
-# which ``Tensor.backward`` calls, is therefore exchanged as in [Note: torch's functions], and asks the models that run a
-# forward once it has ended.
-
-
-def follow_inner_backwards() -> None:
-    """Let models know of backwards inside of their forwards, for good. To be called once in a process."""
-
-    def called(*args: Any, **kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            hidden(*args, **kwargs)
-            return
-        try:
-            before(*args, **kwargs)
-        except Exception as error:
-            for reference in live_roots.references:
-                root = reference()
-                if root is not None:
-                    root.tell_failed_backward(error)
-            raise
-        for reference in live_roots.references:
-            root = reference()
-            # One inside of another backward is a part of that, and asks when it ends.
-            if root is not None and root.active is not None and not _torch_private.in_backward():
-                root.end_inner_backward()
-
-    hidden = _torch_private.hidden_from_compile(called)
-    before = _torch_private.exchange_body(torch.autograd.backward, called)
-
-
-# Torch's functions that mean whole parameters: refused for those of which this rank holds a piece.
-#
-# Given a piece they would return something else without a word: a vector of other elements, the same random numbers on
-# every rank, a bound from the wrong fan. What stands behind their names is exchanged as in [Note: torch's functions].
-
-
-_VECTORS = "inside of 'with polyshard.unsharded(model)'"
-_INITIALISERS = (
-    "uniform_",
-    "normal_",
-    "trunc_normal_",
-    "eye_",
-    "dirac_",
-    "xavier_uniform_",
-    "xavier_normal_",
-    "kaiming_uniform_",
-    "kaiming_normal_",
-    "orthogonal_",
-    "sparse_",
-)
-
-
-def guard_whole_functions() -> None:
-    """Let them refuse pieces, for good. To be called once in a process."""
-    utils = torch.nn.utils
-    _exchange(utils.parameters_to_vector, _to_vector)
-    _exchange(utils.vector_to_parameters, _from_vector)
-    for name in _INITIALISERS:
-        _guard_initialiser(name)
-    _exchange(parametrize.register_parametrization, partial(_parametrize, "register_parametrization"))
-    _exchange(parametrize.remove_parametrizations, partial(_parametrize, "remove_parametrizations"))
-    _exchange(vars(prune.BasePruningMethod)["apply"].__func__, _prune)
-    # These take seconds to import, which programs without tensor parallelism are spared.
-    once_imported("torch.distributed.tensor", _guard_distribution)
-    once_imported("torch.distributed.tensor.parallel", _guard_parallelization)
-
-
-def _guard_distribution(tensors: Any) -> None:
-    _exchange(tensors.distribute_tensor, _distribute_tensor)
-    _exchange(tensors.distribute_module, partial(_divide, "torch.distributed.tensor.distribute_module"))
-
-
-def _guard_parallelization(parallel: Any) -> None:
-    _exchange(parallel.parallelize_module, partial(_divide, "torch.distributed.tensor.parallel.parallelize_module"))
-
-
-def _exchange(public: Callable[..., Any], function: Callable[..., Any]) -> None:
-    """``function`` gets torch's own as its first argument."""
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        return function(before, *args, **kwargs)
-
-    before = _torch_private.exchange_body(public, called)
-
-
-def _to_vector(torchs: Callable[..., torch.Tensor], parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-    given = list(parameters)
-    _refuse_pieces("torch.nn.utils.parameters_to_vector", given, f"Call it {_VECTORS}")
-    return torchs(given)
-
-
-def _from_vector(torchs: Callable[..., None], vec: torch.Tensor, parameters: Iterable[torch.Tensor]) -> None:
-    given = list(parameters)
-    instead = "Call it inside of 'with polyshard.unsharded(model, writeback=True)'"
-    _refuse_pieces("torch.nn.utils.vector_to_parameters", given, instead)
-    torchs(vec, given)
-
-
-def _guard_initialiser(name: str) -> None:
-    instead = (
-        "Initialise before sharding, by shard(..., initializer=...) on the meta device, or inside of 'with "
-        "polyshard.unsharded(model, writeback=True)', seeded alike on all ranks"
-    )
-
-    def called(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # A model is made of thousands of calls, hardly one of them of a sharded parameter.
-        if live_roots.may_hold(tensor):
-            _refuse_pieces(f"torch.nn.init.{name}", [tensor], instead)
-        return before(tensor, *args, **kwargs)
-
-    before: Callable[..., torch.Tensor] = _torch_private.exchange_body(getattr(nn.init, name), called)
-
-
-def _parametrize(
-    name: str, torchs: Callable[..., nn.Module], module: nn.Module, tensor_name: str, *args: Any, **kwargs: Any
-) -> nn.Module:
-    parametrizations = getattr(module, "parametrizations", {})
-    there = [module._parameters.get(tensor_name)]
-    if tensor_name in parametrizations:
-        there += parametrizations[tensor_name].parameters()
-    found = _first(each for each in there if each is not None)
-    if found is not None:
-        raise UnsupportedError(
-            f"torch.nn.utils.parametrize.{name} would replace '{_name(found)}', which is sharded (rank "
-            f"{found.root.rank}): what came in its place would be no part of the sharded model. Do it before sharding."
-        )
-    return torchs(module, tensor_name, *args, **kwargs)
-
-
-def _distribute_tensor(torchs: Callable[..., torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    if live_roots.may_hold(tensor):
-        instead = "Call polyshard.as_dtensor for this piece as a part of a DTensor"
-        _refuse_pieces("torch.distributed.tensor.distribute_tensor", [tensor], instead)
-    return torchs(tensor, *args, **kwargs)
-
-
-def _divide(call: str, torchs: Callable[..., nn.Module], module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    found = _first(module.parameters())
-    if found is not None:
-        raise UnsupportedError(
-            f"{call} would divide '{_name(found)}', which is sharded (rank {found.root.rank}), a second time, and put "
-            "what is no part of the sharded model in its place. Leave it out; what tensor parallelism is to divide has "
-            "to be in ignored_modules of polyshard.shard."
-        )
-    return torchs(module, *args, **kwargs)
-
-
-def _prune(
-    torchs: Callable[..., Any], cls: type[prune.BasePruningMethod], module: nn.Module, name: str, *a: Any, **k: Any
-) -> Any:
-    parameter = module._parameters.get(name)
-    found = None if parameter is None else _first([parameter])
-    if found is not None and not found.root.unsharded:
-        raise UnsupportedError(
-            f"torch.nn.utils.prune would replace '{_name(found)}', which is sharded (rank {found.root.rank}). Prune "
-            "before sharding, or, together with prune.remove, inside of 'with polyshard.unsharded(model, "
-            "writeback=True)'."
-        )
-    return torchs(cls, module, name, *a, **k)
-
-
-def _refuse_pieces(call: str, tensors: Iterable[torch.Tensor], instead: str) -> None:
-    found = _first(tensors, lambda each: each.unit.grid.shard is not None and not each.root.unsharded)
-    if found is not None:
-        raise StateError(
-            f"{call} got '{_name(found)}', of which this rank holds a piece (rank {found.root.rank}), and means whole "
-            f"parameters. {instead}."
-        )
-
-
-def _first(tensors: Iterable[torch.Tensor], counts: Callable[[Found], bool] = lambda _: True) -> Found | None:
-    return next((each for each in live_roots.find(list(tensors)) if each is not None and counts(each)), None)
-
-
-def _name(found: Found) -> str:
-    return found.unit.name if found.slot is None else found.unit.parameters[found.slot].names[0]
-
-
-# Torch's own functions, made right for parameters of which each rank holds a piece.
-#
-# [Note: torch's functions]
-# ``torch.nn.utils.clip_grad_norm_`` and ``torch.amp.GradScaler`` look at the tensors that they are given. Of a sharded
-# model these are this rank's pieces, so that each rank would clip by a norm of its own, and step or skip by an overflow
-# of its own. Trainers call them by name and have imported them long before a model is sharded. What stands behind those
-# names is therefore exchanged, once, when the first model is sharded: it looks for parameters of sharded models among
-# what it is given, and hands on to torch's own what has none. Tensors of another kind, which would answer for themselves,
-# are no way: torch's foreach and fused optimizers take plain tensors alone.
-
-
 _installing = threading.Lock()
 _checks: list[OptimizerCheck] = []
 _guarded: WeakSet[Unit] = WeakSet()
 
 
 def follow(root: Root) -> None:
-    """Let torch's functions for gradients and its optimizers find the parameters of ``root``; guard its state dicts.
+    """Let torch's functions and optimizers find the parameters of ``root``; guard its state dicts.
 
-    Functions are exchanged and the hook of optimizers is set once in a process, and never by an import: see
-    [Note: torch's functions].
+    Never by an import: see [Note: torch's functions].
     """
     with _installing:
         if not _checks:
-            GradientUtilities().install()
-            guard_whole_functions()
-            follow_inner_backwards()
-            follow_checkpoints()
-            _checks.append(OptimizerCheck(live_roots))
-            register_optimizer_step_pre_hook(_checks[0].before_step)
+            _install()
         _checks[0].forget()
         live_roots.add(root)
-        # What is part of a larger model from now on has its guards.
+        # Modules that become part of a larger model have their guards.
         new = [unit for unit in root.units if unit not in _guarded]
         _guarded.update(new)
     guard_state_dicts(new)
 
 
+def exchanged_functions() -> tuple[str, ...]:
+    """Names of torch's functions whose bodies are polyshard's now; empty before the first ``shard()``."""
+    return _torch_private.exchanged()
+
+
+def restore_torch() -> None:
+    """Put torch's own functions back, and take polyshard's hooks off its optimizers and module registration.
+
+    For a process that goes on without sharded models. The next ``shard()`` exchanges them again. Models that are still
+    sharded work on, but torch's functions take their pieces for whole parameters.
+    """
+    with _installing:
+        _torch_private.restore_exchanged()
+        for hook in _hooks:
+            hook.remove()
+        _hooks.clear()
+        _checks.clear()
+        forget_registrations()
+
+
+#: Removed by ``restore_torch``.
+_hooks: list[RemovableHandle] = []
+
+
+def _install() -> None:
+    GradientUtilities().install()
+    _guard_whole_functions()
+    _follow_inner_backwards()
+    _follow_checkpoints()
+    check = OptimizerCheck(live_roots)
+    _hooks.append(register_optimizer_step_pre_hook(check.before_step))
+    _checks.append(check)
+
+
 @contextmanager
-def borrowing(root: Root) -> Iterator[None]:
-    """Inside, the masters of ``root`` hold other values for a while: optimizers and backwards refuse them."""
-    root.borrowed = True
+def replacing_values(root: Root, context: str, values: str) -> Iterator[None]:
+    """Inside, the masters of ``root`` hold other values than the trained ones: optimizers and backwards refuse them.
+
+    ``context``, ``values``: what the program entered, and what the masters hold, for messages.
+    """
+    root.replaced = context, values
     # Optimizers that were let through are looked at again.
     _checks[0].forget()
     try:
         yield
     finally:
-        root.borrowed = False
+        root.replaced = None
 
 
 class GradientUtilities:
-    """What stands behind the names of torch's functions."""
+    """Norms and infinities of gradients, over all ranks that hold pieces of the parameters."""
 
     def install(self) -> None:
-        """Take torch's functions over, for good."""
+        """Exchange torch's functions."""
         self._total_norm = _torch_private.exchange_behind(torch.nn.utils.get_total_norm, self.total_norm)
         self._clip = _torch_private.exchange_behind(torch.nn.utils.clip_grad_norm_, self.clip_grad_norm)
         self._unscale = _torch_private.exchange_unscale(self.unscale)
@@ -578,3 +371,182 @@ def _reaches_every_rank(units: Iterable[Unit]) -> bool:
         if len(backward_state) == layout.world_size:
             return True
     return False
+
+
+def _follow_checkpoints() -> None:
+    # Torch tells no module that its forward runs under a checkpoint, and ranks have to know ([Note: recomputation]).
+
+    def called(function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
+        # None means True to torch.
+        known = Checkpointed(function, use_reentrant is None or bool(use_reentrant))
+        return before(known, *args, use_reentrant=use_reentrant, **kwargs)
+
+    before = _torch_private.exchange_behind(torch.utils.checkpoint.checkpoint, called)
+
+
+def _follow_inner_backwards() -> None:
+    # Backwards inside of a forward: ``loss.backward()`` in a ``training_step``, or a block's own loss. A module state
+    # notices a backward at the tensors that its forward returned, and a module that has not returned has none. A hook
+    # on every parameter would notice, and cost more than the rest of a step's Python.
+
+    def called(*args: Any, **kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            hidden(*args, **kwargs)
+            return
+        try:
+            before(*args, **kwargs)
+        except Exception as error:
+            for reference in live_roots.references:
+                root = reference()
+                if root is not None:
+                    root.tell_failed_backward(error)
+            raise
+        for reference in live_roots.references:
+            root = reference()
+            # One inside of another backward is a part of that, and asks when it ends.
+            if root is not None and root.active is not None and not _torch_private.in_backward():
+                root.end_inner_backward()
+
+    hidden = _torch_private.hidden_from_compile(called)
+    before = _torch_private.exchange_body(torch.autograd.backward, called)
+
+
+_VECTORS = "inside of 'with polyshard.unsharded(model)'"
+_INITIALISERS = (
+    "uniform_",
+    "normal_",
+    "trunc_normal_",
+    "eye_",
+    "dirac_",
+    "xavier_uniform_",
+    "xavier_normal_",
+    "kaiming_uniform_",
+    "kaiming_normal_",
+    "orthogonal_",
+    "sparse_",
+)
+
+
+def _guard_whole_functions() -> None:
+    utils = torch.nn.utils
+    _exchange(utils.parameters_to_vector, _to_vector)
+    _exchange(utils.vector_to_parameters, _from_vector)
+    for name in _INITIALISERS:
+        _guard_initialiser(name)
+    _exchange(parametrize.register_parametrization, partial(_parametrize, "register_parametrization"))
+    _exchange(parametrize.remove_parametrizations, partial(_parametrize, "remove_parametrizations"))
+    _exchange(vars(prune.BasePruningMethod)["apply"].__func__, _prune)
+    # These take seconds to import, which programs without tensor parallelism are spared.
+    _torch_private.when_imported("torch.distributed.tensor", _guard_distribution)
+    _torch_private.when_imported("torch.distributed.tensor.parallel", _guard_parallelization)
+
+
+def _guard_distribution(tensors: Any) -> None:
+    _exchange(tensors.distribute_tensor, _distribute_tensor)
+    _exchange(tensors.distribute_module, partial(_divide, "torch.distributed.tensor.distribute_module"))
+
+
+def _guard_parallelization(parallel: Any) -> None:
+    _exchange(parallel.parallelize_module, partial(_divide, "torch.distributed.tensor.parallel.parallelize_module"))
+
+
+def _exchange(public: Callable[..., Any], function: Callable[..., Any]) -> None:
+    """``function`` gets torch's own as its first argument."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return function(before, *args, **kwargs)
+
+    before = _torch_private.exchange_body(public, called)
+
+
+def _to_vector(torchs: Callable[..., torch.Tensor], parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    given = list(parameters)
+    _refuse_pieces("torch.nn.utils.parameters_to_vector", given, f"Call it {_VECTORS}")
+    return torchs(given)
+
+
+def _from_vector(torchs: Callable[..., None], vec: torch.Tensor, parameters: Iterable[torch.Tensor]) -> None:
+    given = list(parameters)
+    instead = "Call it inside of 'with polyshard.unsharded(model, writeback=True)'"
+    _refuse_pieces("torch.nn.utils.vector_to_parameters", given, instead)
+    torchs(vec, given)
+
+
+def _guard_initialiser(name: str) -> None:
+    instead = (
+        "Initialise before sharding, by shard(..., initializer=...) on the meta device, or inside of 'with "
+        "polyshard.unsharded(model, writeback=True)', seeded alike on all ranks"
+    )
+
+    def called(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # A model is made of thousands of calls, hardly one of them of a sharded parameter.
+        if live_roots.may_hold(tensor):
+            _refuse_pieces(f"torch.nn.init.{name}", [tensor], instead)
+        return before(tensor, *args, **kwargs)
+
+    before: Callable[..., torch.Tensor] = _torch_private.exchange_body(getattr(nn.init, name), called)
+
+
+def _parametrize(
+    name: str, torchs: Callable[..., nn.Module], module: nn.Module, tensor_name: str, *args: Any, **kwargs: Any
+) -> nn.Module:
+    parametrizations = getattr(module, "parametrizations", {})
+    there = [module._parameters.get(tensor_name)]
+    if tensor_name in parametrizations:
+        there += parametrizations[tensor_name].parameters()
+    found = _first(each for each in there if each is not None)
+    if found is not None:
+        raise UnsupportedError(
+            f"torch.nn.utils.parametrize.{name} would replace '{_name(found)}', which is sharded (rank "
+            f"{found.root.rank}): what came in its place would be no part of the sharded model. Do it before sharding."
+        )
+    return torchs(module, tensor_name, *args, **kwargs)
+
+
+def _distribute_tensor(torchs: Callable[..., torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if live_roots.may_hold(tensor):
+        instead = "Call polyshard.as_dtensor for this piece as a part of a DTensor"
+        _refuse_pieces("torch.distributed.tensor.distribute_tensor", [tensor], instead)
+    return torchs(tensor, *args, **kwargs)
+
+
+def _divide(call: str, torchs: Callable[..., nn.Module], module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    found = _first(module.parameters())
+    if found is not None:
+        raise UnsupportedError(
+            f"{call} would divide '{_name(found)}', which is sharded (rank {found.root.rank}), a second time, and put "
+            "what is no part of the sharded model in its place. Leave it out; what tensor parallelism is to divide has "
+            "to be in ignored_modules of polyshard.shard."
+        )
+    return torchs(module, *args, **kwargs)
+
+
+def _prune(
+    torchs: Callable[..., Any], cls: type[prune.BasePruningMethod], module: nn.Module, name: str, *a: Any, **k: Any
+) -> Any:
+    parameter = module._parameters.get(name)
+    found = None if parameter is None else _first([parameter])
+    if found is not None and not found.root.unsharded:
+        raise UnsupportedError(
+            f"torch.nn.utils.prune would replace '{_name(found)}', which is sharded (rank {found.root.rank}). Prune "
+            "before sharding, or, together with prune.remove, inside of 'with polyshard.unsharded(model, "
+            "writeback=True)'."
+        )
+    return torchs(cls, module, name, *a, **k)
+
+
+def _refuse_pieces(call: str, tensors: Iterable[torch.Tensor], instead: str) -> None:
+    found = _first(tensors, lambda each: each.unit.grid.shard is not None and not each.root.unsharded)
+    if found is not None:
+        raise StateError(
+            f"{call} got '{_name(found)}', of which this rank holds a piece (rank {found.root.rank}), and means whole "
+            f"parameters. {instead}."
+        )
+
+
+def _first(tensors: Iterable[torch.Tensor], counts: Callable[[Found], bool] = lambda _: True) -> Found | None:
+    return next((each for each in live_roots.find(list(tensors)) if each is not None and counts(each)), None)
+
+
+def _name(found: Found) -> str:
+    return found.unit.name if found.slot is None else found.unit.parameters[found.slot].names[0]

@@ -6,7 +6,7 @@
 - ``_init_weights``: the one place where a model says how buffers that no file holds are computed.
 - ``_keys_to_ignore_on_*``: which tensors a class leaves out of its files, or does not want from them.
 
-``tests/test_huggingface_transformers.py`` compares each with ``from_pretrained`` and ``save_pretrained``.
+``tests/huggingface/test_transformers.py`` compares each with ``from_pretrained`` and ``save_pretrained``.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ def is_pretrained(model: nn.Module) -> bool:
 def _conversions(model: nn.Module) -> tuple[Any, Any]:
     """The modules ``conversion_mapping`` and ``core_model_loading``.
 
-    Raises:
-        UnsupportedError: this version of Transformers does not have them as 5.23 has.
+    Raises UnsupportedError: this version of Transformers does not have them as 5.23 has.
     """
     needed = {
         "conversion_mapping": ("get_model_conversion_mapping",),

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ..errors import ParameterError
+from ..inspect import Initializer
 from ..nested import iter_tensors
-from ..setup.materialize import Initializer
 from . import _private
 
 

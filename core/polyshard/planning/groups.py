@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 
-from ..config import ShardConfig, Strategy
+from ..config import PluginChoice, ShardConfig, Strategy
 from ..errors import ConfigError, WorldSizeError
-from ..interfaces import COMPLETED, BufferRole, Collectives, ReduceOp, Work
+from ..interfaces import COMPLETED, BufferRole, Collectives, RankAndSize, ReduceOp, Work
 from .answers import issued
 
 
@@ -117,7 +118,19 @@ class _ThenAllReduce:
             self.done = True
 
 
-# Which ranks share shards, and which hold the same one, as a strategy says.
+def group_of(config: ShardConfig) -> tuple[PluginChoice, Any | None, Any | None]:
+    """The collectives' choice, the process group and the mesh that the configuration names."""
+    choice, mesh = config.collectives, config.mesh
+    if isinstance(choice, (str, Mapping, Collectives)):
+        group = mesh.get_group() if mesh is not None and mesh.ndim == 1 else None
+        return choice, group, mesh
+    if isinstance(choice, torch.distributed.ProcessGroup):
+        return "auto", choice, mesh
+    if type(choice).__name__ == "DeviceMesh":
+        return "auto", cast("Any", choice).get_group(), choice
+    if isinstance(choice, RankAndSize):
+        return "auto", choice, mesh
+    return choice, None, mesh
 
 
 def strategy_for(config: ShardConfig, world_size: int) -> Strategy:

@@ -1,4 +1,17 @@
-"""A parameter of the user's model, under its names."""
+"""Which parameters form which units. Reads the model, changes nothing.
+
+[Note: split modules]
+Modules that no policy chose stay with the module around them: in a language model the embedding before the blocks, the
+norm and the head behind them. As one unit all of that would be gathered before the first block computes, when nothing
+hides it, held until the end of the step, and reduced behind the last gradient, when again nothing hides it. So a large
+module on either side is split off: compute waits for the embedding alone, the head is gathered beside the blocks, and
+each is released like any unit.
+
+Nobody asked for a split module, so it may not change what a forward may do. Where its parameters are used outside of
+its own forward (``F.linear(x, self.head.weight)``) its units go back to its parent for good, which
+``runtime/bindings.py`` notices. A module that some ranks run and others do not cannot be undone so: the others never
+gather it. Several large modules on one side, such as heads for several tasks, make that likely, and none is split off.
+"""
 
 from __future__ import annotations
 
@@ -44,34 +57,21 @@ def names_behind(prefix: str, parameter: ManagedParameter) -> tuple[str, ...]:
     return tuple(f"{prefix}.{name}" if prefix else name for name in parameter.names)
 
 
-# Which modules before and behind the inner units have units of their own.
-#
-# What no policy chose stays with the module that contains it: of a language model, an embedding in front of the blocks,
-# norm and head behind them. As one unit all of that would be gathered before the first block computes, when nothing can
-# hide it, held until the end of the step, and reduced after the last gradient, when again nothing can. Apart, the
-# embedding alone is waited for, the head travels beside the blocks, and each is released like any unit.
-#
-# A part is no unit that anybody asked for, so it must not change what a forward may do: where its parameters are used
-# outside of its own forward (``F.linear(x, self.head.weight)``), it goes back for good to its *parent*, the module state that it
-# was taken from. See ``lent.py`` for how that is noticed. What cannot be undone so is a module that some ranks run and
-# others do not, for the others never gather it. Where several large modules are on one side, heads for several tasks,
-# say, that is likely, and none of them becomes a part.
-
-
 def find_split_modules(
     parent: nn.Module,
     inner: Collection[nn.Module],
     owned: Mapping[nn.Parameter, Sequence[tuple[nn.Module, str]]],
 ) -> list[nn.Module]:
-    """The modules below ``parent`` that become parts of its module state: at most one before and one behind all of ``inner``.
+    """The modules to split off ``parent``: at most one before and one behind all of ``inner``.
 
-    Each is the only one on its side that can be called, contains none of ``inner``, holds ``SMALLEST_SPLIT`` elements of
-    what ``parent`` owns, and shares none of them with a module outside of it. Sides are those of ``parent.modules()``.
+    Each is the only one on its side that can be called, contains none of ``inner``, holds ``SMALLEST_SPLIT`` elements
+    of the parent's, and shares none of them with a module outside of it. Sides are those of ``parent.modules()``. See
+    [Note: split modules].
 
     Args:
-        parent: A module that owns parameters and contains module states.
-        inner: The modules of the module states below ``parent``, and those that are sharded already; at least one.
-        owned: Its parameters, with every (module, attribute) that holds them.
+        parent: A module that owns parameters.
+        inner: The modules inside ``parent`` that own units, at least one.
+        owned: The parameters of ``parent``, with every (module, attribute) that holds them.
     """
     found = _separable(parent, inner, owned)
     place = {module: index for index, module in enumerate(parent.modules())}
@@ -120,24 +120,26 @@ MODULE_STATE_ATTRIBUTE = "_polyshard_module_state"
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedModule:
-    """A module that will own units."""
+class ModuleParameters:
+    """A module that will own units, and the parameters that are its own."""
 
     name: str
     """Fully-qualified name; empty for the root."""
     module: nn.Module
+    modules: tuple[nn.Module, ...]
+    """``module``, and the modules inside it that are inside of no other one of these."""
     groups: tuple[tuple[ManagedParameter, ...], ...]
-    """One group for each unit: parameters of one dtype, all trained or all frozen."""
+    """Parameters of one dtype each, all trained or all frozen."""
     overrides: Mapping[str, Any]
     """Settings that differ from the model's."""
     dtype: torch.dtype
-    """Of its own parameters or, without any, of its parts'; torch's default where there are neither."""
-    parent: nn.Module | None = None
-    """The module of the module state that this one is a part of; None where it was chosen."""
+    """Of its own parameters or, without any, of those split off it; torch's default where there are neither."""
+    parent: nn.Module | None
+    """The module that this one was split off; None where it was chosen."""
 
     @property
     def governing(self) -> nn.Module:
-        """The module that decides dtypes and the like: a part's are its parent's."""
+        """The module whose mode and dtypes count: those of a split module are its parent's."""
         return self.module if self.parent is None else self.parent
 
 
@@ -151,7 +153,7 @@ class _Uses:
     names: list[str]
 
 
-def plan_module_states(
+def plan_modules(
     root: nn.Module,
     chosen: UnitPlan,
     *,
@@ -159,16 +161,23 @@ def plan_module_states(
     ignored_parameters: Collection[nn.Parameter] = (),
     rank: int = 0,
     divides: bool = False,
-) -> list[PlannedModule]:
+) -> list[ModuleParameters]:
     """Assign every parameter of ``root`` to the innermost chosen module that contains all of its uses.
 
-    ``root`` is always a module state, the first of the result, with or without parameters of its own; the others follow in
-    module order, less those that have none left. ``divides``: where there are others, what ``root`` owns may be in
-    several module states (``parts.py``).
+    Args:
+        root: The model.
+        chosen: What the policy chose, and the settings that differ there.
+        ignored_modules: Modules that stay as they are, with all inside them.
+        ignored_parameters: Parameters that stay as they are.
+        rank: Of this process, for messages.
+        divides: Whether large modules before and behind the chosen ones may be split off ``root``.
+
+    Returns:
+        ``root`` first, with or without parameters of its own; the others in module order, less those without any.
 
     Raises:
         EmptyUnitError: ``root`` has no parameter at all, sharded ones included.
-        AlreadyShardedError: a parameter is claimed by a module state that exists already.
+        AlreadyShardedError: a parameter belongs to a unit already.
         DeviceError: parameters are on several devices.
         PluginContractError: ``chosen`` is not a plan for ``root``.
     """
@@ -184,7 +193,7 @@ def plan_module_states(
         for managed in unit.parameters
     }
     uses: dict[nn.Parameter, _Uses] = {}
-    for prefix, module, chain in _backward_order(root, overrides, ignored):
+    for prefix, module, chain in _walk(root, overrides, ignored):
         for key, parameter in module._parameters.items():
             # Hashing a parameter runs Python: models of many are asked about what is empty nearly always.
             if parameter is None or (skipped and parameter in skipped):
@@ -213,35 +222,50 @@ def plan_module_states(
     inner = {module for module in names if module is not root and MODULE_STATE_ATTRIBUTE in module.__dict__}
     inner |= {found.owners[-1] for found in uses.values() if found.owners[-1] is not root}
     owned = {parameter: found.sites for parameter, found in uses.items() if found.owners[-1] is root}
-    parts = find_split_modules(root, inner, owned) if divides and inner else []
-    for part in parts:
-        for user in part.modules():
+    split = find_split_modules(root, inner, owned) if divides and inner else []
+    for module in split:
+        for user in module.modules():
             for parameter in user._parameters.values():
                 if parameter in owned:
-                    uses[parameter].owners.append(part)
+                    uses[parameter].owners.append(module)
     groups: dict[nn.Module, dict[tuple[torch.dtype, bool], list[ManagedParameter]]] = {}
     for parameter, found in uses.items():
         managed = ManagedParameter(parameter, tuple(found.names), tuple(found.sites))
         kind = (parameter.dtype, parameter.requires_grad)
         groups.setdefault(found.owners[-1], {}).setdefault(kind, []).append(managed)
-    module_states = []
+    owners = {module for module in names if module is root or module in groups}
+    outside = owners | set(ignored_modules)
+    planned = []
     for module, name in names.items():
-        if module is root or module in groups:
-            kinds = groups.get(module, {})
-            ordered = sorted(kinds.items(), key=lambda item: not item[0][1])
-            parent = root if module in parts else None
-            dtypes = [dtype for dtype, _ in kinds] or [each.dtype for each in owned]
-            module_states.append(
-                PlannedModule(
-                    name,
-                    module,
-                    tuple(tuple(group) for _, group in ordered),
-                    overrides.get(parent or module, {}),
-                    dtypes[0] if dtypes else torch.get_default_dtype(),
-                    parent,
-                )
+        if module not in owners:
+            continue
+        kinds = groups.get(module, {})
+        ordered = sorted(kinds.items(), key=lambda item: not item[0][1])
+        parent = root if module in split else None
+        dtypes = [dtype for dtype, _ in kinds] or [each.dtype for each in owned]
+        planned.append(
+            ModuleParameters(
+                name,
+                module,
+                _own_modules(module, outside),
+                tuple(tuple(group) for _, group in ordered),
+                overrides.get(parent or module, {}),
+                dtypes[0] if dtypes else torch.get_default_dtype(),
+                parent,
             )
-    return module_states
+        )
+    return planned
+
+
+def _own_modules(module: nn.Module, others: Collection[nn.Module]) -> tuple[nn.Module, ...]:
+    own, waiting = [], [module]
+    while waiting:
+        inner = waiting.pop()
+        own.append(inner)
+        waiting += [
+            child for child in inner.children() if child not in others and MODULE_STATE_ATTRIBUTE not in child.__dict__
+        ]
+    return tuple(own)
 
 
 def parameters_to_shard(
@@ -253,7 +277,7 @@ def parameters_to_shard(
     """What would be sharded, under its first name: all of ``root`` but what is ignored or inside of a module state."""
     skipped = set(ignored_parameters)
     found: dict[nn.Parameter, str] = {}
-    for prefix, module, _ in _backward_order(root, {}, _inside(ignored_modules)):
+    for prefix, module, _ in _walk(root, {}, _inside(ignored_modules)):
         for key, parameter in module._parameters.items():
             if parameter is not None and not (skipped and parameter in skipped):
                 found.setdefault(parameter, f"{prefix}.{key}" if prefix else key)
@@ -273,7 +297,7 @@ def refuse_unshardable(
         ParameterError: saying which, and what to do.
     """
     seen = set(ignored_parameters)
-    for prefix, module, _ in _backward_order(root, {}, _inside(ignored_modules)):
+    for prefix, module, _ in _walk(root, {}, _inside(ignored_modules)):
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ParameterError(
                 f"'{prefix}' makes sparse gradients, which cannot be reduced in a flat buffer (rank {rank}). "
@@ -328,7 +352,7 @@ def _state_of_its_own(parameter: nn.Parameter) -> list[str]:
     return [] if type(parameter) is nn.Parameter else list(vars(parameter))
 
 
-def _backward_order(
+def _walk(
     root: nn.Module, chosen: Mapping[nn.Module, Any], ignored: Collection[nn.Module]
 ) -> list[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
     # Every path to every module, shared ones too: a parameter belongs to a module that contains all of its uses.

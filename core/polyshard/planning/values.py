@@ -10,7 +10,7 @@ from torch import nn
 
 from ..interfaces import Collectives
 from .layout import dense_stride
-from .plan import PlannedModule
+from .plan import ModuleParameters
 
 #: Marks what ``described_values`` reports.
 VALUES = "values"
@@ -23,13 +23,13 @@ _COPIED_WORDS = _COLUMNS << 12
 _SPREAD = -7046029254386353131
 
 
-def described_values(module_states: Iterable[PlannedModule], *, compare: bool) -> list[list[Any]]:
+def described_values(modules: Iterable[ModuleParameters], *, compare: bool) -> list[list[Any]]:
     """What ranks compare about the values of all parameters, in JSON: name, strides, and a checksum where ``compare``.
 
     Reads every parameter once, where it is, and waits once for each device. Parameters on the meta device have no
     values; they are reported as such.
     """
-    parameters = [parameter for module_state in module_states for group in module_state.groups for parameter in group]
+    parameters = [parameter for module in modules for group in module.groups for parameter in group]
     sums: dict[torch.device, list[torch.Tensor]] = {}
     places = []
     for parameter in parameters:

@@ -1,4 +1,7 @@
-"""Flat memory with one view per parameter, attached only while it is in use."""
+"""Gathers: the memory that holds whole units, and the functions that fill it.
+
+A gather works on records. What moves bytes reads a unit's record and never calls the unit.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,178 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import _torch_private
-from ..interfaces import SLICE_ALIGNMENT_BYTES, BufferRole, Collectives, PrecisionCaster, UnitSpec, Work
+from ..interfaces import (
+    COMPLETED,
+    SLICE_ALIGNMENT_BYTES,
+    BufferRole,
+    Collectives,
+    Observer,
+    OffloadManager,
+    PrecisionCaster,
+    UnitSpec,
+    WireSpec,
+    Work,
+)
 from ..planning.answers import issued
 from ..planning.layout import FlatLayout
+
+
+@dataclass(eq=False, slots=True)
+class GatherRecord:
+    """One unit, as a gather sees it."""
+
+    spec: UnitSpec
+    group: Collectives | None
+    """The ranks that share the unit; None where nothing is sent."""
+    source: torch.Tensor
+    """This rank's shard (``[shard_numel]``, master dtype), where ``offload`` has it if it is parked."""
+    buffer: FlatBuffer
+    """The whole unit is gathered here (``[padded_numel]``, compute dtype)."""
+    allocator: Collectives
+    """Its backend may have memory of its own for gathers."""
+    offload: OffloadManager | None
+    """It alone reads a parked ``source``; None where nothing is parked."""
+    caster: PrecisionCaster
+    wire: WireSpec | None
+    """How the unit travels where ``caster`` encodes it; None for as ``buffer`` is."""
+    observers: tuple[Observer, ...]
+    places: list[object]
+    """Where the unit was used since its gather, as ``CommStreams.here`` says. The unit's own list."""
+
+    @property
+    def allocation(self) -> AbstractContextManager[Any]:
+        """A context in which memory for the buffer is taken."""
+        return self.allocator.allocation(BufferRole.GATHER, self.buffer.nbytes)
+
+
+_group_of = attrgetter("group")
+
+
+def start_gathers(records: Sequence[GatherRecord]) -> Sequence[Work]:
+    """Write the own slices into attached buffers, and start the gathers: one launch for each group of ranks.
+
+    ``end_gather`` follows for each record, where operations are ordered behind the returned works.
+    """
+    if len(records) == 1:
+        return (_start_one(records[0]),)
+    works: list[Work] = []
+    together: Iterable[tuple[Collectives | None, Iterable[GatherRecord]]] = groupby(records, _group_of)
+    for group, members in together:
+        if group is None:
+            works += [_start_one(record) for record in members]
+        else:
+            works.append(_start_many(group, list(members)))
+    return works
+
+
+def end_gather(record: GatherRecord) -> None:
+    """Tell observers that the gather ends at the present point of the current stream."""
+    for observer in record.observers:
+        observer.unsharded(record.spec)
+
+
+def _start_one(record: GatherRecord) -> Work:
+    _tell_start(record)
+    group, buffer = record.group, record.buffer
+    if record.wire is not None and group is not None:
+        encoded = _EncodedGather(group, [record])
+        return encoded.behind(issued(group.all_gather(*encoded.pairs[0]), "all_gather", group, record.spec.label))
+    if record.offload is not None:
+        record.offload.fetch(record.spec, record.source, buffer.own)
+    else:
+        # The cast is the copy-in: master dtype to compute dtype, straight into the slice that is sent.
+        buffer.own.copy_(record.source)
+    if group is None:
+        return COMPLETED
+    return issued(group.all_gather(buffer.flat, buffer.own), "all_gather", group, record.spec.label)
+
+
+def _start_many(group: Collectives, records: Sequence[GatherRecord]) -> Work:
+    for record in records:
+        _tell_start(record)
+    plain = [record for record in records if record.wire is None]
+    here = [record for record in plain if record.offload is None]
+    if here:
+        # The cast is the copy-in, as for one, in one launch.
+        _torch_private.foreach_copy_([record.buffer.own for record in here], [record.source for record in here])
+    if len(here) < len(plain):
+        for record in plain:
+            if record.offload is not None:
+                record.offload.fetch(record.spec, record.source, record.buffer.own)
+    pairs = [(record.buffer.flat, record.buffer.own) for record in plain]
+    if len(plain) == len(records):
+        return issued(group.all_gather_many(pairs), "all_gather_many", group, "")
+    encoded = _EncodedGather(group, [record for record in records if record.wire is not None])
+    return encoded.behind(issued(group.all_gather_many(pairs + encoded.pairs), "all_gather_many", group, ""))
+
+
+def _tell_start(record: GatherRecord) -> None:
+    for observer in record.observers:
+        observer.unshard(record.spec)
+
+
+def _on_device(record: GatherRecord) -> torch.Tensor:
+    """The shard on the device that computes."""
+    if record.offload is None:
+        return record.source
+    shard = torch.empty(record.source.numel(), dtype=record.source.dtype, device=record.spec.device)
+    record.offload.fetch(record.spec, record.source, shard)
+    return shard
+
+
+class _EncodedGather:
+    """Units that travel as bytes of their casters: own shards are encoded here, and ``pairs`` are to be gathered."""
+
+    def __init__(self, group: Collectives, records: Sequence[GatherRecord]) -> None:
+        nbytes = [record.wire.nbytes_per_rank for record in records if record.wire is not None]
+        sizes = [group.world_size * each for each in nbytes]
+        ends = list(accumulate(-(-size // SLICE_ALIGNMENT_BYTES) * SLICE_ALIGNMENT_BYTES for size in sizes))
+        # In one piece of memory: allocating many costs the host more than cutting one.
+        memory = torch.empty(ends[-1], dtype=torch.uint8, device=records[0].spec.device)
+        wires = [
+            memory[start : start + size].view(group.world_size, -1)
+            for start, size in zip([0, *ends], sizes, strict=False)
+        ]
+        owns = [wire[group.rank] for wire in wires]
+        #: The bytes that each unit's gather fills, and this rank's part of them.
+        self.pairs = [(wire.view(-1), own) for wire, own in zip(wires, owns, strict=True)]
+        self._decodes: list[_Decode] = []
+        for caster in {id(record.caster): record.caster for record in records}.values():
+            mine = [index for index, record in enumerate(records) if record.caster is caster]
+            specs = [records[index].spec for index in mine]
+            caster.encode_many(specs, [owns[index] for index in mine], [_on_device(records[index]) for index in mine])
+            outs = [records[index].buffer.flat.view(group.world_size, -1) for index in mine]
+            self._decodes.append(_Decode(caster, specs, [wires[index] for index in mine], outs))
+
+    def behind(self, gather: Work) -> Work:
+        """``gather``, of ``pairs`` and maybe others, and then the decoding."""
+        return _Decoding(self._decodes, gather)
+
+
+class _Decode(NamedTuple):
+    caster: PrecisionCaster
+    specs: Sequence[UnitSpec]
+    wires: Sequence[torch.Tensor]
+    outs: Sequence[torch.Tensor]
+
+
+@dataclass(slots=True)
+class _Decoding:
+    """Waits for the bytes, then decodes them once."""
+
+    decodes: list[_Decode]
+    gather: Work
+
+    def wait(self) -> None:
+        self.gather.wait()
+        for decode in self.decodes:
+            decode.caster.decode_many(decode.specs, decode.wires, decode.outs)
+        self.decodes = []
 
 
 class FlatBuffer:
@@ -122,164 +289,3 @@ class FlatBuffer:
 def view_of(flat: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
     """A tensor over ``flat``'s memory with a version counter of its own, unknown to autograd as a view."""
     return flat.as_strided(shape, stride, flat.storage_offset() + offset).data
-
-
-# Gathers whose bytes are not the parameters in compute dtype.
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedGather:
-    """How one unit travels: the bytes of each rank, and the caster that writes them."""
-
-    nbytes_per_rank: int
-    caster: PrecisionCaster
-
-    def start(self, spec: UnitSpec, shard: Collectives, source: torch.Tensor, out: torch.Tensor) -> Work:
-        """Issue the gather of ``source`` (``[shard_numel]``); its ``wait`` decodes into ``out`` (``[numel]``)."""
-        encoded = EncodedUnits(shard, [EncodedUnit(self, spec, source, out)])
-        work = shard.all_gather(*encoded.pairs[0])
-        return encoded.behind(issued(work, "all_gather", shard, spec.label))
-
-
-class EncodedUnit(NamedTuple):
-    """A unit that is about to travel."""
-
-    gather: EncodedGather
-    spec: UnitSpec
-    """What its caster is told of it."""
-    source: torch.Tensor
-    """Its own shard, ``[shard_numel]`` in the master's dtype, on the device."""
-    out: torch.Tensor
-    """Its gather buffer, ``[numel]``."""
-
-
-class EncodedUnits:
-    """Units that travel together: their own shards are encoded when this is made, and ``pairs`` are to be gathered."""
-
-    def __init__(self, shard: Collectives, units: Sequence[EncodedUnit]) -> None:
-        sizes = [shard.world_size * unit.gather.nbytes_per_rank for unit in units]
-        ends = list(accumulate(-(-size // SLICE_ALIGNMENT_BYTES) * SLICE_ALIGNMENT_BYTES for size in sizes))
-        # In one piece of memory: allocating many costs the host more than cutting one.
-        memory = torch.empty(ends[-1], dtype=torch.uint8, device=units[0].out.device)
-        wires = [
-            memory[start : start + size].view(shard.world_size, -1)
-            for start, size in zip([0, *ends], sizes, strict=False)
-        ]
-        owns = [wire[shard.rank] for wire in wires]
-        #: What each unit's gather fills, and its own part of that.
-        self.pairs = [(wire.view(-1), own) for wire, own in zip(wires, owns, strict=True)]
-        self._decodes: list[_Decode] = []
-        for caster in {id(unit.gather.caster): unit.gather.caster for unit in units}.values():
-            mine = [index for index, unit in enumerate(units) if unit.gather.caster is caster]
-            specs = [units[index].spec for index in mine]
-            caster.encode_many(specs, [owns[index] for index in mine], [units[index].source for index in mine])
-            outs = [units[index].out.view(shard.world_size, -1) for index in mine]
-            self._decodes.append(_Decode(caster, specs, [wires[index] for index in mine], outs))
-
-    def behind(self, gather: Work) -> Work:
-        """``gather``, of ``pairs`` and maybe others, and then the decoding."""
-        return _Decoding(self._decodes, gather)
-
-
-class _Decode(NamedTuple):
-    caster: PrecisionCaster
-    specs: Sequence[UnitSpec]
-    wires: Sequence[torch.Tensor]
-    outs: Sequence[torch.Tensor]
-
-
-@dataclass(slots=True)
-class _Decoding:
-    """Waits for the bytes, then decodes them once."""
-
-    decodes: list[_Decode]
-    gather: Work
-
-    def wait(self) -> None:
-        self.gather.wait()
-        for decode in self.decodes:
-            decode.caster.decode_many(decode.specs, decode.wires, decode.outs)
-        self.decodes = []
-
-
-# What communication streams gather: the slices of units, written and sent together.
-
-
-class Gatherable(Protocol):
-    """What communication streams need of a unit."""
-
-    spec: UnitSpec
-    buffer: FlatBuffer
-    master: torch.Tensor
-    #: Where it was used since its gather, as ``CommStreams.here`` says.
-    places: list[object]
-    #: Whether ``master`` lies where ``fetch`` alone reads it.
-    parks: bool
-    #: How it travels; None for as ``buffer`` is.
-    encoded: EncodedGather | None
-
-    @property
-    def gather_group(self) -> Collectives | None:
-        """The ranks that ``buffer`` is gathered over; None where it is local."""
-
-    @property
-    def source(self) -> torch.Tensor:
-        """The master on the device: a parked one is fetched."""
-
-    def fetch(self) -> None:
-        """Write the own slice from a parked master."""
-
-    @property
-    def allocation(self) -> AbstractContextManager[Any]:
-        """The backend's memory for gathers."""
-
-    def fill(self) -> Work:
-        """Write the own slice and start the gather."""
-
-    def filling(self) -> None:
-        """The gather starts at the present point of the current stream, by other means than ``fill``."""
-
-    def filled(self) -> None:
-        """The gather ends at the present point of the current stream."""
-
-
-_group_of = attrgetter("gather_group")
-
-
-def fill(units: Sequence[Gatherable]) -> Sequence[Work]:
-    """Write the own slices of attached units, and start their gathers."""
-    if len(units) == 1:
-        return (units[0].fill(),)
-    works: list[Work] = []
-    together: Iterable[tuple[Collectives | None, Iterable[Gatherable]]] = groupby(units, _group_of)
-    for group, members in together:
-        if group is None:
-            works += [unit.fill() for unit in members]
-            continue
-        gathered = list(members)
-        for unit in gathered:
-            unit.filling()
-        plain = [unit for unit in gathered if unit.encoded is None]
-        here = [unit for unit in plain if not unit.parks]
-        if here:
-            # The cast is the copy-in, as in ``fill``.
-            _torch_private.foreach_copy_([unit.buffer.own for unit in here], [unit.master for unit in here])
-        if len(here) < len(plain):
-            for unit in plain:
-                if unit.parks:
-                    unit.fetch()
-        pairs = [(unit.buffer.flat, unit.buffer.own) for unit in plain]
-        if len(plain) == len(gathered):
-            works.append(issued(group.all_gather_many(pairs), "all_gather_many", group, ""))
-            continue
-        encoded = EncodedUnits(
-            group,
-            [
-                EncodedUnit(unit.encoded, unit.spec, unit.source, unit.buffer.flat)
-                for unit in gathered
-                if unit.encoded is not None
-            ],
-        )
-        work = issued(group.all_gather_many(pairs + encoded.pairs), "all_gather_many", group, "")
-        works.append(encoded.behind(work))
-    return works

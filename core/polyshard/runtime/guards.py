@@ -24,6 +24,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from .. import _torch_private
 from ..errors import ParameterChangedError, StateError, UnshardedUseError
@@ -310,7 +311,7 @@ class RegistrationGuard:
 # Weak on both sides: the latter leads to the former.
 _watching: WeakKeyDictionary[nn.Module, ref[RegistrationGuard]] = WeakKeyDictionary()
 _installing = threading.Lock()
-_installed: list[object] = []
+_installed: list[RemovableHandle] = []
 
 
 def _install() -> None:
@@ -319,6 +320,14 @@ def _install() -> None:
         if not _installed:
             _installed.append(register_module_parameter_registration_hook(_registered))
             _installed.append(register_module_module_registration_hook(_registered))
+
+
+def forget_registrations() -> None:
+    """Take the hooks off torch's registration of modules and parameters: nothing that comes later is noticed."""
+    with _installing:
+        for hook in _installed:
+            hook.remove()
+        _installed.clear()
 
 
 def _registered(module: nn.Module, name: str, value: object) -> None:

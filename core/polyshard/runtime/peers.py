@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import _torch_private
-from ..errors import PluginContractError, RankMismatchError
+from ..errors import PluginContractError, RankMismatchError, words
 from ..interfaces import Collectives
 from ..planning.answers import plugin_name
 from ..planning.values import checksum
@@ -157,15 +157,6 @@ class Peers:
                 heard.pop(rank, None)
             else:
                 heard[rank] = said
-
-
-def words(error: BaseException) -> str:
-    """The type of ``error`` and what it says, for other ranks. Raises nothing."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception as failed:
-        # The program's error is on its way, and another one must not take its place.
-        return f"{type(error).__name__}, whose words cannot be told: its __str__ raised {type(failed).__name__}"
 
 
 def _within(limit_s: float, action: Callable[[], None]) -> None:

@@ -22,7 +22,7 @@ import torch
 from .. import _torch_private
 from ..errors import CollectiveAbortedError, CollectiveError, CollectiveTimeoutError, PolyshardError
 from ..interfaces import Collectives, Work
-from .gather import Gatherable, fill
+from .gather import GatherRecord, end_gather, start_gathers
 from .recorder import Issued, Recorder
 
 
@@ -202,19 +202,19 @@ class CommStreams(ABC):
         """Begin to measure how long compute waits for other ranks; ``stalls`` is to be set to it, and to None."""
 
     @abstractmethod
-    def gather(self, units: Sequence[Gatherable]) -> None:
-        """Issue the gathers of ``units``, at least one, as one communication."""
+    def gather(self, records: Sequence[GatherRecord]) -> None:
+        """Issue the gathers of ``records``, at least one, as one communication."""
 
     @abstractmethod
-    def arrive(self, unit: Gatherable) -> None:
-        """Order compute after the gather of ``unit`` (rule 2)."""
+    def arrive(self, record: GatherRecord) -> None:
+        """Order compute after the gather of ``record`` (rule 2)."""
 
     def follow(self) -> None:
         """Order compute here after all gathers so far, whether or not they have arrived elsewhere."""
         return None
 
     @abstractmethod
-    def release(self, unit: Gatherable) -> None:
+    def release(self, record: GatherRecord) -> None:
         """Give the gather buffer's memory back (rule 1)."""
 
     @abstractmethod
@@ -256,29 +256,29 @@ class HostStreams(CommStreams):
 
     def __init__(self) -> None:
         super().__init__()
-        self._gathers: dict[Gatherable, _Batch] = {}
+        self._gathers: dict[GatherRecord, _Batch] = {}
 
-    def gather(self, units: Sequence[Gatherable]) -> None:
-        for unit in units:
-            unit.buffer.attach()
-        batch = _Batch(units, fill(units), self._last)
-        for unit in units:
-            self._gathers[unit] = batch
+    def gather(self, records: Sequence[GatherRecord]) -> None:
+        for record in records:
+            record.buffer.attach()
+        batch = _Batch(records, start_gathers(records), self._last)
+        for record in records:
+            self._gathers[record] = batch
 
-    def arrive(self, unit: Gatherable) -> None:
-        batch = self._gathers.get(unit)
+    def arrive(self, record: GatherRecord) -> None:
+        batch = self._gathers.get(record)
         if batch is None:
             return
-        waiting = [other for other in batch.units if self._gathers.get(other) is batch]
+        waiting = [other for other in batch.records if self._gathers.get(other) is batch]
         for other in waiting:
             del self._gathers[other]
         self._end(batch.works, batch.issued)
         for other in waiting:
-            other.filled()
+            end_gather(other)
 
-    def release(self, unit: Gatherable) -> None:
-        self.arrive(unit)
-        unit.buffer.release()
+    def release(self, record: GatherRecord) -> None:
+        self.arrive(record)
+        record.buffer.release()
 
     def reduce(self, reduction: Reduction, taken_at: Sequence[object]) -> None:
         self._reductions.append((reduction.issue(), reduction, self._last))
@@ -352,8 +352,8 @@ class CudaStreams(CommStreams):
         self._reduce_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         # When each unit was last used. An event may be recorded again while waits on its last recording are still
         # queued, so one a unit serves for good.
-        self._used: dict[Gatherable, torch.cuda.Event] = {}
-        self._arriving: dict[Gatherable, _Arrival] = {}
+        self._used: dict[GatherRecord, torch.cuda.Event] = {}
+        self._arriving: dict[GatherRecord, _Arrival] = {}
         # One event a stream that used gathered memory: the latest covers the earlier ones of the same stream.
         self._released: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
         self._filled = _event()
@@ -378,7 +378,7 @@ class CudaStreams(CommStreams):
                 self._gather_stream.wait_stream(stream)
         self._released.clear()
 
-    def gather(self, units: Sequence[Gatherable]) -> None:
+    def gather(self, records: Sequence[GatherRecord]) -> None:
         stream = self._gather_stream
         self._gathers = True
         for _, event in self._released.values():
@@ -387,24 +387,24 @@ class CudaStreams(CommStreams):
         before = self._current()
         torch.cuda.set_stream(stream)
         try:
-            for unit in units:
-                with unit.allocation:
-                    unit.buffer.attach()
-            for work in fill(units):
+            for record in records:
+                with record.allocation:
+                    record.buffer.attach()
+            for work in start_gathers(records):
                 work.wait()
-            for unit in units:
-                unit.filled()
+            for record in records:
+                end_gather(record)
             event = self._spare.pop() if self._spare else _event()
             event.record(stream)
         finally:
             torch.cuda.set_stream(before)
-        arrival = _Arrival(event, len(units))
-        for unit in units:
-            self._expect_no_more(unit)
-            self._arriving[unit] = arrival
+        arrival = _Arrival(event, len(records))
+        for record in records:
+            self._expect_no_more(record)
+            self._arriving[record] = arrival
 
-    def arrive(self, unit: Gatherable) -> None:
-        arrival = self._arriving.get(unit)
+    def arrive(self, record: GatherRecord) -> None:
+        arrival = self._arriving.get(record)
         if arrival is None:
             return
         current = self._current()
@@ -417,32 +417,32 @@ class CudaStreams(CommStreams):
             if stalls is not None:
                 stalls.waited()
             arrival.on = current.cuda_stream
-        self._expect_no_more(unit)
+        self._expect_no_more(record)
 
     def follow(self) -> None:
         # No event is left to wait for: that of a gather is recorded anew once all of its units have arrived.
         if self._gathers:
             self._current().wait_stream(self._gather_stream)
 
-    def _expect_no_more(self, unit: Gatherable) -> None:
-        arrival = self._arriving.pop(unit, None)
+    def _expect_no_more(self, record: GatherRecord) -> None:
+        arrival = self._arriving.pop(record, None)
         if arrival is not None:
             arrival.missing -= 1
             if not arrival.missing:
                 # Recorded again only now: a wait is for the latest recording at the time it is issued.
                 self._spare.append(arrival.event)
 
-    def release(self, unit: Gatherable) -> None:
-        self._expect_no_more(unit)
+    def release(self, record: GatherRecord) -> None:
+        self._expect_no_more(record)
         current = self._current()
-        event = self._used.get(unit)
+        event = self._used.get(record)
         if event is None:
-            event = self._used[unit] = _event()
+            event = self._used[record] = _event()
         event.record(current)
         self._released[current.cuda_stream] = current, event
-        for stream in _others(unit.places, current):
+        for stream in _others(record.places, current):
             self._released[stream.cuda_stream] = stream, stream.record_event()
-        unit.buffer.release()
+        record.buffer.release()
 
     def reduce(self, reduction: Reduction, taken_at: Sequence[object]) -> None:
         before, stream = self._current(), self._reduce_stream
@@ -535,7 +535,7 @@ def streams_for(collectives: Collectives) -> CommStreams:
 class _Batch:
     """Units that were gathered together, where waiting blocks."""
 
-    units: Sequence[Gatherable]
+    records: Sequence[GatherRecord]
     works: Sequence[Work]
     issued: Issued | None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -14,24 +13,19 @@ import torch
 
 from ..errors import CollectiveError, StateError, UnshardedUseError
 from ..interfaces import (
-    COMPLETED,
-    BufferRole,
-    Collectives,
     Observer,
     OffloadManager,
     PrecisionCaster,
     UnitDtypes,
     UnitSpec,
     WireSpec,
-    Work,
 )
 from ..nested import iter_hidden_tensors, iter_tensors
-from ..planning.answers import issued
 from ..planning.groups import RankGrid
 from ..planning.layout import FlatLayout
 from ..planning.plan import ManagedParameter
 from .bindings import Bindings, Shown
-from .gather import EncodedGather, FlatBuffer
+from .gather import FlatBuffer, GatherRecord
 from .gradients import Gradients, write_directly
 from .parameters import FlatMaster, MasterViews, Originals
 from .peers import Audit
@@ -68,8 +62,8 @@ class Reshard(enum.Enum):
     ALWAYS = "always"
     """Released, and gathered again for backward."""
     UNLESS_TURNING = "unless_turning"
-    """Released, but for the modules whose backward follows their forward at once: the outermost one, and the one that
-    ran last, if it is a part of the outermost one or that has no parameters of its own."""
+    """Released, but for modules whose backward follows their forward at once: the outermost one, and the last one to
+    run if it was split off the outermost one, or that one has no parameters of its own."""
     NEVER = "never"
     """Kept until the end of its backward."""
 
@@ -103,7 +97,7 @@ class Unit:
         parks: bool,
         wire: WireSpec | None = None,
     ) -> None:
-        """``master``: where it lives from now on, parked already where ``parks``. ``wire``: None for as it computes."""
+        """``master``: where it lives from now on, parked already if ``parks``. ``wire``: None to travel as it computes."""
         self.spec = spec
         self.layout = layout
         self.parameters = tuple(parameters)
@@ -120,29 +114,32 @@ class Unit:
         self.flat: FlatMaster | None = None
         self.pieces = layout.pieces(grid.shard_rank)
         self._expired = False
-        self.encoded = EncodedGather(wire.nbytes_per_rank, caster) if wire is not None else None
+        #: How the unit travels where its caster encodes it; None for as it computes.
+        self.wire = wire
         self.buffer: FlatBuffer
+        #: What gathers know of the unit; made anew whenever something in it changes.
+        self.record: GatherRecord
         self.leaves: list[torch.Tensor] = []
         self._no_gradients: list[None] = []
         self.bindings: Bindings
         #: Reduced in the backward that runs.
         self.reduced = False
-        #: Of a part: lets the module state around it take the unit over.
-        self.lender: Callable[[Unit, str], None] | None = None
-        #: Where it was used since its gather, as ``CommStreams.here`` says: one place, unless the model computes on several
-        #: streams.
+        #: Of a split module: called when another module computes with a parameter of the unit.
+        self.on_lazy_use: Callable[[Unit, str], None] | None = None
+        #: Where it was used since its gather, as ``CommStreams.here`` says: one place, but for models that compute on
+        #: several streams.
         self.places: list[object] = []
-        #: Gathered between steps because somebody asked for it: the next forward uses that gather, and makes no other.
+        #: Gathered between steps on request: the next forward uses that gather, and makes no other.
         self.ahead = False
-        #: Whole for this rank's recomputation alone: to whoever gathers it in the ranks' common order it is released.
+        #: Whole for this rank's recomputation alone: in the ranks' common order it is released.
         self.kept = False
-        self._settle(master)
+        self._use_master(master)
 
-    def _settle(self, master: torch.Tensor) -> None:
+    def _use_master(self, master: torch.Tensor) -> None:
         """Build what depends on the master: its dtype, its place, and the parameters that view it."""
         dtypes = self.dtypes
         self.master = master
-        # One shard, nothing to cast: the master itself serves compute, and nothing is ever gathered.
+        # One shard and no cast: the master itself serves compute, and nothing is ever gathered.
         self.permanent = self.grid.shard is None and dtypes.compute == self.master.dtype and not self.parks
         self.originals = self._make_originals()
         self.gradients = self._make_gradients()
@@ -153,7 +150,7 @@ class Unit:
         self._full_precision_in_eval = (
             not self.permanent
             and dtypes.compute != self.spec.master_dtype
-            and self.encoded is None
+            and self.wire is None
             and self.caster.full_precision_in_eval(self.spec)
         )
         self.state = UnitState.UNSHARDED if self.permanent else UnitState.SHARDED
@@ -175,7 +172,9 @@ class Unit:
         )
 
     def _make_bindings(self) -> Bindings:
-        lends = None if self.lender is None else [partial(self._lend, index) for index in range(len(self.leaves))]
+        lends = (
+            None if self.on_lazy_use is None else [partial(self._lazy_view, index) for index in range(len(self.leaves))]
+        )
         return Bindings(self.parameters, self.leaves, guarded=not self.permanent, lends=lends)
 
     def _make_gradients(self) -> Gradients:
@@ -197,14 +196,15 @@ class Unit:
         return self.permanent and self.grid.alone
 
     def watch(self, observers: tuple[Observer, ...]) -> None:
-        """Tell ``observers`` what the unit does from now on."""
+        """Tell ``observers`` of gathers, compute and reductions from now on."""
         self.observers = observers
+        self._renew_record()
 
     def flatten(self) -> list[torch.nn.Parameter]:
-        """What an optimizer that treats all elements alike needs: one 1-D parameter over the whole master.
+        """One 1-D parameter over the whole master, for an optimizer that treats all elements alike.
 
-        Gradients arrive there from now on, and no longer in the originals. A resident unit's originals receive theirs
-        from autograd itself, and stay what they are.
+        Gradients arrive there from now on, and no longer in the originals. A resident unit keeps its originals, whose
+        gradients come from autograd itself.
 
         Raises:
             StateError: an original has a gradient already, or only some of them are trained.
@@ -235,11 +235,6 @@ class Unit:
             write_directly(self.parameters, self.layout, self.claim_gradient)
         self.prepared = True
 
-    @property
-    def allocation(self) -> AbstractContextManager[Any]:
-        """The backend's memory for gathers."""
-        return (self.grid.shard or self.grid.world).allocation(BufferRole.GATHER, self.buffer.nbytes)
-
     def _make_buffer(self, dtype: torch.dtype) -> FlatBuffer:
         if self.permanent:
             return FlatBuffer.over(self.master, self.layout)
@@ -248,21 +243,45 @@ class Unit:
             return FlatBuffer.lease(self.layout, dtype, shard)
         return FlatBuffer.allocate(self.layout, dtype, self.spec.device, rank=self.grid.shard_rank, leaves=True)
 
+    def _renew_record(self) -> None:
+        """Let gathers know of a change. Before ``prepare`` there is nothing to gather."""
+        if self._training_buffer is not None:
+            shard = self.grid.shard
+            self.record = GatherRecord(
+                self.spec,
+                shard,
+                self.master,
+                self.buffer,
+                shard or self.grid.world,
+                self.keeper,
+                self.caster,
+                self.wire,
+                self.observers,
+                self.places,
+            )
+
     def _bind(self, buffer: FlatBuffer) -> None:
         self.buffer = buffer
+        self._renew_record()
         self.leaves = list[torch.Tensor](self.originals.tensors) if self.resident else buffer.views
         self._no_gradients = [None] * len(self.leaves)
         self.bindings = self._make_bindings()
         self.follow_requires_grad()
 
+    def use_grid(self, grid: RankGrid) -> None:
+        """Communicate over ``grid`` from now on, whose sizes are those of the grid before."""
+        self.grid = grid
+        self._renew_record()
+
     def join(
         self, module_name: str, names_of: Callable[[ManagedParameter], tuple[str, ...]], grid: RankGrid | None
     ) -> None:
-        """Become part of a larger model, of its module ``module_name``, and among the ranks of ``grid`` where given.
+        """Become a unit of a larger model, of its module ``module_name``, and of the ranks of ``grid`` if given.
 
-        Nothing else keeps what changes here: whoever needs ``spec`` or ``grid`` asks the unit.
+        Nobody else keeps ``spec`` or ``grid``: they change here.
         """
-        self.grid = grid or self.grid
+        if grid is not None:
+            self.use_grid(grid)
         for each in self.parameters:
             each.names = names_of(each)
         self.spec = dataclasses.replace(
@@ -271,6 +290,7 @@ class Unit:
             parameter_names=tuple(each.names[0] for each in self.parameters),
             is_root=False,
         )
+        self._renew_record()
 
     @property
     def pending(self) -> bool:
@@ -301,13 +321,13 @@ class Unit:
         return self.gradients.claim(index, step.reducer)
 
     def keep_memory(self) -> None:
-        """Keep alive what a communication that did not end may still read and write."""
+        """Keep memory alive that a communication which did not end may still read and write."""
         if self.prepared and self.buffer.attached:
             self.buffer.keep()
         self.gradients.input.keep_memory()
 
     def discard_gradients(self) -> None:
-        """Drop what a backward that failed left behind."""
+        """Drop gradients of a backward that failed."""
         if not self.resident:
             self.take_gradients()
         self.gradients.discard()
@@ -327,7 +347,7 @@ class Unit:
                 )
 
     def follow_requires_grad(self) -> None:
-        """Take up a ``requires_grad`` that the user changed on an original."""
+        """Take over a ``requires_grad`` that the user changed on an original."""
         if self.flat is not None:
             self.flat.follow_requires_grad()
         for trained, leaf in zip(self.originals.trained, self.leaves, strict=True):
@@ -350,58 +370,15 @@ class Unit:
             self._bind(wanted)
 
     @property
-    def gather_group(self) -> Collectives | None:
-        """The ranks over which the gather buffer is gathered; None where it is local."""
-        return self.grid.shard
-
-    @property
-    def source(self) -> torch.Tensor:
-        """The master on the device: a parked one is fetched. Called by communication streams."""
-        if not self.parks:
-            return self.master
-        source = torch.empty(self.layout.shard_numel, dtype=self.master.dtype, device=self.spec.device)
-        self.offload.fetch(self.spec, self.master, source)
-        return source
-
-    def fetch(self) -> None:
-        """Write the own slice from a parked master. Called by communication streams."""
-        self.offload.fetch(self.spec, self.master, self.buffer.own)
-
-    @property
     def gathered(self) -> tuple[int, torch.dtype]:
-        """Elements that a gather brings together, and their dtype: bytes where they are encoded."""
-        if self.encoded is not None:
-            return self.encoded.nbytes_per_rank * self.grid.shard_size, torch.uint8
+        """Elements of a gather's result, and their dtype: bytes where the unit is encoded."""
+        if self.wire is not None:
+            return self.wire.nbytes_per_rank * self.grid.shard_size, torch.uint8
         return self.layout.padded_numel, self.buffer.dtype
-
-    def filling(self) -> None:
-        """The gather starts at the present point of the current stream. Called by communication streams."""
-        for observer in self.observers:
-            observer.unshard(self.spec)
-
-    def fill(self) -> Work:
-        """Write the own slice and start the gather. Called by communication streams, with the gather stream current."""
-        self.filling()
-        shard = self.grid.shard
-        if self.encoded is not None and shard is not None:
-            return self.encoded.start(self.spec, shard, self.source, self.buffer.flat)
-        if self.parks:
-            self.fetch()
-        else:
-            # The cast is the copy-in: master dtype to compute dtype, straight into the slice that is sent.
-            self.buffer.own.copy_(self.master)
-        if shard is None:
-            return COMPLETED
-        return issued(shard.all_gather(self.buffer.flat, self.buffer.own), "all_gather", shard, self.name)
-
-    def filled(self) -> None:
-        """The gather ends at the present point of the current stream. Called by communication streams."""
-        for observer in self.observers:
-            observer.unsharded(self.spec)
 
     @property
     def due(self) -> bool:
-        """Whether the parameters are neither there nor on their way."""
+        """Whether the parameters are to be gathered: neither there, nor on their way."""
         return not self.permanent and (self.state is UnitState.SHARDED or self._expired)
 
     def unshard(self) -> None:
@@ -416,7 +393,7 @@ class Unit:
         if self.state is UnitState.GATHERING:
             for observer in self.observers:
                 observer.wait(self.spec)
-            streams.arrive(self)
+            streams.arrive(self.record)
             if self.step.audit is not None:
                 self._compare_gathered(self.step.audit)
             for observer in self.observers:
@@ -433,7 +410,7 @@ class Unit:
         if audit.done or shard is None or self.name in audit.gathered:
             return
         audit.gathered.add(self.name)
-        sent = None if self.parks or self.encoded is not None else self.master
+        sent = None if self.parks or self.wire is not None else self.master
         assert self.step is not None
         with self.step.recorder.during("comparison of a gather", (self.spec,), self.step.phase is Phase.BACKWARD):
             audit.compare_gathered(shard, self.name, self.buffer.flat, self.buffer.own, sent)
@@ -443,13 +420,13 @@ class Unit:
         self.bindings.show(Shown.VIEWS)
 
     def hide(self) -> None:
-        """Let modules see the originals again; while a forward runs, stand-ins that refuse to compute."""
+        """Let modules see the originals again; during a forward, stand-ins that refuse to compute."""
         if self.prepared:
             self.bindings.hide(self.step is not None and self.step.phase is Phase.FORWARD)
 
-    def _lend(self, index: int) -> torch.Tensor:
-        assert self.lender is not None
-        self.lender(self, self.parameters[index].names[0])
+    def _lazy_view(self, index: int) -> torch.Tensor:
+        assert self.on_lazy_use is not None
+        self.on_lazy_use(self, self.parameters[index].names[0])
         return self.leaves[index]
 
     def reshard(self) -> None:
@@ -459,7 +436,7 @@ class Unit:
         if self.permanent or self.state is UnitState.SHARDED:
             return
         assert self.step is not None
-        self.step.streams.release(self)
+        self.step.streams.release(self.record)
         self.places.clear()
         self.state = UnitState.SHARDED
         self._expired = self.kept = False
@@ -467,7 +444,7 @@ class Unit:
             observer.reshard(self.spec)
 
     def keep(self) -> None:
-        """Keep the parameters for a checkpoint that this rank may still compute again, where all ranks release them."""
+        """Keep the parameters for this rank's recomputation, where the ranks' common order releases them."""
         self.hide()
         if self.permanent or self.state is UnitState.SHARDED:
             return
@@ -475,7 +452,7 @@ class Unit:
         self._expired = self.kept = True
 
     def expire(self) -> None:
-        """A new step: parameters left unsharded may be older than the master, and are gathered again before use."""
+        """A new step begins: parameters that stayed gathered may be older than the master, and are gathered again."""
         self._expired = self.state is not UnitState.SHARDED and not self.ahead
         self.ahead = False
         if self.permanent:
@@ -487,13 +464,13 @@ class Unit:
         return self.reshard_policy is Reshard.ALWAYS or (self.reshard_policy is Reshard.UNLESS_TURNING and not turns)
 
     def take_up_changes(self) -> None:
-        """Honour what the user did to the originals since the last forward.
+        """Take over changes that the user made to the originals since the last forward.
 
         Raises:
             ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
         """
         if self.ahead:
-            # What modules hold may be views, which are no changes.
+            # Modules may hold views, which are no changes.
             self.hide()
         if self.flat is not None:
             self.flat.take_up_changes()
@@ -501,7 +478,7 @@ class Unit:
             self.follow_requires_grad()
 
     def refuse_changes(self) -> None:
-        """Refuse parameters replaced between forward and backward; take up a changed ``requires_grad``.
+        """Refuse parameters replaced between forward and backward; take over a changed ``requires_grad``.
 
         Raises:
             ParameterChangedError: naming the parameter.
@@ -511,8 +488,8 @@ class Unit:
         if self.originals.retrained():
             self.follow_requires_grad()
 
-    def forgo(self) -> None:
-        """Let go of memory in which a gather would have arrived that could not be issued."""
+    def give_up_gather(self) -> None:
+        """Release the memory of a gather that could not be issued."""
         if self.state is UnitState.SHARDED:
             self.buffer.release()
         else:
@@ -547,12 +524,12 @@ def unshard_together(units: Sequence[Unit]) -> None:
         if step.announce is not None and shard is not None:
             # Among those that gather: replicas may evaluate apart.
             step.streams.meet(shard.announce, "all_gather of " + ", ".join(unit.name for unit in units))
-        step.streams.gather(units)
+        step.streams.gather([unit.record for unit in units])
     except BaseException as error:
         if isinstance(error, CollectiveError):
             step.recorder.fail(error, entry)
         for unit in units:
-            unit.forgo()
+            unit.give_up_gather()
         if isinstance(error, CollectiveError):
             step.recorder.refuse(error, entry)
         raise
@@ -560,7 +537,7 @@ def unshard_together(units: Sequence[Unit]) -> None:
         unit._issued()
 
 
-def refuse_escape(units: Sequence[Unit], output: Any, module_state: str) -> None:
+def refuse_escape(units: Sequence[Unit], output: Any, module: str) -> None:
     """Raise if ``output`` lies in memory of ``units`` that is about to be released: reading it then is a crash.
 
     Raises:
@@ -576,7 +553,7 @@ def refuse_escape(units: Sequence[Unit], output: Any, module_state: str) -> None
         for unit in held:
             if tensor.device == unit.buffer.flat.device and tensor.numel() and unit.buffer.holds(tensor):
                 raise UnshardedUseError(
-                    f"The forward of '{module_state or '(root)'}' returned memory of the parameter '{_owner(unit, tensor)}' "
+                    f"The forward of '{module or '(root)'}' returned memory of the parameter '{_owner(unit, tensor)}' "
                     f"on rank {unit.grid.world.rank}, which is released when the forward ends. Return a clone, or "
                     "compute with it inside the forward."
                 )

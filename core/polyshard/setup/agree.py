@@ -7,17 +7,19 @@ import hashlib
 import json
 import time
 import zlib
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from .. import _torch_private
-from ..errors import RankMismatchError
+from ..config import ShardConfig
+from ..errors import RankMismatchError, words
 from ..interfaces import Collectives
-from ..runtime.peers import scope_of, words
+from ..planning.groups import group_of
+from ..runtime.peers import scope_of
 from .differences import Reported, told
 
 #: Seconds of a rank's first wait for the others. Each wait is twice as long as the one before, up to the longest: few
@@ -35,53 +37,68 @@ _LONGEST_FAILURE = 8192
 _CHUNK = 1 << 20
 
 
-def agree(
-    report: Sequence[Any],
-    error: Exception | None,
-    collectives: Collectives | None,
-    process_group: Any | None,
-    timeout: timedelta,
-) -> None:
-    """Return only if every rank is ready and reports the same; raise on every rank otherwise.
-
-    Args:
-        report: What this rank resolved and planned: JSON values.
-        error: What went wrong on this rank; raised again once the others can know.
-        collectives: The resolved backend, or None where resolving failed.
-        process_group: The ranks that shard together; None for all.
-        timeout: How long to wait for the other ranks. The first rank that has waited for so long ends the agreement
-            for all.
+class Agreement:
+    """The ranks that shard one model together: each phase of it ends alike on all of them.
 
     The launcher's store serves where there is one, so that a rank whose backend could not be loaded reports too, or one
     whose backend only pretends to communicate; otherwise the backend itself does. A rank that pretends without a
     launcher, or in a pretended process group, stands alone.
-
-    Raises:
-        RankMismatchError: another rank failed, reports something else, or did not come.
     """
-    if stands_alone(collectives, process_group):
+
+    def __init__(self, config: ShardConfig) -> None:
+        _, self._process_group, _ = group_of(config)
+        self._timeout = timedelta(seconds=config.timeout_s)
+        self._checks = bool(config.check_ranks)
+        #: The resolved backend; None until it is.
+        self.collectives: Collectives | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no rank to compare with."""
+        return stands_alone(self.collectives, self._process_group)
+
+    @contextmanager
+    def phase(self) -> Iterator[list[Any]]:
+        """Leave the body when every rank has left it, with equal reports; raise on every rank otherwise.
+
+        Yields a list for the report: rows of JSON values, which begin with a title. The first rank that has waited for
+        the timeout of the configuration ends the phase for all. With ``check_ranks=False`` ranks neither wait nor
+        compare.
+
+        Raises:
+            Exception: that of the body, once the other ranks can know of it.
+            RankMismatchError: another rank failed, reports something else, or did not come.
+        """
+        report: list[Any] = []
+        error: Exception | None = None
+        try:
+            yield report
+        except Exception as raised:
+            error = raised
+        if self._checks and not self.alone:
+            self._meet(report, error)
         if error is not None:
             raise error
-        return
-    store = _store_of(collectives, process_group)
-    if store is not None:
-        group = process_group if isinstance(process_group, torch.distributed.ProcessGroup) else None
+
+    def _meet(self, report: Sequence[Any], error: Exception | None) -> None:
+        store = _store_of(self.collectives, self._process_group)
+        if store is None:
+            assert self.collectives is not None
+            _through_collectives(self.collectives, report, error)
+            return
+        group = self._process_group if isinstance(self._process_group, torch.distributed.ProcessGroup) else None
         ranks = torch.distributed.get_process_group_ranks(group)
-        meeting = Meeting(store, ranks, torch.distributed.get_rank(), timeout)
+        meeting = Meeting(store, ranks, torch.distributed.get_rank(), self._timeout)
         try:
             meeting.come(report, error)
             meeting.end()
         except torch.distributed.DistNetworkError as lost:
             if error is None:
                 raise meeting.without_store() from lost
-    elif collectives is not None:
-        _through_collectives(collectives, report, error)
-    if error is not None:
-        raise error
 
 
 def stands_alone(collectives: Collectives | None, process_group: Any | None) -> bool:
-    """Whether there is nobody that ``agree`` would compare with."""
+    """Whether there is no rank to compare with."""
     communicates = collectives is not None and collectives.capabilities.can_communicate
     return not communicates and _store_of(collectives, process_group) is None
 

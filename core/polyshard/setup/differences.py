@@ -1,4 +1,4 @@
-"""In what the reports of ranks differ, in words."""
+"""The rows of the report that ranks compare, and the words for a difference."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from itertools import zip_longest
 from typing import Any
 
 from ..interfaces import Collectives
-from ..planning.draft import Draft
 from ..planning.plan import ManagedParameter
+from ..planning.units import PlannedModule
 from ..planning.values import VALUES, refusal
 
 #: Characters from which on a part is looked into, instead of being shown as it is.
@@ -156,9 +156,6 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 2 * _LONG else f"{text[: 2 * _LONG]}..."
 
 
-# What ranks compare of a model before it changes, beside its plugins' fingerprints and checksums of its values.
-
-
 def kind_of(collectives: Collectives) -> list[Any]:
     """What tells ranks apart that would exchange bytes by other means, or only pretend to."""
     cls = type(collectives)
@@ -166,17 +163,17 @@ def kind_of(collectives: Collectives) -> list[Any]:
     return [f"{cls.__module__}:{cls.__qualname__}", collectives.world_size, collectives.device.type, communicates]
 
 
-def rows_of(draft: Draft, overrides: list[Any]) -> list[list[Any]]:
-    """What ranks compare of a module state: settings of its own, and for each unit dtypes, wire, parameters and layout."""
-    gathers = "gathered in backward" if draft.reads_in_backward else "not gathered in backward"
-    rows: list[list[Any]] = [[f"'{draft.module_state.name or '(root)'}'", overrides, str(draft.buffer_dtype), gathers]]
-    for unit, group in zip(draft.units, draft.module_state.groups, strict=True):
+def rows_of(plan: PlannedModule, overrides: list[Any]) -> list[list[Any]]:
+    """The rows that ranks compare of a module: its settings, and for each unit dtypes, wire, parameters and layout."""
+    gathers = "gathered in backward" if plan.reads_in_backward else "not gathered in backward"
+    rows: list[list[Any]] = [[f"'{plan.name or '(root)'}'", overrides, str(plan.buffer_dtype), gathers]]
+    for unit, group in zip(plan.units, plan.groups, strict=True):
         title = f"unit '{unit.spec.label}'"
         dtypes = [str(getattr(unit.dtypes, field.name)) for field in dataclasses.fields(unit.dtypes)]
         travels = ["bytes on the wire", unit.wire and unit.wire.nbytes_per_rank]
         rows.append([title, ["dtypes", *dtypes], travels, ["parked", unit.parked]])
-        # In no order of the layout's, which is told apart by itself.
-        title = f"{title}, by {draft.layout.described}"
+        # Not in the layout's order, which the next row compares.
+        title = f"{title}, by {plan.plugins.layout.described}"
         rows.append([title, *sorted(_parameter(parameter) for parameter in group)])
         places = [
             [parameter.names[0], slot.offset, "rows" if slot.by_rows else "elements"]

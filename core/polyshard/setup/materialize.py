@@ -11,10 +11,10 @@ from torch import nn
 from ..errors import ParameterError, PluginContractError
 from ..interfaces import Collectives, OffloadManager, PrecisionCaster
 from ..planning.answers import place, plugin_name
-from ..planning.draft import Draft, DraftedUnit
 from ..planning.groups import RankGrid
 from ..planning.layout import round_up
-from ..planning.plan import PlannedModule
+from ..planning.plan import ModuleParameters
+from ..planning.units import PlannedModule, PlannedUnit
 from ..planning.values import send_from_first
 from ..runtime.gather import view_of
 
@@ -23,7 +23,10 @@ Initializer = Callable[[nn.Module], None]
 
 
 def refuse_uninitializable(
-    module_states: Iterable[PlannedModule], modules: Mapping[nn.Module, str], initializer: Initializer | None, rank: int
+    module_states: Iterable[ModuleParameters],
+    modules: Mapping[nn.Module, str],
+    initializer: Initializer | None,
+    rank: int,
 ) -> None:
     """Raise if a module that holds meta parameters or buffers could not be initialised. ``modules``: with their names.
 
@@ -60,19 +63,19 @@ def refuse_uninitializable(
         )
 
 
-def remember(drafts: Sequence[Draft], device: torch.device) -> Callable[[], None]:
+def remember(owners: Sequence[PlannedModule], device: torch.device) -> Callable[[], None]:
     """What puts back all that ``materialize`` changes: buffers, and the generators of random numbers.
 
     Ranks that drew differently would initialise pieces of different models the next time.
     """
     hollow = {
         module: None
-        for draft in drafts
-        for module in draft.modules
+        for owner in owners
+        for module in owner.modules
         if any(is_meta(buffer) for buffer in module._buffers.values())
     }
-    for draft in drafts:
-        for group in draft.module_state.groups:
+    for owner in owners:
+        for group in owner.groups:
             for parameter in group:
                 if parameter.original.is_meta:
                     hollow.update(dict.fromkeys(module for module, _ in parameter.sites))
@@ -104,7 +107,7 @@ def remember(drafts: Sequence[Draft], device: torch.device) -> Callable[[], None
 
 
 def materialize(
-    drafts: Sequence[Draft],
+    owners: Sequence[PlannedModule],
     grid: RankGrid,
     device: torch.device,
     initializer: Initializer | None,
@@ -112,60 +115,60 @@ def materialize(
     *,
     from_first: bool = False,
 ) -> dict[str, list[torch.Tensor]]:
-    """The masters of every module state that holds meta parameters, by module state name; meta buffers are filled in place.
+    """The masters of every module that owns meta parameters, by its name; meta buffers are filled in place.
 
-    ``from_first``: all ranks take rank 0's values of parameters and buffers, module state by module state, also of those that are not
-    on the meta device, which are overwritten in place.
+    ``from_first``: all ranks take rank 0's values of parameters and buffers, module by module. Those that are not on
+    the meta device are overwritten in place.
 
-    Memory on ``device`` peaks at the masters and one whole module state: all module states are initialised in the same memory, so
-    that none of it is left behind as holes between the masters.
+    Memory on ``device`` peaks at the masters and one whole module: all modules are initialised in the same memory, so
+    that no holes are left between the masters.
     """
-    hollow = [draft for draft in drafts if draft.has_meta_parameters]
-    nbytes = max((sum(_nbytes(draft)) for draft in hollow), default=0) if grid.shard is not None else 0
+    hollow = [owner for owner in owners if owner.has_meta_parameters]
+    nbytes = max((sum(_nbytes(owner)) for owner in hollow), default=0) if grid.shard is not None else 0
     masters: dict[str, list[torch.Tensor]] = {}
     with torch.inference_mode(False), torch.no_grad():
         scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        for draft in drafts:
-            if draft.has_meta_parameters:
-                flats = _flats(draft, scratch if grid.shard is not None else None, device)
-                _fill(draft, flats, device, initializer, whole_shapes)
+        for owner in owners:
+            if owner.has_meta_parameters:
+                flats = _flats(owner, scratch if grid.shard is not None else None, device)
+                _fill(owner, flats, device, initializer, whole_shapes)
                 if from_first:
-                    send_from_first(_wholes(draft, flats), grid.world, device)
-                masters[draft.module_state.name] = [
+                    send_from_first(_wholes(owner, flats), grid.world, device)
+                masters[owner.name] = [
                     flat
                     if grid.shard is None
                     else flat.narrow(0, grid.shard_rank * layout.shard_numel, layout.shard_numel).clone()
-                    for layout, flat in zip((unit.layout for unit in draft.units), flats, strict=True)
+                    for layout, flat in zip((unit.layout for unit in owner.units), flats, strict=True)
                 ]
             else:
-                for module in draft.modules:
+                for module in owner.modules:
                     if any(is_meta(buffer) for buffer in module._buffers.values()):
                         place_buffers(module, device, None)
                         _initialize(module, set(), initializer, whole_shapes)
                 if from_first:
-                    originals = [parameter.original for group in draft.module_state.groups for parameter in group]
+                    originals = [parameter.original for group in owner.groups for parameter in group]
                     send_from_first(originals, grid.world, device)
             if from_first:
-                buffers = [buffer for module in draft.modules for buffer in module._buffers.values()]
+                buffers = [buffer for module in owner.modules for buffer in module._buffers.values()]
                 send_from_first([buffer for buffer in buffers if buffer is not None], grid.world, device)
     return masters
 
 
-def _wholes(draft: Draft, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _wholes(owner: PlannedModule, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [
         view_of(flat, slot.shape, slot.stride, slot.offset)
-        for unit, flat in zip(draft.units, flats, strict=True)
+        for unit, flat in zip(owner.units, flats, strict=True)
         for slot in unit.layout.slots
     ]
 
 
-def _nbytes(draft: Draft) -> list[int]:
-    return [round_up(unit.layout.padded_numel * unit.spec.master_dtype.itemsize, 256) for unit in draft.units]
+def _nbytes(owner: PlannedModule) -> list[int]:
+    return [round_up(unit.layout.padded_numel * unit.spec.master_dtype.itemsize, 256) for unit in owner.units]
 
 
-def _flats(draft: Draft, scratch: torch.Tensor | None, device: torch.device) -> list[torch.Tensor]:
+def _flats(owner: PlannedModule, scratch: torch.Tensor | None, device: torch.device) -> list[torch.Tensor]:
     flats, offset = [], 0
-    for unit, nbytes in zip(draft.units, _nbytes(draft), strict=True):
+    for unit, nbytes in zip(owner.units, _nbytes(owner), strict=True):
         layout, spec = unit.layout, unit.spec
         if scratch is None:
             flat = torch.empty(layout.padded_numel, dtype=spec.master_dtype, device=device)
@@ -180,16 +183,16 @@ def _flats(draft: Draft, scratch: torch.Tensor | None, device: torch.device) -> 
 
 
 def _fill(
-    draft: Draft,
+    owner: PlannedModule,
     flats: Sequence[torch.Tensor],
     device: torch.device,
     initializer: Initializer | None,
     whole_shapes: Mapping[nn.Parameter, tuple[int, ...]],
 ) -> None:
-    fresh = {module: None for module in draft.modules if any(is_meta(buffer) for buffer in module._buffers.values())}
+    fresh = {module: None for module in owner.modules if any(is_meta(buffer) for buffer in module._buffers.values())}
     held: list[tuple[nn.Module, str, nn.Parameter]] = []
     wholes: list[tuple[nn.Module, str, nn.Parameter]] = []
-    for group, unit, flat in zip(draft.module_state.groups, draft.units, flats, strict=True):
+    for group, unit, flat in zip(owner.groups, owner.units, flats, strict=True):
         for parameter, slot in zip(group, unit.layout.slots, strict=True):
             original = parameter.original
             whole = nn.Parameter(
@@ -224,8 +227,8 @@ def _initialize(
     initializer: Initializer | None,
     whole_shapes: Mapping[nn.Parameter, tuple[int, ...]],
 ) -> None:
-    # A parameter of the module that belongs to another module state is sharded already, or not there yet: initialising must
-    # see its shape and not touch its values.
+    # A parameter that another module owns is sharded already, or not there yet: initialising must see its shape, and
+    # not touch its values.
     others = {
         key: parameter
         for key, parameter in module._parameters.items()
@@ -255,7 +258,7 @@ _ALIKE = 0.5
 _SCALE = 4.0
 
 
-def park(offload: OffloadManager, unit: DraftedUnit, shard: torch.Tensor, rank: int) -> torch.Tensor:
+def park(offload: OffloadManager, unit: PlannedUnit, shard: torch.Tensor, rank: int) -> torch.Tensor:
     """Where ``offload`` parks ``shard`` (``[shard_numel]``, master dtype), with its values, which it can bring back.
 
     Raises:
@@ -286,26 +289,26 @@ def park(offload: OffloadManager, unit: DraftedUnit, shard: torch.Tensor, rank: 
     return master
 
 
-def try_codecs(drafts: Iterable[Draft], collectives: Collectives, shards: int) -> None:
+def try_codecs(owners: Iterable[PlannedModule], collectives: Collectives, shards: int) -> None:
     """Encode and decode a ramp, once for each caster that encodes, as its smallest unit.
 
     Raises:
         PluginContractError: what was decoded has little to do with what was encoded.
     """
-    smallest: dict[int, tuple[PrecisionCaster, DraftedUnit]] = {}
-    for draft in drafts:
-        for unit in draft.units:
+    smallest: dict[int, tuple[PrecisionCaster, PlannedUnit]] = {}
+    for owner in owners:
+        for unit in owner.units:
             unreal = unit.spec.device.type == "meta" or unit.spec.master_dtype.is_complex
             if unit.wire is None or not unit.spec.shard_numel or unreal:
                 continue
-            known = smallest.get(id(draft.caster))
+            known = smallest.get(id(owner.plugins.caster))
             if known is None or unit.spec.shard_numel < known[1].spec.shard_numel:
-                smallest[id(draft.caster)] = draft.caster, unit
+                smallest[id(owner.plugins.caster)] = owner.plugins.caster, unit
     for caster, unit in smallest.values():
         _try_codec(caster, unit, collectives, shards)
 
 
-def _try_codec(caster: PrecisionCaster, unit: DraftedUnit, collectives: Collectives, shards: int) -> None:
+def _try_codec(caster: PrecisionCaster, unit: PlannedUnit, collectives: Collectives, shards: int) -> None:
     spec = unit.spec
     assert unit.wire is not None
     ramp = torch.linspace(-1.0, 1.0, spec.shard_numel + 2, dtype=torch.float64)[1:-1]

@@ -1,17 +1,18 @@
-"""On which device a model computes."""
+"""The plugins and the device that a configuration names, for one model."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib.metadata import EntryPoints
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
-from .. import catalog
+from .. import registry
 from ..config import PluginChoice, ShardConfig
 from ..errors import DeviceError, WorldSizeError
 from ..events import Events
@@ -21,11 +22,13 @@ from ..interfaces import (
     OffloadManager,
     PluginContext,
     PrecisionCaster,
-    RankAndSize,
     WrapPolicy,
 )
 from ..planning.answers import refuse_unable
+from ..planning.groups import group_of
 from ..planning.layout import NamedLayout
+from .agree import Agreement
+from .build import Request
 
 
 def compute_device(config: ShardConfig, module: nn.Module, ignored_modules: Collection[nn.Module]) -> torch.device:
@@ -54,9 +57,6 @@ def compute_device(config: ShardConfig, module: nn.Module, ignored_modules: Coll
     return device
 
 
-# The plugins that a configuration names, constructed for one model.
-
-
 @dataclass(frozen=True, slots=True)
 class ChosenPlugins:
     """What a configuration's names stand for."""
@@ -68,27 +68,50 @@ class ChosenPlugins:
     policy: WrapPolicy
     layout: NamedLayout
     events: Events
-    used: tuple[catalog.Constructed[Any], ...]
+    used: tuple[registry.Constructed[Any], ...]
     """All of them, the collectives first."""
     collectives_choice: object
     """The options of the collectives, or the object that the user gave: equal where two instances could be one."""
     entry_points: EntryPoints
     """What is installed, for the plugins that a policy names."""
 
-    def override(self, group: Group, choice: PluginChoice) -> catalog.Constructed[Any]:
+    def override(self, group: Group, choice: PluginChoice) -> registry.Constructed[Any]:
         """The plugin that a policy names for one unit, constructed; raises what a configuration's would."""
-        resolved: catalog.Resolved[Any] = catalog.resolve(group, choice, self.entry_points)
-        return catalog.construct(resolved, self.context, self.entry_points)
+        resolved: registry.Resolved[Any] = registry.resolve(group, choice, self.entry_points)
+        return registry.construct(resolved, self.context, self.entry_points)
 
     def told(self) -> str:
         """All of them, in words."""
-        return ", ".join(f"{each.resolved.group.value} {catalog.used(each)}" for each in self.used)
+        return ", ".join(f"{each.resolved.group.value} {registry.used(each)}" for each in self.used)
+
+
+def choose_plugins(request: Request, agreement: Agreement) -> ChosenPlugins:
+    """Every plugin that the configuration names, constructed. ``agreement`` knows the collectives as soon as they are.
+
+    Raises:
+        ConfigError, PluginError: a name cannot be resolved, or a plugin not be constructed.
+        DeviceError, WorldSizeError: the collectives do not serve the device or the number of ranks.
+    """
+    config = request.config
+    choice, process_group, mesh = group_of(config)
+    entry_points = registry.scan()
+    context = PluginContext(
+        name="",
+        device=compute_device(config, request.module, request.ignored_modules),
+        process_group=process_group,
+        mesh=mesh,
+        timeout=timedelta(seconds=config.timeout_s),
+    )
+    resolved = registry.resolve(Group.COLLECTIVES, choice, entry_points)
+    constructed = registry.construct(resolved, context, entry_points)
+    agreement.collectives = constructed.instance
+    return construct_plugins(config, context, constructed, entry_points)
 
 
 def construct_plugins(
     config: ShardConfig,
     context: PluginContext,
-    constructed: catalog.Constructed[Collectives],
+    constructed: registry.Constructed[Collectives],
     entry_points: EntryPoints,
 ) -> ChosenPlugins:
     """Every plugin that ``config`` names, but for the collectives, which are ``constructed``.
@@ -97,20 +120,20 @@ def construct_plugins(
     not serve the device or the number of ranks.
     """
     collectives = constructed.instance
-    precision = catalog.resolve(Group.PRECISION, config.precision, entry_points)
-    offload = catalog.resolve(Group.OFFLOAD, config.offload, entry_points)
-    policy = catalog.resolve(Group.POLICIES, policy_choice(config.policy), entry_points)
-    layout = catalog.resolve(Group.LAYOUTS, config.layout, entry_points)
-    listeners = [catalog.resolve(Group.PLUGINS, choice, entry_points) for choice in config.listeners]
+    precision = registry.resolve(Group.PRECISION, config.precision, entry_points)
+    offload = registry.resolve(Group.OFFLOAD, config.offload, entry_points)
+    policy = registry.resolve(Group.POLICIES, policy_choice(config.policy), entry_points)
+    layout = registry.resolve(Group.LAYOUTS, config.layout, entry_points)
+    listeners = [registry.resolve(Group.PLUGINS, choice, entry_points) for choice in config.listeners]
     refuse_unable(collectives, collectives.rank)
     refuse_unserved(constructed, context, collectives.world_size)
     watched = dataclasses.replace(context, rank=collectives.rank, world_size=collectives.world_size)
-    caster = catalog.construct(precision, context, entry_points)
-    manager = catalog.construct(offload, context, entry_points)
-    wraps = catalog.construct(policy, context, entry_points)
-    arranges = catalog.construct(layout, context, entry_points)
-    watching = [catalog.construct(plugin, watched, entry_points) for plugin in listeners]
-    used: tuple[catalog.Constructed[Any], ...] = (constructed, caster, manager, wraps, arranges, *watching)
+    caster = registry.construct(precision, context, entry_points)
+    manager = registry.construct(offload, context, entry_points)
+    wraps = registry.construct(policy, context, entry_points)
+    arranges = registry.construct(layout, context, entry_points)
+    watching = [registry.construct(plugin, watched, entry_points) for plugin in listeners]
+    used: tuple[registry.Constructed[Any], ...] = (constructed, caster, manager, wraps, arranges, *watching)
     chosen = constructed.resolved
     return ChosenPlugins(
         context,
@@ -126,7 +149,7 @@ def construct_plugins(
     )
 
 
-def refuse_unserved(constructed: catalog.Constructed[Collectives], context: PluginContext, world_size: int) -> None:
+def refuse_unserved(constructed: registry.Constructed[Collectives], context: PluginContext, world_size: int) -> None:
     """Raise ``DeviceError`` or ``WorldSizeError`` where the collectives do not serve the device, or so many ranks."""
     collectives, name = constructed.instance, constructed.resolved.name
     capabilities = collectives.capabilities
@@ -143,21 +166,6 @@ def refuse_unserved(constructed: catalog.Constructed[Collectives], context: Plug
             f"there are {world_size} (rank {collectives.rank}). Start another number of them, or choose "
             "other collectives."
         )
-
-
-def group_of(config: ShardConfig) -> tuple[PluginChoice, Any | None, Any | None]:
-    """The collectives' choice, the process group and the mesh that the configuration names."""
-    choice, mesh = config.collectives, config.mesh
-    if isinstance(choice, (str, Mapping, Collectives)):
-        group = mesh.get_group() if mesh is not None and mesh.ndim == 1 else None
-        return choice, group, mesh
-    if isinstance(choice, torch.distributed.ProcessGroup):
-        return "auto", choice, mesh
-    if type(choice).__name__ == "DeviceMesh":
-        return "auto", cast("Any", choice).get_group(), choice
-    if isinstance(choice, RankAndSize):
-        return "auto", choice, mesh
-    return choice, None, mesh
 
 
 def policy_choice(choice: PluginChoice) -> PluginChoice:

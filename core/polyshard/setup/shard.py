@@ -1,46 +1,44 @@
-"""From a configuration and a model to a sharded model: resolves plugins, checks everything, then builds."""
+"""From a request to a sharded model: nothing changes before every rank agreed."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from .. import catalog
+from .. import registry
 from .._torch_private import post_accumulate_grad_hooks
 from .._version import __version__
 from ..config import ShardConfig, Strategy
 from ..errors import AlreadyShardedError, ConfigError, ParameterError, RankMismatchError
 from ..functions.lookup import live_roots
-from ..interfaces import Collectives, Group, OffloadManager, PluginContext, PolicyContext, PrecisionCaster
+from ..interfaces import Collectives, Group, PolicyContext
 from ..planning.answers import leaves_alone, refuse_unable
-from ..planning.draft import Draft, decide_parking, draft_module_state
 from ..planning.groups import RankGrid, rank_lists_for, strategy_for, subgroup
 from ..planning.layout import NamedLayout
 from ..planning.plan import (
     MODULE_STATE_ATTRIBUTE,
-    PlannedModule,
+    ModuleParameters,
     parameters_to_shard,
-    plan_module_states,
+    plan_modules,
     refuse_sharded,
     refuse_unshardable,
 )
+from ..planning.units import ModulePlugins, PlannedModule, decide_parking, plan_units
 from ..planning.values import described_buffers, described_values
 from ..runtime.root import Root
-from .agree import agree, stands_alone
-from .build import Blueprint, build, close_groups, give_up, prepare, refuse_broken
+from .agree import Agreement
+from .build import Request, ShardPlan, build, close_groups, give_up, prepare, refuse_broken
 from .differences import kind_of, rows_of
-from .materialize import Initializer, refuse_uninitializable
-from .plugins import ChosenPlugins, compute_device, construct_plugins, group_of
+from .materialize import refuse_uninitializable
+from .plugins import ChosenPlugins, choose_plugins
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -53,98 +51,76 @@ _COMPARED = (
     "split_root",
     "sync_module_states",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What a user asked to shard."""
-
-    module: nn.Module
-    config: ShardConfig
-    initializer: Initializer | None
-    ignored_modules: Collection[nn.Module]
-    ignored_parameters: Collection[nn.Parameter]
-    composes: bool
-    """Modules inside may be sharded already, and become part of the new root."""
+#: The plugins that a policy may name for a unit.
+_OVERRIDDEN = {"precision": Group.PRECISION, "offload": Group.OFFLOAD, "layout": Group.LAYOUTS}
+#: Attribute under which a module that was sharded holds the plugins that serve it.
+_PLUGINS_ATTRIBUTE = "_polyshard_plugins"
 
 
 def shard_module(request: Request) -> Root:
-    """Shard ``request.module`` in place.
+    """Shard ``request.module`` in place. Each phase ends alike on all ranks: with an error on every one, or on none.
 
-    Everything that can be wrong is found first, then ranks agree, and only then is the model changed.
+    =========  =====================================================  ==============================================
+    phase      may fail with                                          leaves the model, where it fails
+    =========  =====================================================  ==============================================
+    plan       ConfigError, PluginError, ShardingError; on the other  as it was
+               ranks RankMismatchError, and so where ranks differ
+    prepare    errors of initializers, offload managers, memory       as it was, but for values sent from rank 0
+    build      out of memory, a listener's ``after_shard``            in pieces where any was cut: each use is refused
+    =========  =====================================================  ==============================================
     """
-    config = request.config
-    choice, process_group, mesh = group_of(config)
-    collectives: Collectives | None = None
-    error: Exception | None = None
-    report: list[Any] = []
-    try:
-        entry_points = catalog.scan()
-        context = PluginContext(
-            name="",
-            device=compute_device(config, request.module, request.ignored_modules),
-            process_group=process_group,
-            mesh=mesh,
-            timeout=timedelta(seconds=config.timeout_s),
-        )
-        collectives_plugin = catalog.resolve(Group.COLLECTIVES, choice, entry_points)
-        constructed = catalog.construct(collectives_plugin, context, entry_points)
-        collectives = constructed.instance
-        plugins = construct_plugins(config, context, constructed, entry_points)
-        strategy = strategy_for(config, collectives.world_size)
-        shard_lists, replicate_lists = rank_lists_for(config, strategy, collectives.world_size)
-        planned = _plan(request, plugins, len(shard_lists[0]))
-        _refuse_unmeasured(config, strategy, context.device, collectives.rank)
-        _tell_unreduced(request, planned, collectives)
-        if plugins.events.active:
-            plugins.events.before_shard(request.module, config)
-        drafted = _draft(request, plugins, planned, len(shard_lists[0]))
-        signature = catalog.fingerprint(plugins.used[0])
-        report = [
-            *catalog.Permission.read().rows(),
-            *signature,
-            *(row for used in plugins.used[1:] for row in catalog.fingerprint(used)),
-            ["collectives", *kind_of(collectives)],
-            *_own_code(config, collectives),
-            ["strategy", strategy.value, shard_lists, replicate_lists],
-            *([name, getattr(config, name)] for name in _COMPARED),
-            # Some thirty lists a unit, for others alone.
-            *(() if stands_alone(collectives, process_group) else (row for each in drafted for row in each.rows())),
-            *_values(request, planned, collectives),
-        ]
-    except Exception as raised:
-        error = raised
-    timeout = timedelta(seconds=config.timeout_s)
-    if config.check_ranks:
-        agree(report, error, collectives, process_group, timeout)
-    elif error is not None:
-        raise error
-    # agree() raised if anything above did.
-    assert collectives is not None
-    if strategy is not config.strategy:
-        warnings.warn(
-            f"polyshard is switching to use `NO_SHARD` instead of {config.strategy} since the world size is 1.",
-            stacklevel=4,
-        )
-    if _LOGGER.isEnabledFor(logging.INFO):
-        _LOGGER.info(
-            "rank %d of %d shards %s with %s",
-            collectives.rank,
-            collectives.world_size,
-            type(request.module).__name__,
-            plugins.told(),
-        )
-    blueprint = Blueprint(
-        request.module,
-        config,
+    agreement = Agreement(request.config)
+    with agreement.phase() as report:
+        plugins = choose_plugins(request, agreement)
+        plan = plan_shards(request, plugins)
+        report += _compared(plan, plugins, agreement)
+    _tell(plan, plugins)
+    with ExitStack() as unfinished:
+        with ExitStack() as undo:
+            with agreement.phase():
+                grid = _form_groups(plan, plugins.collectives)
+                if request.config.check_ranks:
+                    # All ranks fail alike then, and so close alike.
+                    unfinished.callback(close_groups, plan, grid)
+                masters, put_back = prepare(plan, grid)
+                undo.callback(put_back)
+            # Every rank could keep its model until here: nothing was let go of.
+            undo.pop_all()
+        try:
+            with agreement.phase():
+                root = build(plan, grid, masters)
+        except RankMismatchError as mismatch:
+            give_up(plan, grid, str(mismatch))
+            raise
+        unfinished.pop_all()
+    _remember_plugins(plan, plugins)
+    return root
+
+
+def plan_shards(request: Request, plugins: ChosenPlugins) -> ShardPlan:
+    """Everything about the sharded model that is known before it changes. Reads the model, takes no memory.
+
+    Raises:
+        ConfigError, PluginError, ShardingError: what sharding raises before ranks speak to each other.
+    """
+    config, collectives = request.config, plugins.collectives
+    strategy = strategy_for(config, collectives.world_size)
+    shard_lists, replicate_lists = rank_lists_for(config, strategy, collectives.world_size)
+    shards = len(shard_lists[0])
+    owners = _choose_modules(request, plugins, shards)
+    _refuse_unmeasured(config, strategy, plugins.context.device, collectives.rank)
+    _warn_of_ignored(request, owners, collectives)
+    if plugins.events.active:
+        plugins.events.before_shard(request.module, config)
+    return ShardPlan(
+        request,
         strategy,
-        context.device,
-        request.initializer,
-        request.ignored_modules,
-        tuple(each.draft for each in drafted),
+        plugins.context.device,
+        (shard_lists, replicate_lists),
+        _plan_units(owners, request, plugins, shards),
         plugins.events,
         signature=(
-            signature,
+            registry.fingerprint(plugins.used[0]),
             plugins.collectives_choice,
             plugins.context.process_group,
             (shard_lists, replicate_lists),
@@ -152,93 +128,41 @@ def shard_module(request: Request) -> Root:
         # Collectives that the user made are the user's to close.
         constructs=plugins.collectives_choice is not collectives,
     )
-    with ExitStack() as groups:
-        with ExitStack() as undo:
-            with _together(config, collectives, process_group):
-                shard, replicate = subgroup(collectives, shard_lists), subgroup(collectives, replicate_lists)
-                grid = RankGrid(collectives, shard, replicate)
-                if config.check_ranks:
-                    # All ranks fail alike then, and so close alike.
-                    groups.callback(close_groups, blueprint, grid)
-                masters, put_back = prepare(blueprint, grid)
-                undo.callback(put_back)
-            # The last moment at which every rank could still keep its model: nothing was let go of.
-            undo.pop_all()
-        try:
-            with _together(config, collectives, process_group):
-                root = build(blueprint, grid, masters)
-        except RankMismatchError as mismatch:
-            give_up(blueprint, grid, str(mismatch))
-            raise
-        groups.pop_all()
-    _remember(request.module, plugins, drafted)
-    return root
 
 
-#: Attribute under which a module that was sharded holds the plugins that serve it.
-_PLUGINS_ATTRIBUTE = "_polyshard_plugins"
+def planned_modules(
+    request: Request, plugins: ChosenPlugins, strategy: Strategy, shards: int
+) -> tuple[PlannedModule, ...]:
+    """The modules of ``plan_shards``, for so many ``shards``. Tells nobody, for what looks and does not shard."""
+    owners = _choose_modules(request, plugins, shards)
+    _refuse_unmeasured(request.config, strategy, plugins.context.device, plugins.collectives.rank)
+    return _plan_units(owners, request, plugins, shards)
 
 
-def _remember(module: nn.Module, plugins: ChosenPlugins, drafted: Sequence[Drafted]) -> None:
-    found = [catalog.used(each) for each in plugins.used]
-    found += [catalog.used(own, each.draft.module_state.name) for each in drafted for own in each.overrides.values()]
-    module.__dict__[_PLUGINS_ATTRIBUTE] = tuple(found)
-
-
-def plugins_of(model: nn.Module) -> tuple[catalog.UsedPlugin, ...]:
+def plugins_of(model: nn.Module) -> tuple[registry.UsedPlugin, ...]:
     """The plugins that ``model`` and the modules inside it, where they were sharded by themselves, were given."""
-    found: list[catalog.UsedPlugin] = []
+    found: list[registry.UsedPlugin] = []
     for name, inner in model.named_modules():
         for each in inner.__dict__.get(_PLUGINS_ATTRIBUTE, ()):
             found.append(dataclasses.replace(each, module=".".join(filter(None, (name, each.module)))))
     return tuple(found)
 
 
-@contextmanager
-def _together(config: ShardConfig, collectives: Collectives, process_group: Any | None) -> Iterator[None]:
-    """Leave when every rank has left the body; raise on every rank if the body raised on any.
-
-    Raises:
-        RankMismatchError: another rank failed while this one did not.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-    if config.check_ranks:
-        agree([], error, collectives, process_group, timedelta(seconds=config.timeout_s))
-    elif error is not None:
-        raise error
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """The module states of a request, the root's first."""
-
-    module_states: list[PlannedModule]
-    modules: list[list[nn.Module]]
-    """For each module state, the modules inside it that no inner module state owns."""
-
-
-def _plan(request: Request, plugins: ChosenPlugins, shards: int) -> _Planned:
+def _choose_modules(request: Request, plugins: ChosenPlugins, shards: int) -> list[ModuleParameters]:
+    """The modules that own units, the root first: as the policy chose, less what cannot be sharded."""
     module, rank = request.module, plugins.collectives.rank
+    ignored: dict[str, Any] = {
+        "ignored_modules": request.ignored_modules,
+        "ignored_parameters": request.ignored_parameters,
+    }
     refuse_broken(module, "shard()")
-    if request.composes:
-        if MODULE_STATE_ATTRIBUTE in module.__dict__:
-            refuse_sharded(module, rank)
-    else:
+    if not request.composes or MODULE_STATE_ATTRIBUTE in module.__dict__:
         refuse_sharded(module, rank)
-    _refuse_pieces(request, rank)
-    refuse_unshardable(
-        module,
-        ignored_modules=request.ignored_modules,
-        ignored_parameters=request.ignored_parameters,
-        rank=rank,
-    )
+    _refuse_pieces(module, parameters_to_shard(module, **ignored), rank)
+    refuse_unshardable(module, rank=rank, **ignored)
     refuse_unable(plugins.caster, rank)
     context = PolicyContext(
-        request.ignored_modules, request.ignored_parameters, shards, plugins.context.device, partial(_say, rank)
+        request.ignored_modules, request.ignored_parameters, shards, plugins.context.device, partial(_warn_once, rank)
     )
     chosen = plugins.policy.plan(module, context)
     names = {inner: name for name, inner in module.named_modules()}
@@ -249,43 +173,125 @@ def _plan(request: Request, plugins: ChosenPlugins, shards: int) -> _Planned:
             if inner not in chosen and inner is not module and leaves_alone(plugins.caster, inner, name, rank)
         }
         chosen = {**chosen, **alone}
-    planned = plan_module_states(
-        module,
-        chosen,
-        ignored_modules=request.ignored_modules,
-        ignored_parameters=request.ignored_parameters,
-        rank=rank,
-        # Where nothing is gathered, one unit around the others costs nothing.
-        divides=request.config.split_root and shards > 1,
-    )
-    owned = _own_modules(planned, request)
-    own = {inner for modules in owned for inner in modules}
-    named = {inner: name for inner, name in names.items() if inner in own}
-    refuse_uninitializable(planned, named, request.initializer, rank)
-    _refuse_irreducible(planned, plugins.collectives)
-    return _Planned(planned, owned)
+    # Where nothing is gathered, one unit around the others costs nothing.
+    divides = request.config.split_root and shards > 1
+    owners = plan_modules(module, chosen, rank=rank, divides=divides, **ignored)
+    own = {inner for owner in owners for inner in owner.modules}
+    refuse_uninitializable(owners, {inner: names[inner] for inner in names if inner in own}, request.initializer, rank)
+    _refuse_irreducible(owners, plugins.collectives)
+    return owners
 
 
-def _say(rank: int, text: str) -> bool:
+def _plan_units(
+    owners: Sequence[ModuleParameters], request: Request, plugins: ChosenPlugins, shards: int
+) -> tuple[PlannedModule, ...]:
+    rank = plugins.collectives.rank
+    planned = []
+    travelled: dict[torch.dtype, int] = {}
+    for owner in owners:
+        overrides = {
+            setting: plugins.override(group, owner.overrides[setting])
+            for setting, group in _OVERRIDDEN.items()
+            if setting in owner.overrides
+        }
+        layout = plugins.layout
+        if "layout" in overrides:
+            layout = NamedLayout(overrides["layout"].instance, overrides["layout"].resolved.described)
+        serving = ModulePlugins(
+            overrides["precision"].instance if "precision" in overrides else plugins.caster,
+            overrides["offload"].instance if "offload" in overrides else plugins.offload,
+            layout,
+            overrides,
+        )
+        refuse_unable(serving.caster, rank)
+        refuse_unable(serving.offload, rank)
+        is_root = owner.governing is request.module
+        planned.append(
+            plan_units(
+                owner,
+                serving,
+                shards,
+                plugins.context.device,
+                plugins.events,
+                travelled,
+                is_root=is_root,
+                rank=rank,
+            )
+        )
+    return decide_parking(planned, rank)
+
+
+def _compared(plan: ShardPlan, plugins: ChosenPlugins, agreement: Agreement) -> list[Any]:
+    """The report that ranks compare: what they resolved and planned, and checksums of values."""
+    config, collectives = plan.request.config, plugins.collectives
+    # Asked for where nobody compares them, too, so that a plugin that cannot answer shows everywhere.
+    overridden = [[registry.fingerprint(own) for own in each.plugins.overrides.values()] for each in plan.modules]
+    compares = config.check_ranks and collectives.capabilities.can_communicate and collectives.world_size > 1
+    report = [
+        *registry.Permission.read().rows(),
+        *(row for used in plugins.used for row in registry.fingerprint(used)),
+        ["collectives", *kind_of(collectives)],
+        ["strategy", plan.strategy.value, *plan.rank_lists],
+        *([name, getattr(config, name)] for name in _COMPARED),
+    ]
+    if not agreement.alone:
+        # Some thirty lists a unit.
+        for each, fingerprints in zip(plan.modules, overridden, strict=True):
+            releases = ["reshard_after_forward", each.overrides.get("reshard_after_forward")]
+            report += rows_of(each, [releases, *fingerprints])
+    if compares:
+        report.append(["polyshard", __version__, registry.engine_digest()])
+        report += described_values(plan.modules, compare=not config.sync_module_states)
+        if config.sync_module_states:
+            own = {inner for each in plan.modules for inner in each.modules}
+            report += described_buffers(named for named in plan.request.module.named_modules() if named[1] in own)
+    return report
+
+
+def _form_groups(plan: ShardPlan, world: Collectives) -> RankGrid:
+    shard_lists, replicate_lists = plan.rank_lists
+    return RankGrid(world, subgroup(world, shard_lists), subgroup(world, replicate_lists))
+
+
+def _remember_plugins(plan: ShardPlan, plugins: ChosenPlugins) -> None:
+    found = [registry.used(each) for each in plugins.used]
+    found += [registry.used(own, each.name) for each in plan.modules for own in each.plugins.overrides.values()]
+    plan.request.module.__dict__[_PLUGINS_ATTRIBUTE] = tuple(found)
+
+
+def _tell(plan: ShardPlan, plugins: ChosenPlugins) -> None:
+    configured, collectives = plan.request.config.strategy, plugins.collectives
+    if plan.strategy is not configured:
+        warnings.warn(
+            f"polyshard is switching to use `NO_SHARD` instead of {configured} since the world size is 1.",
+            stacklevel=5,
+        )
+    if _LOGGER.isEnabledFor(logging.INFO):
+        _LOGGER.info(
+            "rank %d of %d shards %s with %s",
+            collectives.rank,
+            collectives.world_size,
+            type(plan.request.module).__name__,
+            plugins.told(),
+        )
+
+
+def _warn_once(rank: int, text: str) -> bool:
     """Warn of what all ranks see alike, on the first; returns whether this is it."""
     if rank == 0:
         warnings.warn(text, stacklevel=6)
     return rank == 0
 
 
-def _refuse_pieces(request: Request, rank: int) -> None:
+def _refuse_pieces(module: nn.Module, named: Mapping[nn.Parameter, str], rank: int) -> None:
     """Raise if a module that is not inside of this one has cut a parameter already: its piece would be cut again."""
-    module = request.module
-    named = parameters_to_shard(
-        module, ignored_modules=request.ignored_modules, ignored_parameters=request.ignored_parameters
-    )
     inside = set(module.modules())
     for name, found in zip(named.values(), live_roots.find(list(named)), strict=True):
         if found is None or found.slot is None:
             continue
         holder = found.root.module_states[0].module
         if holder in inside:
-            # ``plan_module_states`` refuses it.
+            # ``plan_modules`` refuses it.
             continue
         there = f"'{found.unit.parameters[found.slot].names[0]}' of {type(holder).__name__}"
         if module in set(holder.modules()):
@@ -300,73 +306,9 @@ def _refuse_pieces(request: Request, rank: int) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Drafted:
-    """A module state laid out."""
-
-    draft: Draft
-    overrides: dict[str, catalog.Constructed[Any]]
-    """The plugins that the policy named for it, by setting."""
-    fingerprints: tuple[Any, ...]
-    """Of these plugins: asked for where nobody compares them, too, so that one that cannot answer shows everywhere."""
-
-    def rows(self) -> list[list[Any]]:
-        """What ranks compare of it."""
-        releases = ["reshard_after_forward", self.draft.module_state.overrides.get("reshard_after_forward")]
-        return rows_of(self.draft, [releases, *self.fingerprints])
-
-
-#: The plugins that a policy may name for a unit.
-_OVERRIDDEN = {"precision": Group.PRECISION, "offload": Group.OFFLOAD, "layout": Group.LAYOUTS}
-
-
-def _draft(request: Request, plugins: ChosenPlugins, planned: _Planned, shards: int) -> tuple[Drafted, ...]:
-    rank, device = plugins.collectives.rank, plugins.context.device
-    drafted = []
-    travelled: dict[torch.dtype, int] = {}
-    for module_state, modules in zip(planned.module_states, planned.modules, strict=True):
-        own = {
-            key: plugins.override(group, module_state.overrides[key])
-            for key, group in _OVERRIDDEN.items()
-            if key in module_state.overrides
-        }
-        caster: PrecisionCaster = own["precision"].instance if "precision" in own else plugins.caster
-        offload: OffloadManager = own["offload"].instance if "offload" in own else plugins.offload
-        layout = plugins.layout
-        if "layout" in own:
-            layout = NamedLayout(own["layout"].instance, own["layout"].resolved.described)
-        refuse_unable(caster, rank)
-        refuse_unable(offload, rank)
-        draft = draft_module_state(
-            module_state,
-            modules,
-            shards,
-            device,
-            caster,
-            offload,
-            layout,
-            plugins.events,
-            travelled,
-            is_root=module_state.governing is request.module,
-            rank=rank,
-        )
-        drafted.append(Drafted(draft, own, tuple(map(catalog.fingerprint, own.values()))))
-    parked = decide_parking([each.draft for each in drafted], rank)
-    return tuple(Drafted(draft, each.overrides, each.fingerprints) for draft, each in zip(parked, drafted, strict=True))
-
-
-def draft_module(request: Request, plugins: ChosenPlugins, strategy: Strategy, shards: int) -> tuple[Drafted, ...]:
-    """What the module states of ``request`` would be, laid out for so many ``shards``, the root's first. Changes nothing, and
-    takes no memory; raises what sharding would before ranks speak to each other.
-    """
-    planned = _plan(request, plugins, shards)
-    _refuse_unmeasured(request.config, strategy, plugins.context.device, plugins.collectives.rank)
-    return _draft(request, plugins, planned, shards)
-
-
-def _refuse_irreducible(planned: list[PlannedModule], collectives: Collectives) -> None:
-    for module_state in planned:
-        for group in module_state.groups:
+def _refuse_irreducible(owners: Sequence[ModuleParameters], collectives: Collectives) -> None:
+    for owner in owners:
+        for group in owner.groups:
             dtype = group[0].original.dtype
             trained = group[0].original.requires_grad and collectives.world_size > 1
             if trained and dtype.is_complex and dtype not in collectives.capabilities.dtypes:
@@ -386,16 +328,14 @@ def _refuse_unmeasured(config: ShardConfig, strategy: Strategy, device: torch.de
         )
 
 
-def _tell_unreduced(request: Request, planned: _Planned, collectives: Collectives) -> None:
-    """Warn, on one rank, of what is trained and ignored: each rank would train a copy of its own."""
+def _warn_of_ignored(request: Request, owners: Sequence[ModuleParameters], collectives: Collectives) -> None:
+    """Warn, on one rank, of parameters that are trained and ignored: each rank would train a copy of its own."""
     # Composed from the inside out, the call around this one may take it.
     if request.composes or not (request.ignored_modules or request.ignored_parameters):
         return
     if collectives.rank > 0 or collectives.world_size == 1 or not collectives.capabilities.can_communicate:
         return
-    managed = {
-        each.original for module_state in planned.module_states for group in module_state.groups for each in group
-    }
+    managed = {each.original for owner in owners for group in owner.groups for each in group}
     names = [
         name
         for name, parameter in request.module.named_parameters()
@@ -408,41 +348,5 @@ def _tell_unreduced(request: Request, planned: _Planned, collectives: Collective
             "and ignored by shard(), so that each rank trains copies of its own. Let them be sharded (scalars are, "
             "too), freeze them with requires_grad_(False), or give each a hook that averages its gradient "
             "(register_post_accumulate_grad_hook) before shard(). Where it is meant so, filter this warning.",
-            stacklevel=4,
+            stacklevel=5,
         )
-
-
-def _own_code(config: ShardConfig, collectives: Collectives) -> list[list[Any]]:
-    return [["polyshard", __version__, catalog.engine_digest()]] if _compares(config, collectives) else []
-
-
-def _compares(config: ShardConfig, collectives: Collectives) -> bool:
-    return config.check_ranks and collectives.capabilities.can_communicate and collectives.world_size > 1
-
-
-def _values(request: Request, planned: _Planned, collectives: Collectives) -> list[list[Any]]:
-    config = request.config
-    if not _compares(config, collectives):
-        return []
-    found = described_values(planned.module_states, compare=not config.sync_module_states)
-    if config.sync_module_states:
-        own = {inner for modules in planned.modules for inner in modules}
-        found += described_buffers(named for named in request.module.named_modules() if named[1] in own)
-    return found
-
-
-def _own_modules(planned: Sequence[PlannedModule], request: Request) -> list[list[nn.Module]]:
-    others = {module_state.module for module_state in planned} | set(request.ignored_modules)
-    found = []
-    for module_state in planned:
-        own, waiting = [], [module_state.module]
-        while waiting:
-            module = waiting.pop()
-            own.append(module)
-            waiting += [
-                child
-                for child in module.children()
-                if child not in others and MODULE_STATE_ATTRIBUTE not in child.__dict__
-            ]
-        found.append(own)
-    return found

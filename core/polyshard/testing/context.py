@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from polyshard import catalog
+from polyshard import registry
 from polyshard.interfaces import Group, PluginContext
 
 
@@ -27,4 +27,4 @@ def plugin_context(
 
 
 def _construct(context: PluginContext, group: Group, choice: Any) -> Any:
-    return catalog.construct(catalog.resolve(group, choice), context).instance
+    return registry.construct(registry.resolve(group, choice), context).instance

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
-from .. import catalog
+from .. import registry
 from ..config import PluginChoice
 from ..errors import ConfigError
 from ..interfaces import Group
@@ -101,7 +101,7 @@ def run_in(processes: RankProcesses, fn: Callable[[Rank], T], *, timeout_s: floa
 @functools.cache
 def _threaded() -> Any:
     # polyshard's own names stay what they are; reading what is installed takes longer than many a run.
-    return catalog.resolve(Group.COLLECTIVES, _THREADED).factory
+    return registry.resolve(Group.COLLECTIVES, _THREADED).factory
 
 
 def run_threads(
