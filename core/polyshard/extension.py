@@ -3,8 +3,8 @@
 A face has a wrapper and an API of its own over the engine. It subclasses ``Unit`` (parameters gathered together),
 ``ModuleState`` and ``ForwardHooks`` (a module in a step), ``Root`` (begin and end of a step), ``ExecutionOrder``
 (prefetching), ``Gradients`` and ``ReductionInput`` (which gradients are reduced), ``RankGrid`` (how they are reduced),
-``Bindings`` and ``MasterViews`` (what modules and optimizers hold), and leaves the rest to the engine. None of this is a
-promise to plugins, whose contracts are in ``polyshard.interfaces``.
+``Bindings`` and ``MasterViews`` (what modules and optimizers hold), and leaves the rest to the engine. None of this is
+a promise to plugins, whose contracts are in ``polyshard.interfaces``.
 """
 
 from __future__ import annotations
