@@ -164,7 +164,9 @@ def test_ranks_that_were_told_different_things(tmp_path: Path) -> None:
     save_file(state(), tmp_path / "one.safetensors")
     save_file({**state(), "extra": torch.zeros(1)}, tmp_path / "other.safetensors")
     names = ["one.safetensors", "other.safetensors"]
-    with pytest.raises(RankMismatchError, match=r"different checkpoints: .*\.safetensors on rank \d, .*\.safetensors on rank \d"):
+    with pytest.raises(
+        RankMismatchError, match=r"different checkpoints: .*\.safetensors on rank \d, .*\.safetensors on rank \d"
+    ):
         on_ranks(2, lambda model, rank: huggingface.load(model, tmp_path / names[rank]))
     kinds: list[Any] = ["all", "first"]
     with pytest.raises(RankMismatchError, match=r"'ranks' is '\w+' on rank \d, and '\w+' on rank \d"):
