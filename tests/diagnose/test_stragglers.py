@@ -56,6 +56,7 @@ def found_in(
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [BLOCKS, {"strategy": "no_shard"}], ids=["shards", "copies"])
 def test_a_rank_that_sleeps_is_named_on_all_ranks_at_the_same_calls(settings: dict[str, Any]) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> list[tuple[Straggler, ...]]:
@@ -73,6 +74,7 @@ def test_a_rank_that_sleeps_is_named_on_all_ranks_at_the_same_calls(settings: di
     assert answers[0] == answers[1] == answers[2]
 
 
+@pytest.mark.slow
 def test_ranks_that_are_slow_alike_are_none() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> list[tuple[Straggler, ...]]:
         model = sharded_copy(seeded(sleepy), rank, world, **BLOCKS)
@@ -86,6 +88,7 @@ def sleep_on_one(rank: int) -> list[tuple[Straggler, ...]]:
     return found_in(model, rank, 6, SLEEP_S if rank == 2 else 0.0, every=4, factor=2.0)
 
 
+@pytest.mark.slow
 def test_a_rank_that_sleeps_is_named_over_gloo() -> None:
     with RankPool(3) as pool:
         answers = pool.run(sleep_on_one)
