@@ -119,8 +119,8 @@ class FSDPModule:
         if not recurse and len(root.module_states) > 1:
             raise UnsupportedError(
                 f"set_requires_gradient_sync(recurse=False) on a module with {len(root.module_states) - 1} sharded "
-                f"modules inside (rank {root.rank}): the engine reduces all gradients of a model or none. Leave recurse "
-                "out."
+                f"modules inside (rank {root.rank}): the engine reduces all gradients of a model or none. Leave "
+                "recurse out."
             )
         root.synchronises = bool(requires_gradient_sync)
 
