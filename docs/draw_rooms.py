@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 PICTURE = Path(__file__).with_name("rooms.svg")
 PAGE = Path(__file__).with_name("architecture.md")
 
-#: From top to bottom: each room imports only rooms below it, as import-linter holds. Name, folder, and what it is about.
+#: From top to bottom, each room with its folder and what it is about. A room imports only rooms below it.
 ROOMS = {
     "tools": ("tools/polyshard_tools", "the command line; plans and forecasts, the doctor, explanations, templates"),
     "faces": ("faces", "drop-ins for PyTorch's FSDP1 and FSDP2; both enter the engine by `extension.py`"),

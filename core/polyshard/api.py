@@ -252,7 +252,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     method = getattr(module, name, None)
     if not callable(method):
         raise ConfigError(
-            f"{type(module)} does not have a method {name} ('{module_state.name or '(root)'}'). Name a method that computes."
+            f"{type(module)} does not have a method {name} ('{module_state.label}'). Name a method that computes."
         )
     # Its methods may compute with an embedding's weight.
     module_state.reads_in_backward = True

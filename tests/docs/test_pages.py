@@ -348,12 +348,17 @@ def test_the_readme_says_of_its_chart_what_was_measured() -> None:
     assert numbers == pytest.approx([measured[workload] for workload in ("host", "300m", "1b", "8b")], abs=0.005)
 
 
-def test_the_picture_of_the_wings_shows_todays_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_architecture_page_shows_todays_files_and_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    import draw_wings
+    import draw_rooms
 
-    picture = (ROOT / "docs" / "wings.svg").read_text(encoding="utf-8")
+    picture = (ROOT / "docs" / "rooms.svg").read_text(encoding="utf-8")
     shown = re.search(r"<dc:description>(.*?)</dc:description>", picture, re.DOTALL)
     assert shown is not None
-    assert json.loads(html.unescape(shown[1])) == draw_wings.imports(), "run docs/draw_wings.py"
-    del sys.modules["draw_wings"]
+    assert json.loads(html.unescape(shown[1])) == draw_rooms.imports(), "run docs/draw_rooms.py"
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert draw_rooms.page(text) == text, "run docs/draw_rooms.py"
+    places = {room: index for index, room in enumerate(draw_rooms.ROOMS)}
+    back = [pair for pair in draw_rooms.imports() for above, below in [pair.split(" > ")] if places[below] < places[above]]
+    assert back == [], "a room imports a room above it"
+    del sys.modules["draw_rooms"]

@@ -337,8 +337,8 @@ class CapturedStep(Generic[P, T]):
         if self._fallback is CaptureFallback.REFUSE:
             verb = "captured" if self._graph is None else "replayed"
             raise CaptureError(
-                f"The step cannot be {verb} (rank {self._sharded.rank}). {reason} To run it eagerly where that happens, "
-                "give fallback='eager'."
+                f"The step cannot be {verb} (rank {self._sharded.rank}). {reason} To run it eagerly where that "
+                "happens, give fallback='eager'."
             ) from cause
         self._drop_graph()
         self._mode = CaptureMode.EAGER

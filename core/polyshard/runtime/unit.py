@@ -97,7 +97,7 @@ class Unit:
         parks: bool,
         wire: WireSpec | None = None,
     ) -> None:
-        """``master``: where it lives from now on, parked already if ``parks``. ``wire``: None to travel as it computes."""
+        """``master``: where it lives, parked already if ``parks``. ``wire``: None to travel as it computes."""
         self.spec = spec
         self.layout = layout
         self.parameters = tuple(parameters)
