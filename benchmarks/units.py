@@ -19,11 +19,9 @@ import torch
 from pages import markers, tell
 from polyshard.engine.planning.plan import plan_stages
 from polyshard.interfaces import PluginContext, PolicyContext, WrapPolicy
-from polyshard_policies.budget import Budget
-from polyshard_policies.gather_time import Link
-from polyshard_policies.homes import Homes
+from polyshard_policies.budget import Budget, Link, Room
+from polyshard_policies.division import Homes
 from polyshard_policies.module_class import Transformer
-from polyshard_policies.room import Room
 from torch import nn
 from workloads import WORKLOADS, Block, LanguageModel
 

@@ -21,8 +21,7 @@ from polyshard.engine.planning.plan import plan_stages
 from polyshard.errors import ConfigError
 from polyshard.interfaces import PluginContext, PolicyContext, WrapPolicy
 from polyshard.testing import PolicySuite
-from polyshard_policies.budget import Budget
-from polyshard_policies.gather_time import Link
+from polyshard_policies.budget import Budget, Link
 from torch import nn
 
 ROOT = Path(__file__).parents[1]

@@ -14,11 +14,8 @@ from polyshard_plugins.offload import CpuOffload, NoOffload
 from polyshard_plugins.precision import Bf16, Fp16, Fp32, Mixed, Unchanged
 from polyshard_plugins.trace import Trace
 from polyshard_policies.combined import Or
-from polyshard_policies.functions import Custom, Lambda
-from polyshard_policies.module_class import ModuleClass, Transformer
-from polyshard_policies.simple import Always, Never
-from polyshard_policies.size import Size
-from polyshard_policies.transformers import NoSplitModules
+from polyshard_policies.functions import Custom, Lambda, Size
+from polyshard_policies.module_class import Always, ModuleClass, Never, NoSplitModules, Transformer
 
 CONTEXT = plugin_context("under test")
 

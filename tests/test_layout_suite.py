@@ -10,9 +10,7 @@ import torch
 from mixed_model import Halves
 from polyshard.interfaces import Arrangement, Layout, PluginContext, UnitGeometry
 from polyshard.testing import LayoutSuite
-from polyshard_layouts.blocks import Blocks
-from polyshard_layouts.flat import Flat
-from polyshard_layouts.rows import Rows
+from polyshard_layouts.layouts import Blocks, Flat, Rows
 
 CONTEXT = PluginContext("under test", torch.device("cpu"))
 

@@ -35,9 +35,7 @@ from polyshard.errors import ConfigError, PluginContractError, RankMismatchError
 from polyshard.interfaces import OffloadCapabilities, OffloadManager, UnitSpec
 from polyshard.testing import OffloadSuite, plugin_context
 from polyshard_backends.threaded import ThreadedWorld
-from polyshard_plugins.offload import CpuOffload
-from polyshard_plugins.parking import ByBudget
-from polyshard_plugins.partial_offload import PartialOffload
+from polyshard_plugins.offload import ByBudget, CpuOffload, PartialOffload
 from torch import nn
 
 CPU = torch.device("cpu")
@@ -626,7 +624,7 @@ def test_a_capability_of_parking_nothing_is_not_asked_further() -> None:
 @pytest.fixture
 def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``partial`` by its name, also where polyshard was installed before it had one."""
-    value = "polyshard_plugins.partial_offload:PartialOffload"
+    value = "polyshard_plugins.offload:PartialOffload"
     install(tmp_path, "acme-partial", "1.0", [("polyshard.offload", "partial", value)])
     monkeypatch.syspath_prepend(str(tmp_path))
 

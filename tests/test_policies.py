@@ -19,12 +19,9 @@ from polyshard import ShardConfig, catalog
 from polyshard.errors import ConfigError, PluginContractError, PluginNotFoundError, StateError
 from polyshard.interfaces import Group, PluginContext, PolicyContext, UnitPlan, WrapPolicy
 from polyshard.testing import plugin_context
-from polyshard_policies.combined import Or
-from polyshard_policies.functions import Custom, Lambda
-from polyshard_policies.module_class import ModuleClass, Transformer
-from polyshard_policies.objects import as_policy
-from polyshard_policies.simple import Always, Never
-from polyshard_policies.size import Size
+from polyshard_policies.combined import Or, as_policy
+from polyshard_policies.functions import Custom, Lambda, Size
+from polyshard_policies.module_class import Always, ModuleClass, Never, Transformer
 from torch import nn
 from torch.distributed.fsdp.wrap import (
     ModuleWrapPolicy,

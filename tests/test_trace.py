@@ -20,10 +20,22 @@ from parity import Block, Net, adam, draw, on_ranks, seeded, sharded_copy, squar
 from polyshard.errors import ConfigError
 from polyshard.interfaces import Observer, PluginContext, UnitSpec
 from polyshard_backends.threaded import ThreadedWorld
-from polyshard_plugins import _trace_intervals as intervals
+from polyshard_plugins import trace_step as intervals
 from polyshard_plugins import trace_step
-from polyshard_plugins._trace_marks import Clock, Kind, Memory, Recording
-from polyshard_plugins.trace import Lane, MemorySample, Span, StepTrace, Trace, draw_trace, read_trace, write_trace
+from polyshard_plugins.trace import (
+    Clock,
+    Kind,
+    Lane,
+    Memory,
+    MemorySample,
+    Recording,
+    Span,
+    StepTrace,
+    Trace,
+    draw_trace,
+    read_trace,
+    write_trace,
+)
 from processes import run_processes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -73,9 +85,9 @@ def cells(found: list[tuple[float, float]]) -> set[int]:
 
 @given(TIMES)
 def test_a_union_holds_what_any_interval_holds(pairs: list[tuple[int, int]]) -> None:
-    merged = intervals.union(pairs)
+    merged = trace_step.union(pairs)
     assert cells(merged) == grid_of(pairs)
-    assert intervals.length(pairs) == len(grid_of(pairs))
+    assert trace_step.length(pairs) == len(grid_of(pairs))
     # Sorted, and apart.
     assert all(end < start for (_, end), (start, _) in itertools.pairwise(merged))
 
@@ -84,9 +96,9 @@ def test_a_union_holds_what_any_interval_holds(pairs: list[tuple[int, int]]) -> 
 def test_what_is_left_is_in_the_first_and_not_in_the_second(
     kept: list[tuple[int, int]], removed: list[tuple[int, int]]
 ) -> None:
-    rest = intervals.without(kept, removed)
+    rest = trace_step.without(kept, removed)
     assert cells(rest) == grid_of(kept) - grid_of(removed)
-    assert intervals.length(rest) == len(grid_of(kept) - grid_of(removed))
+    assert trace_step.length(rest) == len(grid_of(kept) - grid_of(removed))
 
 
 def test_communication_counts_as_exposed_while_no_unit_computes() -> None:

@@ -11,7 +11,7 @@ import torch
 from polyshard.engine.planning.plan import STAGE_ATTRIBUTE
 from polyshard.engine.tensors import iter_tensors
 from polyshard.errors import TrainingStateError
-from polyshard_plugins.casts import make_input_cast, make_output_cast
+from polyshard_plugins.precision import make_input_cast, make_output_cast
 from torch import nn
 
 from ._torch_settings import TorchNamed

@@ -15,7 +15,7 @@ from typing import Any
 
 from polyshard.errors import ConfigAssertionError, ConfigError, UnsupportedError
 from polyshard.interfaces import PolicyContext
-from polyshard_policies.recursive import RecursivePolicy
+from polyshard_policies.functions import RecursivePolicy
 from torch import nn
 
 from ._common_utils import WRAP_OVERRIDES

@@ -12,8 +12,7 @@ from polyshard.errors import ConfigError
 from polyshard.interfaces import PluginContext, PrecisionCapabilities, UnitSpec, WireSpec
 
 from .block_codec import BlockCode, Number
-from .dtypes import DtypeSetting, resolve_dtype
-from .precision import Configured, PrecisionSettings, switch
+from .precision import Configured, DtypeSetting, PrecisionSettings, resolve_dtype, switch
 
 #: Sizes of a block: the kernels take powers of two, and a tile of them holds four blocks.
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 1024

@@ -21,9 +21,7 @@ from polyshard.interfaces import (
     resolve_class,
     resolve_classes,
 )
-
-from .casts import make_input_cast, make_output_cast
-from .dtypes import DtypeSetting, holds, narrower, resolve_dtype
+from polyshard.nested import map_tensors
 
 
 class Unchanged(PrecisionCaster):
@@ -306,3 +304,110 @@ def switch(value: Any, where: str) -> bool:
     if isinstance(value, bool):
         return value
     raise ConfigError(f"{value!r} is neither true nor false, in {where}. Write true or false, without quotes.")
+
+
+def make_input_cast(dtype: torch.dtype) -> InputCast:
+    """A cast of every floating-point tensor in a forward's ``(args, kwargs)`` to ``dtype``.
+
+    Looks into tuples, named tuples, lists, dicts and dataclasses. Integer, bool, complex and 8-bit floating-point
+    tensors pass as they are. A tensor at several places stays one tensor, as attention modules ask. Every object in
+    which nothing is cast is returned itself, not a copy. Differentiable: gradients of inputs come back in the inputs'
+    own dtype.
+    """
+    castable = _castable_to(dtype)
+
+    def cast_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.dtype in castable else tensor
+
+    def cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # Nearly every call in a step has inputs that are tensors in the right dtype already, and ends in this loop.
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if value is not None and (type(value) is not torch.Tensor or value.dtype in castable):
+                break
+        else:
+            return args, kwargs
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
+            return (args[0].to(dtype),), kwargs
+        return map_tensors(cast_tensor, (args, kwargs))
+
+    return cast
+
+
+def make_output_cast(dtype: torch.dtype) -> OutputCast:
+    """The same for a forward's output, which may be one tensor or nested containers of them."""
+    castable = _castable_to(dtype)
+
+    def cast_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.dtype in castable else tensor
+
+    def cast(output: Any) -> Any:
+        if type(output) is torch.Tensor:
+            return output.to(dtype) if output.dtype in castable else output
+        return map_tensors(cast_tensor, output)
+
+    return cast
+
+
+def _castable_to(dtype: torch.dtype) -> frozenset[torch.dtype]:
+    # 8-bit floats are left out: they mean something only with scales, which travel beside them.
+    return frozenset(COMPUTABLE) - {dtype}
+
+
+#: What a setting of a dtype takes: a name, a ``torch.dtype``, or None where the setting has a meaning for it.
+DtypeSetting = str | torch.dtype | None
+
+#: The dtypes that parameters compute in and gradients are reduced in, in order of width.
+COMPUTABLE: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+_BY_NAME: dict[str, torch.dtype] = {
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "float": torch.float32,
+    "fp64": torch.float64,
+    "float64": torch.float64,
+    "double": torch.float64,
+}
+
+
+def resolve_dtype(value: DtypeSetting, where: str) -> torch.dtype | None:
+    """The dtype that ``value`` means, or None for None and for ``"none"`` (a TOML file cannot say None).
+
+    ``where`` names the setting in messages. Raises ``ConfigError`` for an unknown name and for a dtype that
+    parameters cannot compute in.
+    """
+    if value is None:
+        return None
+    if isinstance(value, torch.dtype):
+        if value in COMPUTABLE:
+            return value
+        raise ConfigError(
+            f"{value} is not a dtype to compute or reduce in, in {where}. Use one of "
+            f"{', '.join(str(dtype) for dtype in COMPUTABLE)}."
+        )
+    if not isinstance(value, str):
+        raise ConfigError(
+            f"a {type(value).__name__} is not a dtype, in {where}. Give a name such as 'bf16', or a torch.dtype."
+        )
+    name = value.casefold().removeprefix("torch.")
+    if name == "none":
+        return None
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    near = difflib.get_close_matches(name, _BY_NAME, n=1)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    raise ConfigError(f"no dtype has the name {value!r}, in {where}. {hint}Names: {', '.join(_BY_NAME)}.")
+
+
+def narrower(first: torch.dtype, second: torch.dtype) -> torch.dtype:
+    """The one with fewer bytes an element; ``second`` where both have as many."""
+    return first if first.itemsize < second.itemsize else second
+
+
+def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether ``wide`` represents every value of ``narrow``; fp16 and bf16 do not hold each other."""
+    return wide == narrow or wide.itemsize > narrow.itemsize

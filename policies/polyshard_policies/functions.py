@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
-from polyshard.errors import PluginContractError
-from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy, resolve_callable
+from polyshard.errors import ConfigError, PluginContractError
+from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy, resolve_callable, resolve_classes
 from torch import nn
 
-from .function_names import described
-from .recursive import RecursivePolicy, takes_recurse
-from .traversal import candidates
+from .module_class import UNCALLED, all_ignored, candidates, counted_parameters
 
 
 class Lambda(WrapPolicy):
@@ -116,3 +115,131 @@ def _is_told(fn: Callable[..., Any]) -> bool:
         return fn in _told
     except TypeError:
         return False
+
+
+class Size(WrapPolicy):
+    """``size``: from the leaves up, a module becomes a unit when enough parameters in it are in no unit yet.
+
+    A parameter counts by its elements. Ignored parameters do not count; a shared one counts where it comes first.
+    """
+
+    api_version = 1
+
+    def __init__(
+        self,
+        context: PluginContext,
+        min_num_params: int = 100_000_000,
+        force_leaf: type | str | Iterable[type | str] = (nn.MultiheadAttention,),
+        exclude: type | str | Iterable[type | str] = UNCALLED,
+    ) -> None:
+        """Options, all of which may be left out.
+
+        ``min_num_params``: elements that make a unit; with 0, every module that can be reached becomes one.
+        ``force_leaf``: classes of modules that stay in one piece: neither they nor what is inside them becomes a unit.
+        ``exclude``: classes of modules that do not become units themselves; what is inside them may. Classes are given
+        as such or as ``"package.module:Name"``. Raises ``ConfigError`` for values that these cannot take.
+        """
+        where = f"policy {context.name!r}"
+        if not isinstance(min_num_params, int) or isinstance(min_num_params, bool) or min_num_params < 0:
+            raise ConfigError(f"min_num_params of {where} is {min_num_params!r}. Give a number of elements, 0 or more.")
+        self._min_num_params = min_num_params
+        self._force_leaf = resolve_classes(force_leaf, f"force_leaf of {where}")
+        self._exclude = resolve_classes(exclude, f"exclude of {where}")
+
+        self._recursive = RecursivePolicy(self._decide)
+
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        return self._recursive.plan(root, context)
+
+    def reason(self, module: nn.Module, name: str) -> str:
+        own = self._recursive.own_numel(module)
+        return f"{own:,} parameters of its own, min_num_params is {self._min_num_params:,}"
+
+    def _decide(self, *, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        kept_out = self._force_leaf if recurse else self._exclude
+        return nonwrapped_numel >= self._min_num_params and not isinstance(module, kept_out)
+
+
+class RecursiveFunction(Protocol):
+    """Asked twice for each module, with all arguments by keyword."""
+
+    def __call__(self, *, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        """With ``recurse=True``: whether to look at the children of ``module``. With ``recurse=False``: whether
+        ``module`` becomes a unit.
+
+        ``nonwrapped_numel``: elements of the parameters in ``module``, on the way up less those in units chosen inside
+        it. A module whose children were not to be looked at is not asked about again and becomes no unit.
+        """
+
+
+def takes_recurse(function: Callable[..., Any]) -> bool:
+    """Whether ``function`` can be called as a ``RecursiveFunction``."""
+    try:
+        inspect.signature(function).bind(module=None, recurse=True, nonwrapped_numel=0)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+class RecursivePolicy(WrapPolicy):
+    """Units by a ``RecursiveFunction``, from the leaves up."""
+
+    api_version = 1
+
+    def __init__(self, function: RecursiveFunction) -> None:
+        self._function = function
+        # Weak: a policy may be kept and serve several models.
+        self._own: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        chosen = _Descent(self._function, root, context).chosen
+        self._own.update(chosen)
+        return {module: {} for module in root.modules() if module in chosen}
+
+    def own_numel(self, module: nn.Module) -> int:
+        """Elements of the parameters in ``module``, which ``plan`` chose, that are in no unit inside of it."""
+        return self._own[module]
+
+    def reason(self, module: nn.Module, name: str) -> str:
+        return f"{described(self._function)} answered True for {self._own[module]:,} parameters of its own"
+
+
+class _Descent:
+    """One walk over one model. ``chosen``: elements of each chosen module's parameters that are in no unit inside."""
+
+    def __init__(self, function: RecursiveFunction, root: nn.Module, context: PolicyContext) -> None:
+        self.chosen: dict[nn.Module, int] = {}
+        self._function = function
+        self._counted = counted_parameters(root, context)
+        self._ignored = all_ignored(context)
+        self._seen: set[nn.Module] = {root}
+        self._taken: set[nn.Parameter] = set()
+        numel = sum(self._counted.values())
+        if function(module=root, recurse=True, nonwrapped_numel=numel):
+            self._visit_children(root)
+
+    def _visit_children(self, module: nn.Module) -> None:
+        for child in module.children():
+            if child not in self._ignored and child not in self._seen:
+                self._seen.add(child)
+                self._visit(child)
+
+    def _visit(self, module: nn.Module) -> None:
+        inside = [parameter for parameter in module.parameters() if parameter in self._counted]
+        if not self._function(module=module, recurse=True, nonwrapped_numel=self._numel(inside)):
+            return
+        self._visit_children(module)
+        own = self._numel(inside)
+        if self._function(module=module, recurse=False, nonwrapped_numel=own):
+            self.chosen[module] = own
+            self._taken.update(inside)
+
+    def _numel(self, parameters: list[nn.Parameter]) -> int:
+        return sum(self._counted[parameter] for parameter in parameters if parameter not in self._taken)
+
+
+def described(function: Callable[..., Any]) -> str:
+    """``"package.module:name"`` of a function, or of what a ``functools.partial`` calls; of an object, its class."""
+    found: Any = getattr(function, "func", function)
+    named = found if hasattr(found, "__qualname__") else type(found)
+    return f"{named.__module__}:{named.__qualname__}"

@@ -1,15 +1,51 @@
-"""``module_class`` and ``transformer``: units by the class of their module."""
+"""``always`` and ``never``."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import ClassVar
 
 from polyshard.errors import ConfigError
 from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy, resolve_classes
 from torch import nn
 
-from .traversal import candidates
+
+class Always(WrapPolicy):
+    """``always``: every submodule with parameters of its own or below becomes a unit.
+
+    ``ModuleList``, ``ModuleDict``, ``ParameterList`` and ``ParameterDict`` are passed over: nothing calls them, so they
+    could not gather in time.
+    """
+
+    api_version = 1
+
+    def __init__(self, context: PluginContext) -> None:
+        del context
+
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        counted = counted_parameters(root, context)
+        return {
+            module: {}
+            for _, module in candidates(root, context)
+            if not isinstance(module, UNCALLED) and any(parameter in counted for parameter in module.parameters())
+        }
+
+    def reason(self, module: nn.Module, name: str) -> str:
+        own = any(True for _ in module.parameters(recurse=False))
+        return "it has parameters of its own" if own else "there are parameters in it"
+
+
+class Never(WrapPolicy):
+    """``never``: the root is the only unit."""
+
+    api_version = 1
+
+    def __init__(self, context: PluginContext) -> None:
+        del context
+
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        return {}
 
 
 class ModuleClass(WrapPolicy):
@@ -87,3 +123,94 @@ def _some_classes(value: type | str | Iterable[type | str], where: str) -> tuple
     if not classes:
         raise ConfigError(f"no class is given in {where}. Name at least one, or take the policy 'never'.")
     return classes
+
+
+_ATTRIBUTE = "_no_split_modules"
+_INSTEAD = "Name the classes of its blocks: policy={'name': 'transformer', 'layers': [...]}."
+
+
+class NoSplitModules(WrapPolicy):
+    """``transformers``: every module whose class the model names in ``_no_split_modules`` becomes a unit.
+
+    These are its blocks, which Transformers, too, never divides between devices. The names are collected over all
+    modules that have some: a model inside of an adapter's wrapper, or a vision tower in a language model, brings its
+    own. Transformers is not imported.
+    """
+
+    api_version: ClassVar[int] = 1
+
+    def __init__(self, context: PluginContext, leave_out: str | Iterable[str] = ()) -> None:
+        """``leave_out``: names of such classes that stay in the unit around them, since some ranks run them in a step
+        and others do not: the layers of a vision tower, where a rank's batch may have no image.
+
+        Raises ``ConfigError`` where these are no names.
+        """
+        names = (leave_out,) if isinstance(leave_out, str) else tuple(leave_out)
+        self._where = f"policy {context.name!r}"
+        if not all(isinstance(name, str) and name for name in names):
+            raise ConfigError(f"leave_out of {self._where} takes names of classes, not {leave_out!r}.")
+        self._left_out = frozenset(names)
+
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        """Raises ``ConfigError`` where no module names any class, ``root`` has none of those named, or ``leave_out``
+        names another one."""
+        if not any(root.children()):
+            # One module has nothing to choose from.
+            return {}
+        named = _named_classes(root)
+        if not named:
+            raise ConfigError(
+                f"{self._where} asks a model for its {_ATTRIBUTE}, but no module in this {type(root).__name__} names "
+                f"any. {_INSTEAD}"
+            )
+        present = named & {type(module).__name__ for module in root.modules()}
+        if not present:
+            raise ConfigError(
+                f"{type(root).__name__} has no module of the classes in its {_ATTRIBUTE}, {_listed(named)}, which "
+                f"{self._where} looks for. {_INSTEAD}"
+            )
+        for unknown in sorted(self._left_out - named):
+            near = difflib.get_close_matches(unknown, named, n=1)
+            raise ConfigError(
+                f"leave_out of {self._where} names {unknown!r}, which {type(root).__name__} has not in its "
+                f"{_ATTRIBUTE}. " + (f"Did you mean {near[0]!r}?" if near else f"It has: {_listed(named)}.")
+            )
+        wanted = present - self._left_out
+        return {module: {} for _, module in candidates(root, context) if type(module).__name__ in wanted}
+
+    def reason(self, module: nn.Module, name: str) -> str:
+        return f"class {type(module).__name__} is in the model's {_ATTRIBUTE}"
+
+
+def _named_classes(root: nn.Module) -> frozenset[str]:
+    # An adapter's wrapper answers for the model inside it, which comes up by itself.
+    return frozenset(name for module in root.modules() for name in getattr(module, _ATTRIBUTE, None) or ())
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+#: Containers without a forward: their gather would never be issued, so their parameters belong to what holds them.
+UNCALLED: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def candidates(root: nn.Module, context: PolicyContext) -> Iterator[tuple[str, nn.Module]]:
+    """Fully-qualified name and module of all below ``root`` that may be chosen, in the order of ``root.modules()``."""
+    ignored = all_ignored(context)
+    for name, module in root.named_modules():
+        if module is not root and module not in ignored:
+            yield name, module
+
+
+def all_ignored(context: PolicyContext) -> frozenset[nn.Module]:
+    """The ignored modules and everything inside them."""
+    return frozenset(inner for module in context.ignored_modules for inner in module.modules())
+
+
+def counted_parameters(module: nn.Module, context: PolicyContext) -> dict[nn.Parameter, int]:
+    """The parameters in ``module`` that are not ignored, each with its number of elements; shared ones once."""
+    left_out = set(context.ignored_parameters)
+    for ignored in context.ignored_modules:
+        left_out.update(ignored.parameters())
+    return {parameter: parameter.numel() for parameter in module.parameters() if parameter not in left_out}

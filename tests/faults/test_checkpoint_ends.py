@@ -24,7 +24,7 @@ from polyshard import checkpoint
 from polyshard.checkpoint.job_lock import JobLock
 from polyshard.errors import BackgroundSaveError, ConfigError, RankMismatchError
 from polyshard.testing import Rank, RankProcesses, run_ranks
-from polyshard.testing.rank_processes import Joined
+from polyshard.testing.ranks import Joined
 from program import Block, build
 from torch import nn
 

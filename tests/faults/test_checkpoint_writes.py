@@ -19,7 +19,7 @@ from fault_figures import record
 from polyshard import checkpoint
 from polyshard.errors import PolyshardError
 from polyshard.testing import RankProcesses
-from polyshard.testing.rank_processes import Joined
+from polyshard.testing.ranks import Joined
 from program import Block, build
 
 RANKS = 2

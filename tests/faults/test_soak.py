@@ -14,7 +14,7 @@ import torch
 from fault_figures import record
 from polyshard import checkpoint
 from polyshard.testing import RankProcesses
-from polyshard.testing.rank_processes import Joined
+from polyshard.testing.ranks import Joined
 from program import Block, build
 
 STEPS, SAVE_EVERY, LOOK_EVERY = 10_000, 250, 1000

@@ -15,8 +15,7 @@ from gpu_ranks import device_of, gpu_ranks
 from polyshard.errors import CollectiveError, WorldSizeError
 from polyshard.interfaces import BufferRole, Collectives, PluginContext, ReduceOp
 from polyshard.testing import CollectivesSuite, plugin_context
-from polyshard.testing.collectives_checks import check_close, check_overlap
-from polyshard.testing.collectives_exchange_checks import check_exchanges_overlap
+from polyshard.testing.collectives_checks import check_close, check_exchanges_overlap, check_overlap
 from polyshard_backends.auto import auto
 from polyshard_backends.nccl import NcclCollectives
 from processes import KeptRanks

@@ -13,7 +13,7 @@ import torch
 from gpu_ranks import device_of, gpu_ranks
 from polyshard.interfaces import OffloadManager, UnitSpec
 from polyshard.testing import OffloadSuite, plugin_context
-from polyshard_plugins.partial_offload import PartialOffload
+from polyshard_plugins.offload import PartialOffload
 from processes import KeptRanks
 from torch import nn
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from parity import Block, draw, seeded
 from polyshard.interfaces import Arrangement, Layout, PluginContext, UnitGeometry
-from polyshard_layouts.rows import Rows
+from polyshard_layouts.layouts import Rows
 from torch import nn
 
 #: Every layout that polyshard comes with, with blocks that cut small parameters too.

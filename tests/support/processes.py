@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from gpu_ranks import settle_on_device, share_device
 from polyshard.testing import RankProcesses
-from polyshard.testing.rank_calls import Joined, answer_calls, prepared, store_in
+from polyshard.testing.ranks import Joined, answer_calls, prepared, store_in
 from seeding import seed_all
 
 T = TypeVar("T")

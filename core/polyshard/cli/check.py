@@ -173,7 +173,7 @@ def _parameters(resolved: catalog.Resolved[Any]) -> dict[str, inspect.Parameter]
 
 def _attributes(group: Group, text: str) -> dict[str, Any]:
     # Imported with pytest, so that all else of the command works without it.
-    from ..testing.suites import OF_GROUP
+    from ..testing.installed import OF_GROUP
 
     found = _table("--suite", text)
     known = {

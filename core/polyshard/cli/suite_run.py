@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..interfaces import Group
 
 if TYPE_CHECKING:
-    from ..testing.outcomes import Outcome
+    from ..testing.check_process import Outcome
 
 #: The parts of the class that tests a plugin of each group, by what they do beside constructing it.
 _MIXED_IN = {Group.COLLECTIVES: "InstalledCollectives", Group.POLICIES: "InstalledPolicy"}
@@ -78,8 +78,7 @@ class Suite:
     def run(self, devices: Sequence[str], timeout_s: float) -> SuiteRun:
         """Run them on each of ``devices``; pytest must be installed."""
         # Imported with pytest, so that all else of the command works without it.
-        from ..testing.check_process import RECORD, TESTS
-        from ..testing.outcomes import Record
+        from ..testing.check_process import RECORD, TESTS, Record
 
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, TESTS).write_text(self._source(devices), encoding="utf-8")
@@ -93,7 +92,7 @@ class Suite:
         lines = [
             "import torch",
             f"from polyshard.testing.installed import {mixed_in}",
-            "from polyshard.testing.suites import OF_GROUP",
+            "from polyshard.testing.installed import OF_GROUP",
             "from polyshard.interfaces import Group",
         ]
         for device in devices:
@@ -147,7 +146,7 @@ def _run(folder: str, timeout_s: float) -> tuple[str, str]:
 
 
 def _found(outcomes: Sequence[Outcome], ended: str, output: str) -> SuiteRun:
-    from ..testing.outcomes import MADE, Stage
+    from ..testing.check_process import MADE, Stage
 
     made = {each.where: each for each in outcomes if each.rule == MADE}
     devices = tuple(_device(each.where) for each in made.values() if each.stage is Stage.PASSED)
@@ -164,7 +163,7 @@ def _found(outcomes: Sequence[Outcome], ended: str, output: str) -> SuiteRun:
 
 
 def _rule(name: str, outcomes: Iterable[Outcome], ended: str) -> Rule:
-    from ..testing.outcomes import Stage
+    from ..testing.check_process import Stage
 
     cases: dict[tuple[str, str], Outcome] = {}
     for each in outcomes:

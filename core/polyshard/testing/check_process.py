@@ -1,17 +1,103 @@
-"""Body of the process in which ``polyshard plugins check`` runs a suite: ``python -m`` this, with a folder."""
+"""What became of each test of a run, written down as it happens: a run that dies has told what came before."""
 
 from __future__ import annotations
 
+import enum
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
 
 from ..errors import DeviceError
 from .installed import InstalledPlugin
-from .outcomes import MADE, Outcome, Record, Recorder, Stage
+
+
+class Stage(enum.StrEnum):
+    """How far a test has come."""
+
+    BEGUN = "begun"
+    PASSED = "passed"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A line of the record: one test has come to a stage."""
+
+    where: str
+    """Class of the test."""
+    rule: str
+    """Name of its method; ``MADE`` where it is about the plugin's construction."""
+    case: str
+    """Its parameters, as pytest writes them; empty where there are none."""
+    stage: Stage
+    message: str = ""
+    """Why it failed or was skipped."""
+
+
+#: The rule of outcomes that tell whether a plugin could be made at all.
+MADE = "made"
+
+
+class Record:
+    """A file of outcomes, one line of JSON each."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def add(self, outcome: Outcome) -> None:
+        """Append ``outcome``."""
+        with self._file.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(asdict(outcome)) + "\n")
+
+    def __iter__(self) -> Iterator[Outcome]:
+        """Those of a file that may not be there yet."""
+        if not self._file.exists():
+            return
+        for line in self._file.read_text(encoding="utf-8").splitlines():
+            fields = json.loads(line)
+            yield Outcome(**(fields | {"stage": Stage(fields["stage"])}))
+
+
+class Recorder:
+    """A plugin of pytest that keeps a ``Record``."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._add(nodeid, Stage.BEGUN)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._add(report.nodeid, Stage.FAILED, _message(report))
+        elif report.skipped:
+            self._add(report.nodeid, Stage.SKIPPED, _message(report))
+        elif report.when == "call":
+            self._add(report.nodeid, Stage.PASSED)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._record.add(Outcome("", MADE, "", Stage.FAILED, _message(report)))
+
+    def _add(self, nodeid: str, stage: Stage, message: str = "") -> None:
+        _, where, test = nodeid.split("::", 2)
+        rule, _, case = test.partition("[")
+        self._record.add(Outcome(where, rule, case.removesuffix("]"), stage, message))
+
+
+def _message(report: pytest.TestReport | pytest.CollectReport) -> str:
+    longrepr = report.longrepr
+    crash = getattr(longrepr, "reprcrash", None)
+    if crash is not None:
+        return str(crash.message)
+    return str(longrepr[2] if isinstance(longrepr, tuple) else longrepr)
+
 
 #: In the folder: the tests, and what became of them.
 TESTS, RECORD = "test_installed.py", "outcomes.jsonl"

@@ -13,10 +13,8 @@ import torch
 from polyshard.interfaces import Collectives, CollectivesCapabilities, Group, ReduceOp
 
 from . import collectives_checks as checks
-from . import collectives_exchange_checks as exchange_checks
 from .plugin import PluginSuite
-from .rank_processes import KeptProcesses
-from .ranks import Rank, run_in, run_ranks
+from .ranks import KeptProcesses, Rank, run_in, run_ranks
 
 T = TypeVar("T")
 
@@ -186,26 +184,26 @@ class CollectivesSuite(PluginSuite):
 
     def test_all_to_all_carries_every_dtype(self, world_size: int) -> None:
         if self._capabilities(world_size).exchanges:
-            each = [partial(exchange_checks.check_all_to_all, dtype=dtype) for dtype in checks.GATHER_DTYPES]
+            each = [partial(checks.check_all_to_all, dtype=dtype) for dtype in checks.GATHER_DTYPES]
             self._run_each(world_size, each)
 
     @pytest.mark.parametrize("wait_order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)], ids=str)
     def test_exchanges_overlap_with_gathers_and_reductions(self, world_size: int, wait_order: tuple[int, ...]) -> None:
         if self._capabilities(world_size).exchanges:
-            self.run_ranks(world_size, partial(exchange_checks.check_exchanges_overlap, wait_order=wait_order))
+            self.run_ranks(world_size, partial(checks.check_exchanges_overlap, wait_order=wait_order))
 
     def test_parts_exchange_by_their_own_numbers(self, world_size: int) -> None:
         if self._capabilities(world_size).exchanges:
             lists = _interleaved(world_size)
-            self.run_ranks(world_size, partial(exchange_checks.check_exchange_in_part, rank_lists=lists))
+            self.run_ranks(world_size, partial(checks.check_exchange_in_part, rank_lists=lists))
 
     def test_waiting_for_an_exchange_orders_streams(self, world_size: int) -> None:
         if self._capabilities(world_size).exchanges:
-            self.run_ranks(world_size, exchange_checks.check_exchange_streams)
+            self.run_ranks(world_size, checks.check_exchange_streams)
 
     def test_all_to_all_refuses_blocks_that_do_not_fit(self, world_size: int) -> None:
         if self._capabilities(world_size).exchanges:
-            self.run_ranks(world_size, exchange_checks.check_bad_blocks)
+            self.run_ranks(world_size, checks.check_bad_blocks)
 
     def test_objects_arrive_in_rank_order(self, world_size: int) -> None:
         self.run_ranks(world_size, checks.check_objects)

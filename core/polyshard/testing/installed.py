@@ -17,9 +17,12 @@ from .. import catalog
 from ..errors import ConfigError, WorldSizeError
 from ..interfaces import Collectives, Group, PluginContext, PolicyContext
 from .collectives import CollectivesSuite
-from .context import plugin_context
-from .plugin import PluginSuite
+from .layout import LayoutSuite
+from .listener import ListenerSuite
+from .offload import OffloadSuite
+from .plugin import PluginSuite, plugin_context
 from .policy import PolicySuite
+from .precision import PrecisionSuite
 from .ranks import Rank, run_threads
 
 T = TypeVar("T")
@@ -141,3 +144,13 @@ class InstalledPolicy(InstalledPlugin, PolicySuite):
             return super().model()
         built: torch.nn.Module = pkgutil.resolve_name(self.model_factory)()
         return built
+
+
+OF_GROUP: Mapping[Group, type] = {
+    Group.COLLECTIVES: CollectivesSuite,
+    Group.PRECISION: PrecisionSuite,
+    Group.OFFLOAD: OffloadSuite,
+    Group.POLICIES: PolicySuite,
+    Group.LAYOUTS: LayoutSuite,
+    Group.PLUGINS: ListenerSuite,
+}

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterator
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..interfaces import CURRENT_API, OLDEST_API, Group
-from .communication import collectives_noted
+from .. import catalog
+from ..interfaces import CURRENT_API, OLDEST_API, Group, PluginContext
 
 
 class PluginSuite:
@@ -90,3 +95,138 @@ def as_rank(rank: int) -> Iterator[None]:
     with mock.patch.dict(os.environ, variables), torch.random.fork_rng(devices=[]):
         torch.manual_seed(rank)
         yield
+
+
+def plugin_context(
+    name: str = "test",
+    device: torch.device | str = "cpu",
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> PluginContext:
+    """A context as polyshard gives one to factories: its ``construct`` makes any installed plugin.
+
+    ``rank`` and ``world_size`` are for listeners; polyshard leaves them None for every other plugin. What ``construct``
+    made counts for this test only: no ranks compare it, and it may be called after the factory has returned.
+    """
+    return PluginContext(
+        name=name, device=torch.device(device), rank=rank, world_size=world_size, constructor=_construct
+    )
+
+
+def _construct(context: PluginContext, group: Group, choice: Any) -> Any:
+    return catalog.construct(catalog.resolve(group, choice), context).instance
+
+
+_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
+
+
+def is_collective(operation: Any) -> bool:
+    """Whether an operation that torch dispatches communicates."""
+    return operation.namespace in _NAMESPACES
+
+
+@contextmanager
+def group_of_one() -> Iterator[None]:
+    """The default process group, where there is none: of this process alone, so that collectives can be issued."""
+    if not dist.is_available() or dist.is_initialized():
+        yield
+        return
+    # torch puts the rank before what an exception prints, once more for each group that is made.
+    printing = sys.excepthook
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = printing
+
+
+@contextmanager
+def collectives_noted() -> Iterator[list[str]]:
+    """Names of the collectives that are issued inside, over a group of this process at least."""
+    with group_of_one(), _Noting() as noting:
+        yield noting.issued
+
+
+class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.issued: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_collective(func):
+            self.issued.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class ModuleState:
+    """Attributes of modules, by all their names; parameters and buffers by theirs.
+
+    Modes, hooks and children are attributes of modules, too.
+    """
+
+    attributes: dict[str, dict[str, Any]]
+    trained: dict[str, bool]
+    values: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, root: nn.Module, values: bool = True) -> ModuleState:
+        """As it is now; ``values``: those of parameters and buffers too, which cannot be read inside a step."""
+        modules = root.named_modules(remove_duplicate=False)
+        attributes = {name: {key: _held(value) for key, value in vars(module).items()} for name, module in modules}
+        tensors = dict([*root.named_parameters(), *root.named_buffers()])
+        trained = {name: each.requires_grad for name, each in tensors.items()}
+        return cls(attributes, trained, {name: each.detach().clone() for name, each in tensors.items() if values})
+
+    def check(self, root: nn.Module, by: str = "it", *, may_hook: bool = False) -> None:
+        """Compare it with what it is now.
+
+        ``by``: who may have changed it. ``may_hook``: it may have added forward hooks.
+        """
+        now = ModuleState.of(root, values=bool(self.values))
+        assert now.attributes.keys() == self.attributes.keys(), f"{by} changed which modules there are"
+        for name, before in self.attributes.items():
+            after = now.attributes[name]
+            changed = [
+                key
+                for key in before.keys() | after.keys()
+                if not _same(before.get(key), after.get(key))
+                and not (may_hook and key in _HOOKS and _extends(before[key], after[key]))
+            ]
+            assert not changed, f"{by} changed {', '.join(sorted(changed))} of module {name!r}"
+        for name, trained in self.trained.items():
+            assert now.trained[name] is trained, f"{by} changed requires_grad of {name}"
+        for name, value in self.values.items():
+            assert torch.equal(now.values[name], value), f"{by} changed values of {name}"
+
+
+#: Where modules keep forward hooks.
+_HOOKS = frozenset(
+    {
+        "_forward_hooks",
+        "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called",
+        "_forward_pre_hooks",
+        "_forward_pre_hooks_with_kwargs",
+    }
+)
+
+
+def _extends(before: Mapping[int, Any], after: Mapping[int, Any]) -> bool:
+    return all(key in after and after[key] is hook for key, hook in before.items())
+
+
+def _held(value: Any) -> Any:
+    """Containers by what they hold: they are changed in place."""
+    if isinstance(value, dict):
+        return dict(value)
+    return list(value) if isinstance(value, list | set) else value
+
+
+def _same(before: Any, after: Any) -> bool:
+    if isinstance(before, dict) and isinstance(after, dict):
+        return list(before) == list(after) and all(before[key] is after[key] for key in before)
+    if isinstance(before, list) and isinstance(after, list):
+        return len(before) == len(after) and all(one is other for one, other in zip(before, after, strict=True))
+    return before is after

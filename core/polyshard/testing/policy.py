@@ -14,8 +14,7 @@ import torch
 from .. import catalog
 from ..errors import ConfigError
 from ..interfaces import UNIT_OVERRIDES, Group, PolicyContext, WrapPolicy
-from .module_state import ModuleState
-from .plugin import LocalPluginSuite, as_rank
+from .plugin import LocalPluginSuite, ModuleState, as_rank
 from .training import Training, seeded, tokens
 
 #: Where a plan may name another plugin.

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from ..interfaces import Collectives, Group, PrecisionCapabilities, PrecisionCaster, UnitDtypes, UnitSpec, WireSpec
-from .context import plugin_context
-from .plugin import LocalPluginSuite, as_rank
+from .plugin import LocalPluginSuite, as_rank, plugin_context
 from .training import Training
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
