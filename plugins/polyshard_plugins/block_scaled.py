@@ -12,7 +12,7 @@ from polyshard.errors import ConfigError
 from polyshard.interfaces import PluginContext, PrecisionCapabilities, UnitSpec, WireSpec
 
 from .block_codec import BlockCode, Number
-from .precision import Configured, DtypeSetting, PrecisionSettings, resolve_dtype, switch
+from .precision import Configured, DtypeSetting, PrecisionSettings, changed_settings, resolve_dtype
 
 #: Sizes of a block: the kernels take powers of two, and a tile of them holds four blocks.
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 1024
@@ -60,16 +60,17 @@ class BlockScaled(Configured):
                 ``wire``.
         """
         where = f"precision {context.name!r}"
-        settings = PrecisionSettings(
-            param=resolve_dtype(compute, f"compute of {where}"),
-            reduce=resolve_dtype(reduce, f"reduce of {where}"),
-            wire=resolve_dtype(wire, f"wire of {where}"),
-            buffer=resolve_dtype(buffer, f"buffer of {where}"),
-            output=resolve_dtype(output, f"output of {where}"),
-            cast_inputs=switch(cast_inputs, f"cast_inputs of {where}"),
-            cast_root_inputs=switch(cast_root_inputs, f"cast_root_inputs of {where}"),
-            keep_low_precision_grads=switch(keep_low_precision_grads, f"keep_low_precision_grads of {where}"),
-        )
+        options = {
+            "reduce": reduce,
+            "wire": wire,
+            "buffer": buffer,
+            "output": output,
+            "cast_inputs": cast_inputs,
+            "cast_root_inputs": cast_root_inputs,
+            "keep_low_precision_grads": keep_low_precision_grads,
+        }
+        computes = PrecisionSettings(param=resolve_dtype(compute, f"compute of {where}"))
+        settings = changed_settings(computes, options, where)
         super().__init__(context, settings, leave_alone)
         self.capabilities = PrecisionCapabilities(loss_scaling=settings.in_half_range(), encodes=True)
         self._code = BlockCode(self.number, _block(block, f"block of {where}"))

@@ -1,10 +1,9 @@
-"""The built-in offload managers: masters stay on the compute device, or live in host memory."""
+"""The built-in offload managers: masters stay on the compute device, live in host memory, or some of each."""
 
 from __future__ import annotations
 
 import difflib
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -16,6 +15,10 @@ from polyshard.interfaces import Group, OffloadCapabilities, OffloadManager, Plu
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _CPU = torch.device("cpu")
+#: Tensors of a master's size that AdamW keeps.
+_ADAMW_STATES = 2.0
+#: Names that a message lists.
+_LISTED = 8
 
 
 class NoOffload(OffloadManager):
@@ -51,14 +54,6 @@ class _Staging:
     """Recorded after the copy out of ``buffer``; until then the host must not write into it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _OwedSum:
-    """A gradient on its way to the host, to be added to ``into`` once it is there."""
-
-    into: torch.Tensor
-    arriving: torch.Tensor
-
-
 class CpuOffload(OffloadManager):
     """``cpu``: masters, gradients and so the optimizer live in host memory.
 
@@ -89,7 +84,8 @@ class CpuOffload(OffloadManager):
         self._staging: MutableMapping[torch.Tensor, _Staging] = WeakTensorKeyDictionary()
         self._master_read: MutableMapping[torch.Tensor, torch.Event] = WeakTensorKeyDictionary()
         self._arriving: list[torch.Event] = []
-        self._owed: list[_OwedSum] = []
+        #: Sums, and gradients on their way to the host that will be added to them.
+        self._owed: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
     def capabilities(self) -> OffloadCapabilities:
@@ -127,7 +123,7 @@ class CpuOffload(OffloadManager):
         self._arriving.append(arrived)
         if into is None:
             return arriving
-        self._owed.append(_OwedSum(into, arriving))
+        self._owed.append((into, arriving))
         return into
 
     @torch.no_grad()
@@ -137,8 +133,8 @@ class CpuOffload(OffloadManager):
             event.synchronize()
         self._arriving.clear()
         # Only when all have arrived: `into` may itself be a tensor that was still arriving, on another stream.
-        for owed in self._owed:
-            owed.into.add_(owed.arriving)
+        for into, arriving in self._owed:
+            into.add_(arriving)
         self._owed.clear()
 
     def _fetch_cast(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
@@ -171,21 +167,12 @@ class CpuOffload(OffloadManager):
                 ) from error
 
 
-def _record(event: torch.Event, device: torch.device) -> None:
-    event.record(torch.cuda.current_stream(device))
-
-
-#: Tensors of a master's size that AdamW keeps.
-_ADAMW_STATES = 2.0
-_KEEPS = {"nothing": False, "compute": True}
-
-
 class PartialOffload(OffloadManager):
     """``partial``: parks some units with another manager; the engine serves the others as if there were none.
 
-    With ``keep = "compute"`` the device keeps what a parked unit's rank sends, in the dtype of compute, from a forward
-    to the end of its backward: the master crosses the link once instead of twice. See ``begin_forward`` of the contract
-    for why not longer.
+    With ``keep = "compute"`` the device keeps a copy of each parked unit's own slice, in the compute dtype, from a
+    forward to the end of its backward: the master crosses the link once instead of twice. ``begin_forward`` of the
+    contract says why not longer.
     """
 
     api_version = 1
@@ -202,9 +189,9 @@ class PartialOffload(OffloadManager):
         """Options. One of ``units`` and ``device_bytes`` says which units are parked.
 
         ``units``: shell patterns of the names of modules whose units are parked; see ``ByPattern``.
-        ``device_bytes``: what the units that stay may take of each rank's device, as an int or text such as
-        ``"4 GiB"``: masters, gradients and the optimizer's state. The rest is parked; see ``ByBudget``. Counted anew in
-        each call of ``shard`` and ``fully_shard``.
+        ``device_bytes``: bytes of each rank's device for the units that stay, as an int or text such as ``"4 GiB"``:
+        masters, gradients and the optimizer's state. The rest is parked; see ``ByBudget``. Counted anew in each call of
+        ``shard`` and ``fully_shard``.
         ``state_factor``: bytes of the optimizer's state for each byte of master, for ``device_bytes``: 2 (AdamW) where
         it is left out.
         ``keep``: ``"nothing"`` or ``"compute"``.
@@ -213,10 +200,10 @@ class PartialOffload(OffloadManager):
         Raises ``ConfigError`` for values that these cannot take.
         """
         where = f"offload {context.name!r}"
-        if keep not in _KEEPS:
-            raise ConfigError(f"keep of {where} is {keep!r}. Choose from: {', '.join(_KEEPS)}.")
+        if keep not in ("nothing", "compute"):
+            raise ConfigError(f"keep of {where} is {keep!r}. Choose from: nothing, compute.")
         self._rule = _rule(units, device_bytes, state_factor, where)
-        self._kept = KeptSlices() if _KEEPS[keep] else None
+        self._kept = KeptSlices() if keep == "compute" else None
         self._inner = context.construct(Group.OFFLOAD, inner)
         if not self._inner.capabilities.parks:
             raise ConfigError(f"inner of {where} is {inner!r}, which parks nothing. Name a manager that does: 'cpu'.")
@@ -251,72 +238,8 @@ class PartialOffload(OffloadManager):
         self._inner.sync_for_step()
 
 
-def _rule(
-    units: str | Iterable[str], device_bytes: int | str | None, state_factor: float | None, where: str
-) -> ParkingRule:
-    patterns = _patterns(units, where)
-    if patterns and device_bytes is not None:
-        raise ConfigError(
-            f"{where} has both units and device_bytes, which may mean different units. Give the patterns of what is "
-            "parked, or the bytes that stay."
-        )
-    if device_bytes is not None:
-        return ByBudget(_nbytes(device_bytes, where), _state_factor(state_factor, where))
-    if not patterns:
-        raise ConfigError(
-            f"{where} does not say what is parked. Give units = ['blocks.*'], patterns of the names of modules, or "
-            "device_bytes = '4 GiB', what may stay on the device. To park everything, choose 'cpu'."
-        )
-    if state_factor is not None:
-        raise ConfigError(
-            f"state_factor of {where} is {state_factor!r}, which changes nothing where units says what is parked. "
-            "Leave it out."
-        )
-    return ByPattern(patterns, f"units of {where}")
-
-
-def _patterns(units: str | Iterable[str], where: str) -> tuple[str, ...]:
-    patterns = (units,) if isinstance(units, str) else units
-    listed = tuple(patterns) if isinstance(patterns, Iterable) else (patterns,)
-    if not all(isinstance(pattern, str) and pattern for pattern in listed):
-        raise ConfigError(f"units of {where} takes patterns of names, such as ['blocks.[0-9]'], not {units!r}.")
-    return listed
-
-
-def _nbytes(value: int | str, where: str) -> int:
-    nbytes = bytes_of(value)
-    if nbytes is None or nbytes < 0:
-        raise ConfigError(
-            f"device_bytes of {where} must be bytes, 0 or more, a number or text such as '4 GiB', not {value!r}."
-        )
-    return nbytes
-
-
-def _state_factor(value: float | None, where: str) -> float:
-    if value is None:
-        return _ADAMW_STATES
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ConfigError(
-            f"state_factor of {where} is {value!r}. Give bytes of optimizer state for each byte of master, 0 or more: "
-            "2 for AdamW, 1 for SGD with momentum, 0 for SGD."
-        )
-    return float(value)
-
-
-#: Names that a message lists.
-_LISTED = 8
-
-
-class ParkingRule(ABC):
-    """Chooses among the units of one model."""
-
-    @abstractmethod
-    def parked(self, units: Sequence[UnitSpec]) -> tuple[UnitSpec, ...]:
-        """Those of ``units`` that leave the device, in their order."""
-
-
 @dataclass(frozen=True, slots=True)
-class ByPattern(ParkingRule):
+class ByPattern:
     """Units whose module's name matches one of ``patterns``, in the way of file names in a shell.
 
     ``*`` stands for any characters, dots too, ``?`` for one, ``[0-9]`` for one of a set; letter case counts. The
@@ -328,7 +251,7 @@ class ByPattern(ParkingRule):
     """The setting, in messages."""
 
     def parked(self, units: Sequence[UnitSpec]) -> tuple[UnitSpec, ...]:
-        """Raises ``ConfigError`` where a pattern matches no unit."""
+        """Those of ``units`` that leave the device. Raises ``ConfigError`` where a pattern matches no unit."""
         names = {unit: unit.module_name or "(root)" for unit in units}
         for pattern in self.patterns:
             if not any(fnmatchcase(name, pattern) for name in names.values()):
@@ -347,8 +270,8 @@ class ByPattern(ParkingRule):
 
 
 @dataclass(frozen=True, slots=True)
-class ByBudget(ParkingRule):
-    """All units but those that ``nbytes`` of the device have room for, taken in the order of the model.
+class ByBudget:
+    """All units but those that fit into ``nbytes`` of the device, taken in the order of the model.
 
     A unit that no longer fits is parked, and a smaller one behind it may stay. One that stays takes, on each rank,
 
@@ -361,19 +284,16 @@ class ByBudget(ParkingRule):
     state_factor: float
 
     def parked(self, units: Sequence[UnitSpec]) -> tuple[UnitSpec, ...]:
+        """Those of ``units`` that leave the device, in their order."""
         left, parked = float(self.nbytes), []
         for unit in units:
-            nbytes = self.resident_nbytes(unit)
+            tensors = 2 + self.state_factor if unit.trained else 1
+            nbytes = unit.shard_numel * unit.master_dtype.itemsize * tensors
             if nbytes <= left:
                 left -= nbytes
             else:
                 parked.append(unit)
         return tuple(parked)
-
-    def resident_nbytes(self, unit: UnitSpec) -> float:
-        """Bytes that ``unit`` takes of a rank's device between uses, if it stays there."""
-        tensors = 2 + self.state_factor if unit.trained else 1
-        return unit.shard_numel * unit.master_dtype.itemsize * tensors
 
 
 class KeptSlices:
@@ -414,3 +334,47 @@ class KeptSlices:
                 copy = self._copies[master] = torch.empty_like(own_slice)
         copy.copy_(own_slice)
         self._current.add(master.data_ptr())
+
+
+def _rule(
+    units: str | Iterable[str], device_bytes: int | str | None, state_factor: float | None, where: str
+) -> ByPattern | ByBudget:
+    patterns = (units,) if isinstance(units, str) or not isinstance(units, Iterable) else tuple(units)
+    if not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        raise ConfigError(f"units of {where} takes patterns of names, such as ['blocks.[0-9]'], not {units!r}.")
+    if patterns and device_bytes is not None:
+        raise ConfigError(
+            f"{where} has both units and device_bytes, which may mean different units. Give the patterns of what is "
+            "parked, or the bytes that stay."
+        )
+    if device_bytes is not None:
+        return _budget(device_bytes, _ADAMW_STATES if state_factor is None else state_factor, where)
+    if not patterns:
+        raise ConfigError(
+            f"{where} does not say what is parked. Give units = ['blocks.*'], patterns of the names of modules, or "
+            "device_bytes = '4 GiB', what may stay on the device. To park everything, choose 'cpu'."
+        )
+    if state_factor is not None:
+        raise ConfigError(
+            f"state_factor of {where} is {state_factor!r}, which changes nothing where units says what is parked. "
+            "Leave it out."
+        )
+    return ByPattern(patterns, f"units of {where}")
+
+
+def _budget(device_bytes: int | str, factor: float, where: str) -> ByBudget:
+    nbytes = bytes_of(device_bytes)
+    if nbytes is None or nbytes < 0:
+        raise ConfigError(
+            f"device_bytes of {where} must be bytes, 0 or more, a number or text such as '4 GiB', not {device_bytes!r}."
+        )
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+        raise ConfigError(
+            f"state_factor of {where} is {factor!r}. Give bytes of optimizer state for each byte of master, 0 or more: "
+            "2 for AdamW, 1 for SGD with momentum, 0 for SGD."
+        )
+    return ByBudget(nbytes, float(factor))
+
+
+def _record(event: torch.Event, device: torch.device) -> None:
+    event.record(torch.cuda.current_stream(device))

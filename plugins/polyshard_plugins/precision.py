@@ -1,9 +1,9 @@
-"""The built-in precision casters: dtypes that are plain casts, without scales or encodings."""
+"""The precision casters of plain casts, their settings, and the casts of inputs and outputs."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
@@ -22,6 +22,19 @@ from polyshard.interfaces import (
     resolve_classes,
 )
 from polyshard.nested import map_tensors
+
+#: What a setting of a dtype takes: a name, a ``torch.dtype``, or None where the setting has a meaning for it.
+DtypeSetting = str | torch.dtype | None
+
+_NAMES = {
+    torch.float16: ("fp16", "float16", "half"),
+    torch.bfloat16: ("bf16", "bfloat16"),
+    torch.float32: ("fp32", "float32", "float"),
+    torch.float64: ("fp64", "float64", "double"),
+}
+_BY_NAME = {name: dtype for dtype, names in _NAMES.items() for name in names}
+#: The dtypes that parameters compute in and gradients are reduced in, in order of width.
+COMPUTABLE = tuple(_NAMES)
 
 
 class Unchanged(PrecisionCaster):
@@ -64,9 +77,9 @@ class PrecisionSettings:
         master = unit.master_dtype
         compute = self.param or master
         reduce = self.reduce or compute
-        wire = self.wire or narrower(compute, reduce)
+        wire = self.wire or _narrower(compute, reduce)
         _require_wide_reduction(reduce, wire, f"{where}, unit {unit.label!r}")
-        grad = narrower(master, reduce) if self.keep_low_precision_grads else master
+        grad = _narrower(master, reduce) if self.keep_low_precision_grads else master
         return UnitDtypes(compute=compute, wire=wire, reduce=reduce, grad=grad, buffer=self.buffer)
 
     def check(self, where: str) -> None:
@@ -154,13 +167,9 @@ class _Uniform(Configured):
         of modules that keep their parameters' own dtype. Raises ``ConfigError`` for a value that it cannot take.
         """
         where = f"precision {context.name!r}"
-        cast_inputs = switch(cast_inputs, f"cast_inputs of {where}")
-        settings = PrecisionSettings(
-            param=self._compute,
-            reduce=resolve_dtype(reduce, f"reduce of {where}") or torch.float32,
-            cast_inputs=cast_inputs,
-            cast_root_inputs=cast_inputs,
-        )
+        cast = switch(cast_inputs, f"cast_inputs of {where}")
+        reduce = resolve_dtype(reduce, f"reduce of {where}") or torch.float32
+        settings = PrecisionSettings(param=self._compute, reduce=reduce, cast_inputs=cast, cast_root_inputs=cast)
         super().__init__(context, settings, leave_alone)
 
 
@@ -223,7 +232,7 @@ class Mixed(Configured):
         ``wire``.
         """
         where = f"precision {context.name!r}"
-        settings = _changed(
+        settings = changed_settings(
             PrecisionSettings(),
             {
                 "param": param,
@@ -258,14 +267,6 @@ def _own_dtype(unit: UnitSpec) -> UnitDtypes:
     return UnitDtypes(compute=dtype, wire=dtype, reduce=dtype, grad=dtype)
 
 
-def _require_wide_reduction(reduce: torch.dtype, wire: torch.dtype, where: str) -> None:
-    if not holds(reduce, wire):
-        raise ConfigError(
-            f"reduce dtype {reduce} cannot hold gradients that travel in {wire}, in {where}. Set wire to {reduce} or "
-            f"narrower, or reduce to {wire} or wider."
-        )
-
-
 def _resolve_overrides(
     settings: PrecisionSettings, overrides: Mapping[type | str, Mapping[str, Any]], where: str
 ) -> dict[type | str, PrecisionSettings]:
@@ -279,13 +280,13 @@ def _resolve_overrides(
                 f"{entry} is a {type(changes).__name__}. Give a table of settings such as param = 'fp32'."
             )
         is_pattern = isinstance(key, str) and ":" not in key
-        changed = _changed(settings, changes, entry)
+        changed = changed_settings(settings, changes, entry)
         changed.check(entry)
         resolved[key if is_pattern else resolve_class(key, entry)] = changed
     return resolved
 
 
-def _changed(settings: PrecisionSettings, changes: Mapping[str, Any], where: str) -> PrecisionSettings:
+def changed_settings(settings: PrecisionSettings, changes: Mapping[str, Any], where: str) -> PrecisionSettings:
     """``settings`` with ``changes``, whose values are as users write them."""
     kinds = {field.name: isinstance(field.default, bool) for field in fields(PrecisionSettings)}
     resolved: dict[str, Any] = {}
@@ -299,25 +300,15 @@ def _changed(settings: PrecisionSettings, changes: Mapping[str, Any], where: str
     return replace(settings, **resolved)
 
 
-def switch(value: Any, where: str) -> bool:
-    """``value``, which must be a bool; ``where`` names the setting in the ``ConfigError`` that is raised otherwise."""
-    if isinstance(value, bool):
-        return value
-    raise ConfigError(f"{value!r} is neither true nor false, in {where}. Write true or false, without quotes.")
-
-
 def make_input_cast(dtype: torch.dtype) -> InputCast:
     """A cast of every floating-point tensor in a forward's ``(args, kwargs)`` to ``dtype``.
 
     Looks into tuples, named tuples, lists, dicts and dataclasses. Integer, bool, complex and 8-bit floating-point
-    tensors pass as they are. A tensor at several places stays one tensor, as attention modules ask. Every object in
-    which nothing is cast is returned itself, not a copy. Differentiable: gradients of inputs come back in the inputs'
-    own dtype.
+    tensors pass as they are. A tensor at several places stays one tensor, as attention modules require. An object in
+    which nothing is cast is returned itself, not a copy. Differentiable: gradients of inputs arrive in the inputs' own
+    dtype.
     """
-    castable = _castable_to(dtype)
-
-    def cast_tensor(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.dtype in castable else tensor
+    castable, cast_tensor = _cast_to(dtype)
 
     def cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         # Nearly every call in a step has inputs that are tensors in the right dtype already, and ends in this loop.
@@ -335,43 +326,19 @@ def make_input_cast(dtype: torch.dtype) -> InputCast:
 
 def make_output_cast(dtype: torch.dtype) -> OutputCast:
     """The same for a forward's output, which may be one tensor or nested containers of them."""
-    castable = _castable_to(dtype)
-
-    def cast_tensor(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.dtype in castable else tensor
+    _, cast_tensor = _cast_to(dtype)
 
     def cast(output: Any) -> Any:
-        if type(output) is torch.Tensor:
-            return output.to(dtype) if output.dtype in castable else output
-        return map_tensors(cast_tensor, output)
+        return cast_tensor(output) if type(output) is torch.Tensor else map_tensors(cast_tensor, output)
 
     return cast
 
 
-def _castable_to(dtype: torch.dtype) -> frozenset[torch.dtype]:
-    # 8-bit floats are left out: they mean something only with scales, which travel beside them.
-    return frozenset(COMPUTABLE) - {dtype}
-
-
-#: What a setting of a dtype takes: a name, a ``torch.dtype``, or None where the setting has a meaning for it.
-DtypeSetting = str | torch.dtype | None
-
-#: The dtypes that parameters compute in and gradients are reduced in, in order of width.
-COMPUTABLE: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-_BY_NAME: dict[str, torch.dtype] = {
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "half": torch.float16,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "float": torch.float32,
-    "fp64": torch.float64,
-    "float64": torch.float64,
-    "double": torch.float64,
-}
+def _cast_to(dtype: torch.dtype) -> tuple[frozenset[torch.dtype], Callable[[torch.Tensor], torch.Tensor]]:
+    """The dtypes that are cast to ``dtype``, and the cast of one tensor."""
+    # Not 8-bit floats: these have a meaning only with the scales that travel beside them.
+    castable = frozenset(COMPUTABLE) - {dtype}
+    return castable, lambda tensor: tensor.to(dtype) if tensor.dtype in castable else tensor
 
 
 def resolve_dtype(value: DtypeSetting, where: str) -> torch.dtype | None:
@@ -403,11 +370,22 @@ def resolve_dtype(value: DtypeSetting, where: str) -> torch.dtype | None:
     raise ConfigError(f"no dtype has the name {value!r}, in {where}. {hint}Names: {', '.join(_BY_NAME)}.")
 
 
-def narrower(first: torch.dtype, second: torch.dtype) -> torch.dtype:
+def switch(value: Any, where: str) -> bool:
+    """``value``, which must be a bool; ``where`` names the setting in the ``ConfigError`` that is raised otherwise."""
+    if isinstance(value, bool):
+        return value
+    raise ConfigError(f"{value!r} is neither true nor false, in {where}. Write true or false, without quotes.")
+
+
+def _narrower(first: torch.dtype, second: torch.dtype) -> torch.dtype:
     """The one with fewer bytes an element; ``second`` where both have as many."""
     return first if first.itemsize < second.itemsize else second
 
 
-def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether ``wide`` represents every value of ``narrow``; fp16 and bf16 do not hold each other."""
-    return wide == narrow or wide.itemsize > narrow.itemsize
+def _require_wide_reduction(reduce: torch.dtype, wire: torch.dtype, where: str) -> None:
+    # fp16 and bf16 do not hold each other's values.
+    if reduce != wire and reduce.itemsize <= wire.itemsize:
+        raise ConfigError(
+            f"reduce dtype {reduce} cannot hold gradients that travel in {wire}, in {where}. Set wire to {reduce} or "
+            f"narrower, or reduce to {wire} or wider."
+        )

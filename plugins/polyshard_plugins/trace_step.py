@@ -1,4 +1,4 @@
-"""One traced step, and how much of its communication is exposed."""
+"""One traced step: how much of its communication is exposed, its file in Chrome's trace format, and its picture."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+#: Begin and end, in microseconds. A set of times is a sorted list of intervals that do not touch.
+Interval = tuple[float, float]
+
+
 class Lane(enum.StrEnum):
-    """What the spans of a step are made of."""
+    """The kind of operation that a span is."""
 
     GATHER = "gather"
     COMPUTE = "compute"
@@ -30,12 +34,11 @@ class Span:
 
     lane: Lane
     unit: str
-    """Fully-qualified name of the unit's module; ``(root)`` for the outermost. Of a wait: whose gather it is for, or
-    for the room of whose reduction."""
+    """Fully-qualified name of the unit's module; ``(root)`` for the outermost. Of a wait: the unit whose gather,
+    or whose reduction's memory, is waited for."""
     start_us: float
-    """Microseconds from the step's begin."""
     end_us: float
-    """Microseconds from the step's begin."""
+    """Begin and end, in microseconds from the step's begin."""
     backward: bool
     """Of compute: whether it is the unit's backward, or a forward that is repeated in one. False of other lanes."""
     nbytes: int
@@ -47,13 +50,12 @@ class Span:
 
     @property
     def interval(self) -> Interval:
-        """Begin and end, in microseconds."""
         return self.start_us, self.end_us
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySample:
-    """What memory was taken when the host had issued everything up to one point of the step."""
+    """Memory taken when the host had issued everything up to one point of the step."""
 
     at_us: float
     """Microseconds from the step's begin."""
@@ -67,7 +69,7 @@ class MemorySample:
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
-    """What one rank's units did in one step: an outermost forward and what follows until its backward has ended."""
+    """The operations of one rank's units in one step: an outermost forward, and all until its backward has ended."""
 
     step: int
     """Number of the step, from 1."""
@@ -81,7 +83,6 @@ class StepTrace:
     """In the order of time."""
 
     def of(self, lane: Lane) -> tuple[Span, ...]:
-        """The spans of ``lane``."""
         return tuple(span for span in self.spans if span.lane is lane)
 
     @property
@@ -151,12 +152,8 @@ def rows(spans: Iterable[Span]) -> list[list[Span]]:
     return made
 
 
-#: From the first to the second, in one unit of time.
-Interval = tuple[float, float]
-
-
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The times that are in at least one of ``intervals``; empty and reversed ones hold no time."""
+    """The times in at least one of ``intervals``; empty and reversed ones hold no time."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
@@ -169,7 +166,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def without(kept: Iterable[Interval], removed: Iterable[Interval]) -> list[Interval]:
-    """The times that are in ``kept`` and not in ``removed``."""
+    """The times in ``kept`` and not in ``removed``."""
     holes = union(removed)
     rest: list[Interval] = []
     first = 0
@@ -190,15 +187,16 @@ def without(kept: Iterable[Interval], removed: Iterable[Interval]) -> list[Inter
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """How much time ``intervals`` cover; what two of them share counts once."""
+    """The time that ``intervals`` cover; times that two of them share count once."""
     return sum(end - start for start, end in union(intervals))
 
 
-#: Version of what ``write_trace`` writes beside the format's own fields.
+#: Version of the fields that ``write_trace`` adds to Chrome's.
 FORMAT = 1
 
 _STEP_TRACK = 0
 _EXPOSED_TRACK = 1
+_COUNTERS = ("gather buffers", "memory allocated", "memory reserved")
 _FIRST_TRACK = {Lane.GATHER: 100, Lane.COMPUTE: 200, Lane.WAIT: 300, Lane.REDUCE: 400}
 
 
@@ -266,28 +264,22 @@ def _events(trace: StepTrace) -> Iterator[dict[str, Any]]:
             track = _FIRST_TRACK[lane] + row
             yield from _track(pid, track, lane.value if row == 0 else f"{lane.value} ({row + 1})")
             for span in spans:
-                yield _span_event(pid, track, span, numbers[id(span)])
+                direction = ("," + ("backward" if span.backward else "forward")) if lane is Lane.COMPUTE else ""
+                arguments = {
+                    "number": numbers[id(span)],
+                    "lane": lane.value,
+                    "backward": span.backward,
+                    "bytes": span.nbytes,
+                    "dtype": span.dtype,
+                    "finished": span.finished,
+                }
+                category = f"{lane.value}{direction}"
+                yield _complete(pid, track, span.unit, category, span.start_us, span.end_us, arguments)
     for sample in trace.memory:
-        yield _counter(pid, "gather buffers", sample.at_us, sample.gathered)
-        if sample.allocated is not None:
-            yield _counter(pid, "memory allocated", sample.at_us, sample.allocated)
-        if sample.reserved is not None:
-            yield _counter(pid, "memory reserved", sample.at_us, sample.reserved)
-
-
-def _span_event(pid: int, track: int, span: Span, number: int) -> dict[str, Any]:
-    category = span.lane.value
-    if span.lane is Lane.COMPUTE:
-        category = "compute,backward" if span.backward else "compute,forward"
-    arguments = {
-        "number": number,
-        "lane": span.lane.value,
-        "backward": span.backward,
-        "bytes": span.nbytes,
-        "dtype": span.dtype,
-        "finished": span.finished,
-    }
-    return _complete(pid, track, span.unit, category, span.start_us, span.end_us, arguments)
+        for name, nbytes in zip(_COUNTERS, (sample.gathered, sample.allocated, sample.reserved), strict=True):
+            if nbytes is not None:
+                at = _nearest(sample.at_us)
+                yield {"ph": "C", "pid": pid, "tid": _STEP_TRACK, "name": name, "ts": at, "args": {"bytes": nbytes}}
 
 
 def _complete(
@@ -312,10 +304,6 @@ def _track(pid: int, track: int, name: str) -> Iterator[dict[str, Any]]:
 
 def _named(what: str, pid: int, track: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "pid": pid, "tid": track, "name": what, "args": {"name": name}}
-
-
-def _counter(pid: int, name: str, at: float, nbytes: int) -> dict[str, Any]:
-    return {"ph": "C", "pid": pid, "tid": _STEP_TRACK, "name": name, "ts": _nearest(at), "args": {"bytes": nbytes}}
 
 
 def _nearest(microseconds: float) -> float:
@@ -343,25 +331,23 @@ def _spans(events: Iterable[dict[str, Any]]) -> list[Span]:
 
 
 def _samples(events: Iterable[dict[str, Any]]) -> Iterator[MemorySample]:
-    curves: dict[str, list[tuple[float, int]]] = {"gather buffers": [], "memory allocated": [], "memory reserved": []}
+    curves: dict[str, list[tuple[float, int]]] = {name: [] for name in _COUNTERS}
     for event in events:
         if event["ph"] == "C":
             curves[event["name"]].append((float(event["ts"]), int(event["args"]["bytes"])))
     gathered, allocated, reserved = curves.values()
     for position, (at, nbytes) in enumerate(gathered):
-        if allocated:
-            yield MemorySample(at, nbytes, allocated[position][1], reserved[position][1])
-        else:
-            yield MemorySample(at, nbytes)
+        device = (allocated[position][1], reserved[position][1]) if allocated else ()
+        yield MemorySample(at, nbytes, *device)
 
 
 _GATHER, _FORWARD, _BACKWARD, _REDUCE, _EXPOSED = "#1d4ed8", "#15803d", "#b45309", "#7e22ce", "#dc2626"
+#: Opacity of the compute of a module between that of the units inside it.
 _ENCLOSING = 0.4
-"""Opacity of what a module with other units inside computes between theirs."""
+#: From the bottom to the top.
 _ROWS = ("exposed", "reduce", "compute", "gather")
-"""From the bottom to the top."""
+#: Width of one letter, as a share of the step's.
 _LETTER = 0.0075
-"""Width of one letter, as a share of the step's."""
 _MIB = 1 << 20
 
 
@@ -379,16 +365,12 @@ def draw_trace(trace: StepTrace, path: str | Path) -> None:
     _draw_memory(memory, trace)
     memory.set_xlabel("ms from the begin of the step")
     memory.set_xlim(0, trace.duration_us / 1000 or 1)
-    figure.suptitle(summary(trace), x=0.01, ha="left", fontsize=11)
-    figure.savefig(path, dpi=120)
-
-
-def summary(trace: StepTrace) -> str:
-    """One line: the step, how long it took, and how much of that is exposed communication."""
-    return (
+    title = (
         f"Step {trace.step}, rank {trace.rank} on {trace.device}: {trace.duration_us / 1000:.2f} ms, "
         f"{trace.exposed_us / 1000:.2f} ms of it exposed communication ({trace.exposed_share:.1%})"
     )
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    figure.savefig(path, dpi=120)
 
 
 def _draw_lanes(axes: Axes, trace: StepTrace) -> None:

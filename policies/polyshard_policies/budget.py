@@ -1,4 +1,4 @@
-"""``budget``: units as large as a link wants them and as small as memory does."""
+"""``budget``: units no larger than memory allows, and no smaller than the link between ranks wants them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from polyshard.errors import ConfigError
 from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy, bytes_of, resolve_classes
 from torch import nn
 
-from .division import STACK, Division, Homes, Sizes
+from .division import STACK, Division, Homes
 from .module_class import UNCALLED
 
 #: Half of the time in latency, half in bytes.
@@ -25,13 +25,11 @@ _LISTED = 8
 class Budget(WrapPolicy):
     """``budget``: units from the memory that they may take while gathered, and from a model of the link.
 
-    Above, memory is the limit: a unit takes at most ``unit_bytes``. From ``gather_bytes``, what all gathered units may
-    take at once, that is the largest size with which they do: the unit that computes, ``prefetch`` others ahead of it,
-    and whatever these lie in (``room.Room``). Below, the link is: in a gather of latency * bandwidth * W / (W - 1)
-    bytes over W ranks, half of the time goes by before a byte moves (``gather_time.Link``). Where the two are at odds,
-    memory wins.
-    Between them, the layers of a stack become units; ``division.Division`` has the rules. Bytes are those of
-    parameters, without padding.
+    Memory is the upper limit: a unit takes at most ``unit_bytes``. ``gather_bytes`` limits all units that are gathered
+    at once instead: the unit that computes, ``prefetch`` others ahead of it, and the units around these (``Room``).
+    The link is the lower limit: in a gather of latency * bandwidth * W / (W - 1) bytes over W ranks, half of the time
+    passes before a byte moves (``Link``). If the limits contradict each other, memory wins. Between them, the layers of
+    a stack become units (``division.Division``). Bytes are those of parameters, without padding.
 
     Modules without a forward of their own, and plain ``nn.Sequential``, become no units: nothing may call them. A
     module that is too large and cannot be divided is a unit all the same, and named in a ``UserWarning``.
@@ -71,7 +69,7 @@ class Budget(WrapPolicy):
         self._link = None if link is None else link_of(link, f"link of {where}")
         if share is not None and self._link is None:
             raise ConfigError(f"share of {where} is {share!r}, which changes nothing without a link. Give one.")
-        self._share = _SHARE if share is None else _fraction(share, where)
+        self._share = _SHARE if share is None else _share_of(share, where)
         if itemsize is not None and (isinstance(itemsize, bool) or not isinstance(itemsize, int) or itemsize < 1):
             raise ConfigError(f"itemsize of {where} is {itemsize!r}. Give bytes of an element: 2 for bf16.")
         self._itemsize = itemsize
@@ -95,10 +93,10 @@ class Budget(WrapPolicy):
         return self._reasons.get(module, "")
 
     def _divide(self, homes: Homes, least: float) -> tuple[int, Division]:
-        """What a unit may take, the most with which all fit at once, and the model divided so."""
+        """The largest size of a unit with which all fit, and the model divided by it."""
         tried = []
         for most in self._room.sizes():
-            division = Division(homes, Sizes(least, most), self._whole, self._exclude)
+            division = Division(homes, least, most, self._whole, self._exclude)
             units = homes.owned(division.chosen)
             if self._room.fits(homes, units):
                 return most, division
@@ -155,7 +153,7 @@ def _listed(units: Sequence[str]) -> str:
     return f"{', '.join(units[:_LISTED])}{more}"
 
 
-def _fraction(value: Any, where: str) -> float:
+def _share_of(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
         raise ConfigError(f"share of {where} is {value!r}. Give a part of the time, above 0 and below 1.")
     return float(value)

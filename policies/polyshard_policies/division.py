@@ -1,4 +1,4 @@
-"""A model divided into units between two sizes."""
+"""A model divided into units between two sizes, by the modules in which each parameter could be gathered."""
 
 from __future__ import annotations
 
@@ -13,23 +13,13 @@ from .module_class import all_ignored, counted_parameters
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """Bytes of a gathered unit."""
-
-    least: float
-    """Smaller modules stay with what is around them, as long as there is room."""
-    most: int
-    """Larger ones are divided, as long as there is something to divide."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Left:
-    """Parameters that stay with what is around them."""
+    """Parameters that stay with the module around them."""
 
     parameters: list[nn.Parameter]
     nbytes: int
     module: nn.Module | None = None
-    """What could be their unit; None for nothing."""
+    """The module that could be their unit, if any."""
     kind: tuple[nn.Module, type, int] | None = None
     """Siblings of one class and size have the same."""
 
@@ -47,14 +37,18 @@ class Division:
       siblings of one class and size together, those first that take most.
     """
 
-    def __init__(self, homes: Homes, sizes: Sizes, whole: tuple[type, ...], exclude: tuple[type, ...]) -> None:
-        """``whole``: classes that are not divided; ``exclude``: classes that become no units."""
+    def __init__(
+        self, homes: Homes, least: float, most: int, whole: tuple[type, ...], exclude: tuple[type, ...]
+    ) -> None:
+        """Modules of fewer than ``least`` bytes stay with the module around them, as long as there is room; modules of
+        more than ``most`` are divided. ``whole``: classes that are not divided; ``exclude``: that become no units.
+        """
         #: The modules that become units.
         self.chosen: set[nn.Module] = set()
         #: How many of one class stand beside each unit, itself among them.
         self.alike: dict[nn.Module, int] = {}
         self._homes = homes
-        self._sizes = sizes
+        self._least, self._most = least, most
         self._whole = whole
         self._exclude = exclude
         self._seen: set[nn.Module] = {homes.root}
@@ -98,21 +92,21 @@ class Division:
             return self._divide(module, layer=layer)
         self.alike[module] = alike
         stacked = divisible and alike < STACK and self._has_stack(module)
-        if divisible and (nbytes > self._sizes.most or stacked):
-            return self._settle(module, parent, self._divide(module, layer=layer or alike >= STACK))
-        if nbytes >= self._sizes.least and not layer:
+        if divisible and (nbytes > self._most or stacked):
+            return self._left_of(module, parent, self._divide(module, layer=layer or alike >= STACK))
+        if nbytes >= self._least and not layer:
             self.chosen.add(module)
             return []
         return [_Left(self._homes.inside(module), nbytes, module, (parent, type(module), nbytes))]
 
-    def _settle(self, module: nn.Module, parent: nn.Module, left: list[_Left]) -> list[_Left]:
-        """What stays of ``module``, which was divided, with what is around it."""
+    def _left_of(self, module: nn.Module, parent: nn.Module, left: list[_Left]) -> list[_Left]:
+        """The parameters of ``module``, which was divided, that stay with the module around it."""
         own = set(self._homes.inside(module))
         # What it shares with modules elsewhere cannot be gathered with it.
         elsewhere = [each for each in left if not own.issuperset(each.parameters)]
         kept = self._make_room([each for each in left if own.issuperset(each.parameters)])
         nbytes = sum(each.nbytes for each in kept)
-        if kept and nbytes >= self._sizes.least:
+        if kept and nbytes >= self._least:
             self.chosen.add(module)
         elif kept:
             parameters = [parameter for each in kept for parameter in each.parameters]
@@ -128,7 +122,7 @@ class Division:
                 groups.setdefault(each.kind, []).append(each)
         # The sort is stable: of equal groups the first in the model goes first.
         for group in sorted(groups.values(), key=lambda group: -sum(each.nbytes for each in group)):
-            if nbytes <= self._sizes.most:
+            if nbytes <= self._most:
                 break
             for each in group:
                 assert each.module is not None
@@ -147,7 +141,7 @@ class Division:
         for child in self._homes.children(parent):
             # Equal leaves side by side are a block's projections, say, and layers only where a container holds them.
             layered = not is_called(parent) or any(True for _ in child.children())
-            if layered and self._eligible(child) and self._homes.nbytes_inside(child) >= max(1, self._sizes.least):
+            if layered and self._eligible(child) and self._homes.nbytes_inside(child) >= max(1, self._least):
                 layers[type(child)] += 1
         return max(layers.values(), default=0) >= STACK
 
