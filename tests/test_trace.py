@@ -20,7 +20,6 @@ from parity import Block, Net, adam, draw, on_ranks, seeded, sharded_copy, squar
 from polyshard.errors import ConfigError
 from polyshard.interfaces import Observer, PluginContext, UnitSpec
 from polyshard_backends.threaded import ThreadedWorld
-from polyshard_plugins import trace_step as intervals
 from polyshard_plugins import trace_step
 from polyshard_plugins.trace import (
     Clock,
