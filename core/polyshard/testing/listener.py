@@ -32,17 +32,9 @@ from .training import Block, Model, Values, seeded, tokens
 if TYPE_CHECKING:
     from ..config import ShardConfig
 
-_OBSERVER = {
-    "unshard": ("unit",),
-    "unsharded": ("unit",),
-    "compute": ("unit", "backward"),
-    "computed": ("unit", "backward"),
-    "wait": ("unit",),
-    "waited": ("unit",),
-    "reduce": ("unit",),
-    "reduced": ("unit",),
-    "reshard": ("unit",),
-}
+#: Methods of an observer, with their arguments.
+_OBSERVER = dict.fromkeys(("unshard", "unsharded", "wait", "waited", "reduce", "reduced", "reshard"), "unit")
+_OBSERVER |= dict.fromkeys(("compute", "computed"), "unit, backward")
 
 
 class _PlannedError(Exception):
@@ -50,7 +42,7 @@ class _PlannedError(Exception):
 
 
 class _Model(Model):
-    """With dropout, so that numbers depend on who else draws random ones, and with ways to go wrong."""
+    """With dropout, whose numbers depend on who else draws random ones, and with ways to fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,8 +106,8 @@ class _Run:
 class ListenerSuite(LocalPluginSuite):
     """Subclass it, name the class ``Test…``, and override ``make``; override ``device`` to test on another one.
 
-    What ``polyshard.hookspecs`` and ``polyshard.interfaces.Observer`` ask of a listener, over every kind of step of a
-    small model that one pretended rank of two has. Where its hooks or observers do not fit, one test says so, and those
+    The rules of ``polyshard.hookspecs`` and ``polyshard.interfaces.Observer``, over every kind of step of a small model
+    on one pretended rank of two. Where the listener's hooks or observers do not fit, one test says so, and the tests
     that need them are skipped.
     """
 
@@ -219,7 +211,7 @@ class ListenerSuite(LocalPluginSuite):
         assert _equal(with_it, _without(use, self.device)), "parameters differ from those without the listener"
 
     def _watched(self) -> Watched:
-        """What it did while a model was sharded and over a step."""
+        """A listener that was watched while a model was sharded and over a step."""
         watched = Watched(self._listener(), self.device)
         with watched.watching(), _seeds(self.device):
             run = _Run(watched, self.device)
@@ -305,7 +297,7 @@ def _save_and_load(make: Callable[[], object | None], device: torch.device) -> l
 
 @functools.cache
 def _without(use: _Use, device: torch.device) -> list[Values]:
-    """What comes of ``use`` without a listener: the same for all of them."""
+    """The result of ``use`` without a listener: the same for all of them."""
     with _seeds(device):
         return use(lambda: None, device)
 
@@ -321,11 +313,9 @@ def _check_signatures(observer: Observer, unit: UnitSpec) -> None:
     for name, arguments in _OBSERVER.items():
         signature = inspect.signature(getattr(observer, name))
         try:
-            signature.bind(*(unit if argument == "unit" else True for argument in arguments))
+            signature.bind(*((unit, True) if "backward" in arguments else (unit,)))
         except TypeError as error:
-            raise AssertionError(
-                f"{name}{signature} of the observer must take ({', '.join(arguments)}): {error}"
-            ) from error
+            raise AssertionError(f"{name}{signature} of the observer must take ({arguments}): {error}") from error
 
 
 def _equal(one: Sequence[Values], other: Sequence[Values]) -> bool:
@@ -335,15 +325,12 @@ def _equal(one: Sequence[Values], other: Sequence[Values]) -> bool:
     )
 
 
-#: What copies values of a device to the host to decide something.
+#: Hooks that are not called inside a step.
+_AT_REST = frozenset({"before_shard", "after_shard", "on_save", "on_load", "make_observer"})
+#: Operations that copy values of a device to the host to decide something.
 _READS = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal"})
-#: What waits for a device, by the object that has it. Of classes written in C, the device itself tells.
-_WAITS: tuple[tuple[Any, str], ...] = (
-    (torch.cuda, "synchronize"),
-    (torch.cuda.Stream, "synchronize"),
-    (torch.cuda.Event, "synchronize"),
-    (torch.accelerator, "synchronize"),
-)
+#: Objects whose ``synchronize`` waits for a device. Of classes written in C, the device itself reports it.
+_WAITING: tuple[Any, ...] = (torch.cuda, torch.cuda.Stream, torch.cuda.Event, torch.accelerator)
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -364,9 +351,9 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Watched(Listener):
-    """A listener that hands everything on to another one.
+    """A listener that hands every call on to another one, and notes what that does although it may not.
 
-    Raises what ``Events`` does of a listener whose hooks do not fit.
+    Raises as ``Events`` for a listener whose hooks do not fit.
     """
 
     api_version = 1
@@ -383,7 +370,7 @@ class Watched(Listener):
         """What it changed of the model, and where."""
 
     def note_wait(self, by: str) -> None:
-        """Of hooks, those of a step must not wait."""
+        """The listener waits, by the operation ``by``: hooks of a step must not."""
         if self._calls and self._calls[-1] not in _AT_REST:
             self.waits.append(f"{by} in {self._calls[-1]}")
 
@@ -391,16 +378,16 @@ class Watched(Listener):
     def watching(self) -> Iterator[None]:
         """Note waits, and have a process group over which there could be collectives."""
         with ExitStack() as stack:
-            for owner, name in _WAITS:
-                stack.enter_context(mock.patch.object(owner, name, self._noting(getattr(owner, name), name)))
+            for owner in _WAITING:
+                stack.enter_context(mock.patch.object(owner, "synchronize", self._noting(owner.synchronize)))
             stack.enter_context(group_of_one())
             yield
 
-    def _noting(self, wait: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def _noting(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         def noting(*args: Any, **kwargs: Any) -> Any:
             if not self._calls:
                 return wait(*args, **kwargs)
-            self.note_wait(name)
+            self.note_wait("synchronize")
             return None
 
         return noting
@@ -467,53 +454,23 @@ class Watched(Listener):
             self._events.step_end(model)
 
     @hookimpl
-    def make_observer(self, unit: UnitSpec) -> Observer | None:
+    def make_observer(self, unit: UnitSpec) -> Any:
         with self.inside("make_observer"):
             made = self._events.observers(unit)
         return _WatchedObserver(self, made[0]) if made else None
 
 
-#: Hooks that are not called inside a step.
-_AT_REST = frozenset({"before_shard", "after_shard", "on_save", "on_load", "make_observer"})
-
-
 class _WatchedObserver:
+    """Hands every call on to an observer, while ``watched`` looks."""
+
     def __init__(self, watched: Watched, observer: Observer) -> None:
-        self._watched = watched
-        self._observer = observer
+        for name in _OBSERVER:
+            setattr(self, name, self._method(watched, name, getattr(observer, name)))
 
-    def unshard(self, unit: UnitSpec) -> None:
-        with self._watched.inside("unshard"):
-            self._observer.unshard(unit)
+    @staticmethod
+    def _method(watched: Watched, name: str, called: Callable[..., None]) -> Callable[..., None]:
+        def handed_on(*arguments: Any) -> None:
+            with watched.inside(name):
+                called(*arguments)
 
-    def unsharded(self, unit: UnitSpec) -> None:
-        with self._watched.inside("unsharded"):
-            self._observer.unsharded(unit)
-
-    def compute(self, unit: UnitSpec, backward: bool) -> None:
-        with self._watched.inside("compute"):
-            self._observer.compute(unit, backward)
-
-    def computed(self, unit: UnitSpec, backward: bool) -> None:
-        with self._watched.inside("computed"):
-            self._observer.computed(unit, backward)
-
-    def wait(self, unit: UnitSpec) -> None:
-        with self._watched.inside("wait"):
-            self._observer.wait(unit)
-
-    def waited(self, unit: UnitSpec) -> None:
-        with self._watched.inside("waited"):
-            self._observer.waited(unit)
-
-    def reduce(self, unit: UnitSpec) -> None:
-        with self._watched.inside("reduce"):
-            self._observer.reduce(unit)
-
-    def reduced(self, unit: UnitSpec) -> None:
-        with self._watched.inside("reduced"):
-            self._observer.reduced(unit)
-
-    def reshard(self, unit: UnitSpec) -> None:
-        with self._watched.inside("reshard"):
-            self._observer.reshard(unit)
+        return handed_on
