@@ -13,7 +13,7 @@ import torch
 from polyshard.interfaces import Collectives, CollectivesCapabilities, Group, ReduceOp
 
 from . import collectives_checks as checks
-from .plugin import PluginSuite
+from .plugin import PluginSuite, fingerprint_of
 from .ranks import KeptProcesses, Rank, run_in, run_ranks
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ class CollectivesSuite(PluginSuite):
             metafunc.parametrize("world_size", self.world_sizes)
 
     def test_fingerprint_is_text_that_every_rank_has(self) -> None:
-        texts = self.run_ranks(max(self.world_sizes), _own_fingerprint)
+        texts = self.run_ranks(max(self.world_sizes), fingerprint_of)
         assert isinstance(texts[0], str | None), f"fingerprint() is {texts[0]!r}"
         assert len(set(texts)) == 1, f"fingerprint() differs between ranks: {texts}"
 
@@ -245,8 +245,3 @@ def _on_rank(make: Callable[[Rank], Collectives], fn: Callable[[Collectives], T]
     # Not where fn raised: closing may be a meeting, to which no other rank comes.
     collectives.close()
     return result
-
-
-def _own_fingerprint(collectives: Collectives) -> Any:
-    method = getattr(collectives, "fingerprint", None)
-    return method() if callable(method) else method

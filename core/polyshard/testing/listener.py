@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from .. import checkpoint as checkpoints
@@ -26,7 +25,7 @@ from ..errors import PolyshardError
 from ..events import Events
 from ..hookspecs import hookimpl
 from ..interfaces import Group, Listener, Observer, UnitSpec
-from .plugin import LocalPluginSuite, ModuleState, group_of_one, is_collective
+from .plugin import Dispatched, LocalPluginSuite, ModuleState, group_of_one, is_collective
 from .training import Block, Model, Values, seeded, tokens
 
 if TYPE_CHECKING:
@@ -333,23 +332,6 @@ _READS = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonz
 _WAITING: tuple[Any, ...] = (torch.cuda, torch.cuda.Stream, torch.cuda.Event, torch.accelerator)
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes operations of torch while a listener runs, under the name of the call."""
-
-    def __init__(self, watched: Watched, call: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._watched = watched
-        self._call = call
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name()
-        if is_collective(func):
-            self._watched.collectives.append(f"{name} in {self._call}")
-        elif name in _READS:
-            self._watched.note_wait(name)
-        return func(*args, **(kwargs or {}))
-
-
 class Watched(Listener):
     """A listener that hands every call on to another one, and notes what that does although it may not.
 
@@ -369,7 +351,14 @@ class Watched(Listener):
         self.changes: list[str] = []
         """What it changed of the model, and where."""
 
-    def note_wait(self, by: str) -> None:
+    def _note(self, operation: Any) -> None:
+        name = operation.name()
+        if is_collective(operation):
+            self.collectives.append(f"{name} in {self._calls[-1]}")
+        elif name in _READS:
+            self._note_wait(name)
+
+    def _note_wait(self, by: str) -> None:
         """The listener waits, by the operation ``by``: hooks of a step must not."""
         if self._calls and self._calls[-1] not in _AT_REST:
             self.waits.append(f"{by} in {self._calls[-1]}")
@@ -387,7 +376,7 @@ class Watched(Listener):
         def noting(*args: Any, **kwargs: Any) -> Any:
             if not self._calls:
                 return wait(*args, **kwargs)
-            self.note_wait("synchronize")
+            self._note_wait("synchronize")
             return None
 
         return noting
@@ -398,7 +387,7 @@ class Watched(Listener):
         before = None if model is None else ModuleState.of(model, values=False)
         self._calls.append(call)
         try:
-            with _Operations(self, call), self._device_tells():
+            with Dispatched(self._note), self._device_tells():
                 yield
         finally:
             self._calls.pop()

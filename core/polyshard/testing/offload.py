@@ -27,14 +27,14 @@ class OffloadSuite(LocalPluginSuite):
     """Subclass it, name the class ``Test…``, and override ``make``; override ``device`` to test on another one.
 
     Every rule of ``polyshard.interfaces.OffloadManager``, of one manager by itself; then a few steps of a small model
-    whose every unit is served by managers of two ranks, beside the same steps of the model that is not sharded.
+    with managers on two ranks, compared with the same steps of the unsharded model.
     """
 
     group = Group.OFFLOAD
 
     training_tolerance: float = 1e-5
     """Largest difference from the unsharded model's parameters after three steps in fp32, as a share of the largest
-    change: what the order of sums over two ranks makes."""
+    change: that of the order of sums over two ranks."""
 
     def make(self) -> OffloadManager:
         """A newly constructed manager."""

@@ -1,4 +1,4 @@
-"""What holds for plugins of every group, as tests that the suites inherit."""
+"""The rules for plugins of every group, as tests that the suites inherit, and how a plugin's mistakes are noticed."""
 
 from __future__ import annotations
 
@@ -20,21 +20,42 @@ from .. import catalog
 from ..interfaces import CURRENT_API, OLDEST_API, Group, PluginContext
 
 
+def plugin_context(
+    name: str = "test",
+    device: torch.device | str = "cpu",
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> PluginContext:
+    """A context as polyshard gives one to factories: its ``construct`` makes any installed plugin.
+
+    ``rank`` and ``world_size`` are for listeners; polyshard leaves them None for every other plugin. Plugins that
+    ``construct`` made belong to this test only: no ranks compare them, and it may be called after the factory has
+    returned.
+    """
+    return PluginContext(
+        name=name, device=torch.device(device), rank=rank, world_size=world_size, constructor=_construct
+    )
+
+
+def _construct(context: PluginContext, group: Group, choice: Any) -> Any:
+    return catalog.construct(catalog.resolve(group, choice), context).instance
+
+
 class PluginSuite:
-    """The base of suites: what it tests does not depend on the group."""
+    """The base of suites: tests that do not depend on the group."""
 
     group: ClassVar[Group]
     """The plugin's entry-point group."""
     device: torch.device = torch.device("cpu")
     """Where models compute; override it to test on another device."""
 
-    # What type checkers let any signature override: that of collectives takes the rank.
+    # A signature that type checkers let any other override: that of collectives takes the rank.
     def make(self, *args: Any, **kwargs: Any) -> Any:
         """A newly constructed plugin."""
         raise NotImplementedError(f"{type(self).__name__} must override make()")
 
     def factory(self) -> Callable[..., Any]:
-        """What the entry point names: the class of what ``make`` returns. Override it where it is a function."""
+        """The object that the entry point names: the plugin's class. Override it where it is a function."""
         made: type = type(self.make())
         return made
 
@@ -66,15 +87,15 @@ class PluginSuite:
 
     def test_fingerprint_is_text_that_every_rank_has(self) -> None:
         with as_rank(0):
-            first = _fingerprint(self.make())
+            first = fingerprint_of(self.make())
         with as_rank(1):
-            second = _fingerprint(self.make())
+            second = fingerprint_of(self.make())
         assert isinstance(first, str | None), f"fingerprint() is {first!r}"
         assert first == second
 
 
 class LocalPluginSuite(PluginSuite):
-    """The base of suites of plugins that do not speak to other ranks."""
+    """The base of suites of plugins that do not communicate with other ranks."""
 
     def test_construction_does_not_communicate(self) -> None:
         # Ranks compare their plugins when all are constructed: one that lacks a plugin would leave the others waiting.
@@ -83,46 +104,27 @@ class LocalPluginSuite(PluginSuite):
         assert not issued, f"{', '.join(issued)} while it was constructed"
 
 
-def _fingerprint(plugin: Any) -> Any:
+def fingerprint_of(plugin: Any) -> Any:
+    """``fingerprint()`` of a plugin that has one, else None."""
     method = getattr(plugin, "fingerprint", None)
     return method() if callable(method) else method
 
 
 @contextmanager
 def as_rank(rank: int) -> Iterator[None]:
-    """Set what tells processes apart as it is on ``rank`` of two: a launcher's variables, and random numbers."""
+    """Give this process the launcher's variables, and random numbers, of ``rank`` of two."""
     variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     with mock.patch.dict(os.environ, variables), torch.random.fork_rng(devices=[]):
         torch.manual_seed(rank)
         yield
 
 
-def plugin_context(
-    name: str = "test",
-    device: torch.device | str = "cpu",
-    rank: int | None = None,
-    world_size: int | None = None,
-) -> PluginContext:
-    """A context as polyshard gives one to factories: its ``construct`` makes any installed plugin.
-
-    ``rank`` and ``world_size`` are for listeners; polyshard leaves them None for every other plugin. What ``construct``
-    made counts for this test only: no ranks compare it, and it may be called after the factory has returned.
-    """
-    return PluginContext(
-        name=name, device=torch.device(device), rank=rank, world_size=world_size, constructor=_construct
-    )
-
-
-def _construct(context: PluginContext, group: Group, choice: Any) -> Any:
-    return catalog.construct(catalog.resolve(group, choice), context).instance
-
-
-_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
-
-
-def is_collective(operation: Any) -> bool:
-    """Whether an operation that torch dispatches communicates."""
-    return operation.namespace in _NAMESPACES
+@contextmanager
+def collectives_noted() -> Iterator[list[str]]:
+    """Names of the collectives that are issued inside, over a group of this process at least."""
+    issued: list[str] = []
+    with group_of_one(), Dispatched(lambda operation: issued.append(operation.name()), is_collective):
+        yield issued
 
 
 @contextmanager
@@ -131,7 +133,7 @@ def group_of_one() -> Iterator[None]:
     if not dist.is_available() or dist.is_initialized():
         yield
         return
-    # torch puts the rank before what an exception prints, once more for each group that is made.
+    # torch puts the rank before the text of an exception, once more for each group that is made.
     printing = sys.excepthook
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
@@ -141,29 +143,31 @@ def group_of_one() -> Iterator[None]:
         sys.excepthook = printing
 
 
-@contextmanager
-def collectives_noted() -> Iterator[list[str]]:
-    """Names of the collectives that are issued inside, over a group of this process at least."""
-    with group_of_one(), _Noting() as noting:
-        yield noting.issued
+def is_collective(operation: Any) -> bool:
+    """Whether an operation that torch dispatches communicates."""
+    return operation.namespace in ("c10d", "_c10d_functional", "c10d_functional")
 
 
-class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self) -> None:
+class Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls ``note`` with every operation that torch dispatches inside, of those that are ``wanted``."""
+
+    def __init__(self, note: Callable[[Any], None], wanted: Callable[[Any], bool] = lambda operation: True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.issued: list[str] = []
+        self._note = note
+        self._wanted = wanted
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_collective(func):
-            self.issued.append(func.name())
+        if self._wanted(func):
+            self._note(func)
         return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
 class ModuleState:
-    """Attributes of modules, by all their names; parameters and buffers by theirs.
+    """The parts of a model that a plugin may not change, noted before it is called and compared afterwards.
 
-    Modes, hooks and children are attributes of modules, too.
+    Attributes of modules, by all their names: modes, hooks and children are attributes, too. Parameters and buffers by
+    theirs.
     """
 
     attributes: dict[str, dict[str, Any]]
@@ -180,9 +184,9 @@ class ModuleState:
         return cls(attributes, trained, {name: each.detach().clone() for name, each in tensors.items() if values})
 
     def check(self, root: nn.Module, by: str = "it", *, may_hook: bool = False) -> None:
-        """Compare it with what it is now.
+        """Compare it with the state now.
 
-        ``by``: who may have changed it. ``may_hook``: it may have added forward hooks.
+        ``by``: the plugin or call that may have changed it. ``may_hook``: it may have added forward hooks.
         """
         now = ModuleState.of(root, values=bool(self.values))
         assert now.attributes.keys() == self.attributes.keys(), f"{by} changed which modules there are"
@@ -203,13 +207,8 @@ class ModuleState:
 
 #: Where modules keep forward hooks.
 _HOOKS = frozenset(
-    {
-        "_forward_hooks",
-        "_forward_hooks_with_kwargs",
-        "_forward_hooks_always_called",
-        "_forward_pre_hooks",
-        "_forward_pre_hooks_with_kwargs",
-    }
+    f"_forward_{name}"
+    for name in ("hooks", "hooks_with_kwargs", "hooks_always_called", "pre_hooks", "pre_hooks_with_kwargs")
 )
 
 
@@ -218,7 +217,7 @@ def _extends(before: Mapping[int, Any], after: Mapping[int, Any]) -> bool:
 
 
 def _held(value: Any) -> Any:
-    """Containers by what they hold: they are changed in place."""
+    """Containers by their items: they are changed in place."""
     if isinstance(value, dict):
         return dict(value)
     return list(value) if isinstance(value, list | set) else value

@@ -15,44 +15,21 @@ from .. import catalog
 from ..errors import ConfigError
 from ..interfaces import UNIT_OVERRIDES, Group, PolicyContext, WrapPolicy
 from .plugin import LocalPluginSuite, ModuleState, as_rank
-from .training import Training, seeded, tokens
+from .training import Model, Training, seeded, tokens
 
 #: Where a plan may name another plugin.
 _GROUPS = {"precision": Group.PRECISION, "offload": Group.OFFLOAD, "layout": Group.LAYOUTS}
 
 
-class _Block(torch.nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = torch.nn.LayerNorm(width)
-        self.mlp = torch.nn.Sequential(
-            torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width)
-        )
-        self.dropout = torch.nn.Dropout(0.1)
+class _Model(Model):
+    """With a module that is reached by two names, as in models that apply one block twice."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.dropout(self.mlp(self.norm(x)))
-        return y
-
-
-class _Model(torch.nn.Module):
     #: As models of the package transformers name their blocks.
-    _no_split_modules = ("_Block",)
+    _no_split_modules = ("Block",)
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embedding = torch.nn.Embedding(32, 8)
-        self.layers = torch.nn.ModuleList([_Block(8), _Block(8)])
-        # A module that is reached by two names, as in models that apply one block twice.
-        self.layers.append(self.layers[0])
-        self.head = torch.nn.Linear(8, 32)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x: torch.Tensor = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        logits: torch.Tensor = self.head(x)
-        return logits
+        super().__init__(width=8, tokens=32)
+        self.blocks.append(self.blocks[0])
 
 
 def _chosen(policy: WrapPolicy, root: torch.nn.Module, context: PolicyContext) -> list[tuple[str, dict[str, Any]]]:
@@ -64,9 +41,9 @@ def _chosen(policy: WrapPolicy, root: torch.nn.Module, context: PolicyContext) -
 class PolicySuite(LocalPluginSuite):
     """Subclass it, name the class ``Test…``, and override ``make``.
 
-    Override ``model``, and ``batch`` with it, for a policy of its own kind; override ``device`` to test on another one.
-    Every rule of ``polyshard.interfaces.WrapPolicy``; then a few steps of the model, its units those that the policy
-    chose, over two ranks, beside the same steps of the model that is not sharded.
+    Override ``model``, and ``batch`` with it, for a policy of certain models; override ``device`` to test on another.
+    Every rule of ``polyshard.interfaces.WrapPolicy``; then a few steps of the model in the units that the policy chose,
+    over two ranks, compared with the same steps of the unsharded model.
     """
 
     group = Group.POLICIES
@@ -84,9 +61,9 @@ class PolicySuite(LocalPluginSuite):
         return _Model()
 
     def batch(self) -> torch.Tensor | None:
-        """What the model's ``forward`` takes: an even number of samples. It returns a tensor, samples first.
+        """The input of the model's ``forward``: an even number of samples. It returns a tensor, samples first.
 
-        None, as of a ``model`` that was overridden alone, leaves out the tests that call it.
+        None, the default of a ``model`` that was overridden alone, leaves out the tests that call it.
         """
         return tokens(among=32) if isinstance(self._root(), _Model) else None
 
@@ -152,7 +129,7 @@ class PolicySuite(LocalPluginSuite):
                 continue
             context = PolicyContext(ignored_modules=frozenset({ignored}), device=self.device)
             inside = set(policy.plan(root, context)) & set(ignored.modules())
-            assert not inside, f"{[type(module).__name__ for module in inside]} inside of what is ignored"
+            assert not inside, f"{[type(module).__name__ for module in inside]} inside of an ignored module"
 
     def test_ignored_parameters_do_not_count(self) -> None:
         root = self._root()
