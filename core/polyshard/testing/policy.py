@@ -15,21 +15,44 @@ from .. import catalog
 from ..errors import ConfigError
 from ..interfaces import UNIT_OVERRIDES, Group, PolicyContext, WrapPolicy
 from .plugin import LocalPluginSuite, ModuleState, as_rank
-from .training import Model, Training, seeded, tokens
+from .training import Training, seeded, tokens
 
 #: Where a plan may name another plugin.
 _GROUPS = {"precision": Group.PRECISION, "offload": Group.OFFLOAD, "layout": Group.LAYOUTS}
 
 
-class _Model(Model):
-    """With a module that is reached by two names, as in models that apply one block twice."""
+class _Block(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.mlp = torch.nn.Sequential(
+            torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width)
+        )
+        self.dropout = torch.nn.Dropout(0.1)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.dropout(self.mlp(self.norm(x)))
+        return y
+
+
+class _Model(torch.nn.Module):
     #: As models of the package transformers name their blocks.
-    _no_split_modules = ("Block",)
+    _no_split_modules = ("_Block",)
 
     def __init__(self) -> None:
-        super().__init__(width=8, tokens=32)
-        self.blocks.append(self.blocks[0])
+        super().__init__()
+        self.embedding = torch.nn.Embedding(32, 8)
+        self.layers = torch.nn.ModuleList([_Block(8), _Block(8)])
+        # A module that is reached by two names, as in models that apply one block twice.
+        self.layers.append(self.layers[0])
+        self.head = torch.nn.Linear(8, 32)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
 
 
 def _chosen(policy: WrapPolicy, root: torch.nn.Module, context: PolicyContext) -> list[tuple[str, dict[str, Any]]]:
