@@ -13,7 +13,6 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from fake_distribution import install
 from hypothesis import given
 from hypothesis import strategies as st
 from parity import (
@@ -581,15 +580,6 @@ def test_a_capability_of_parking_nothing_is_not_asked_further() -> None:
 # --- by name ---
 
 
-@pytest.fixture
-def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``partial`` by its name, also where polyshard was installed before it had one."""
-    value = "polyshard_plugins.offload:PartialOffload"
-    install(tmp_path, "acme-partial", "1.0", [("polyshard.offload", "partial", value)])
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-
-@pytest.mark.usefixtures("named")
 def test_by_name_from_a_file_with_an_inner_manager(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(
         """
@@ -608,7 +598,6 @@ def test_by_name_from_a_file_with_an_inner_manager(tmp_path: Path) -> None:
     assert polyshard.report(model).parked == ("blocks.0", "blocks.1")
 
 
-@pytest.mark.usefixtures("named")
 def test_ranks_compare_options_of_the_inner_manager_too() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> str:
         inner = {"name": "cpu", "pin_memory": rank == 0}
