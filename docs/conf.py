@@ -41,7 +41,7 @@ _UNNAMED = (
     r"polyshard\.forecast\.(memory|recording|timeline)\..*",
     r"polyshard\.testing\.(plugin|ranks)\..*",
     r"polyshard_plugins\.(block_scaled\.BlockScaled|offload\.ParkingRule|precision\.Configured)",
-    r"polyshard_policies\.division\..*",
+    r"polyshard_policies\.(division\..*|functions\.RecursivePolicy)",
 )
 nitpick_ignore_regex.append(("py:class", "|".join(_UNNAMED)))
 

@@ -11,14 +11,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mixed_model import LAYOUTS, Frozen, Halves, mixed, mixed_step
+from mixed_model import EVERY_LAYOUT, Frozen, mixed, mixed_step
 from parity import Block, on_ranks, threaded, units_of
 from plain_checkpoints import tensors_in
 from polyshard import checkpoint
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
-
-EVERY = {**LAYOUTS, "halves": Halves()}
 
 
 class Run(NamedTuple):
@@ -31,7 +29,7 @@ class Run(NamedTuple):
 
     @property
     def settings(self) -> dict[str, Any]:
-        found = {"layout": EVERY[self.layout], "strategy": self.strategy, "policy": units_of(Block, Frozen)}
+        found = {"layout": EVERY_LAYOUT[self.layout], "strategy": self.strategy, "policy": units_of(Block, Frozen)}
         if self.strategy.startswith("hybrid"):
             found["shard_size"] = 2 if self.ranks == 4 else self.ranks
         return found
@@ -39,7 +37,7 @@ class Run(NamedTuple):
 
 RUNS = st.builds(
     Run,
-    layout=st.sampled_from(list(EVERY)),
+    layout=st.sampled_from(list(EVERY_LAYOUT)),
     strategy=st.sampled_from(["full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"]),
     ranks=st.sampled_from([2, 3, 4]),
     flat=st.booleans(),
@@ -47,8 +45,8 @@ RUNS = st.builds(
 #: Every layout into every other.
 PAIRS = [
     (Run(one, ["full_shard", "hybrid_shard"][row % 2], 2 + row % 3), Run(other, "full_shard", 2 + (row + column) % 3))
-    for row, one in enumerate(EVERY)
-    for column, other in enumerate(EVERY)
+    for row, one in enumerate(EVERY_LAYOUT)
+    for column, other in enumerate(EVERY_LAYOUT)
 ]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
@@ -130,7 +128,7 @@ def carried(folder: Path, one: Run, other: Run, kind: str) -> None:
     ("one", "other"),
     # Of all pairs, each layout is quick once on either side.
     [
-        pytest.param(*pair, marks=() if index % (len(EVERY) + 1) == 1 else pytest.mark.slow)
+        pytest.param(*pair, marks=() if index % (len(EVERY_LAYOUT) + 1) == 1 else pytest.mark.slow)
         for index, pair in enumerate(PAIRS)
     ],
 )
@@ -145,7 +143,7 @@ def test_whatever_else_changes(one: Run, other: Run, kind: str, tmp_path_factory
     carried(tmp_path_factory.mktemp("run"), one, other, kind)
 
 
-@pytest.mark.parametrize("layout", EVERY)
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 def test_any_program_reads_whole_parameters(layout: str, tmp_path: Path) -> None:
     def save(rank: int, world: ThreadedWorld) -> None:
         mine, optimizer = made(rank, world, Run(layout, "full_shard", 3), "adamw")

@@ -4,35 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import polyshard
 import pytest
 import torch
-from mixed_model import LAYOUTS, Frozen, Halves, Mixed, mixed, mixed_step
+from mixed_model import EVERY_LAYOUT, Frozen, Mixed, cut, mixed, mixed_step, wholes
 from parity import Block, adam, assert_parity, on_ranks, threaded, train_reference, units_of, whole_of
 from polyshard.errors import ParameterChangedError, StateError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
-EVERY = {**LAYOUTS, "halves": Halves()}
 UNITS = units_of(Block, Frozen)
 #: A row-major matrix, four dimensions in channels_last, one that is not row-major, a vector, one with tied names, and
 #: one of another unit.
 CHANGED = ["first.weight", "conv.weight", "turned", "norm.bias", "embed.weight", "blocks.1.down.weight"]
 
-pytestmark = pytest.mark.parametrize("layout", EVERY)
-
-
-def cut(rank: int, world: ThreadedWorld, layout: str, **settings: Any) -> nn.Module:
-    with world.lock:
-        mine = mixed()
-    return polyshard.shard(mine, threaded(world, rank, **{"policy": UNITS, "layout": EVERY[layout], **settings}))
-
-
-def wholes(model: nn.Module) -> dict[str, torch.Tensor]:
-    with polyshard.unsharded(model):
-        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+pytestmark = pytest.mark.parametrize("layout", EVERY_LAYOUT)
 
 
 def changed() -> dict[str, torch.Tensor]:
@@ -58,7 +45,7 @@ def holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 def test_pieces_have_the_shape_that_the_layout_says(layout: str) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        mine = cut(rank, world, layout)
+        mine = cut(rank, world, layout=EVERY_LAYOUT[layout])
         for name, parameter in mine.named_parameters():
             if name in CHANGED:
                 torch.testing.assert_close(parameter.detach(), piece_of(plain[name], parameter), rtol=0, atol=0)
@@ -80,7 +67,7 @@ def test_parameters_may_be_replaced_and_given_other_data(by: str, part: str, lay
     wanted = changed()
 
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        mine = cut(rank, world, layout)
+        mine = cut(rank, world, layout=EVERY_LAYOUT[layout])
         before = dict(mine.named_parameters())
         for name, whole in wanted.items():
             value = whole.clone() if part == "whole" else piece_of(whole, before[name])
@@ -102,7 +89,7 @@ def test_parameters_may_be_replaced_and_given_other_data(by: str, part: str, lay
 
 def test_data_of_another_shape_are_refused(layout: str) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> str:
-        mine = cut(rank, world, layout)
+        mine = cut(rank, world, layout=EVERY_LAYOUT[layout])
         weight = mine.blocks[0].up.weight
         weight.data = torch.zeros(weight.numel() + 1, dtype=weight.dtype)
         with pytest.raises(ParameterChangedError) as caught:
@@ -119,7 +106,7 @@ def test_requires_grad_may_change_between_steps(layout: str) -> None:
         model.conv.requires_grad_(turn != 2)
         return mixed_step(model, turn, rank)
 
-    settings = {"policy": UNITS, "layout": EVERY[layout]}
+    settings = {"policy": UNITS, "layout": EVERY_LAYOUT[layout]}
     assert_parity(mixed(), step, 3, turns=4, optimizer=adam, settings=settings)
 
 
@@ -128,7 +115,7 @@ def test_gradients_add_to_those_that_are_there(layout: str) -> None:
     expected = train_reference(model, mixed_step, 3, turns=1).gradients[0]
 
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        mine = cut(rank, world, layout)
+        mine = cut(rank, world, layout=EVERY_LAYOUT[layout])
         for parameter in mine.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.ones_like(parameter)
@@ -147,7 +134,7 @@ def test_whole_parameters_are_written_back_where_that_is_asked_for(writeback: bo
     plain = {name: value.detach() for name, value in mixed().named_parameters()}
 
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        mine = cut(rank, world, layout)
+        mine = cut(rank, world, layout=EVERY_LAYOUT[layout])
         with polyshard.unsharded(mine, writeback=writeback), torch.no_grad():
             for name, parameter in mine.named_parameters():
                 assert parameter.shape == plain[name].shape
@@ -179,7 +166,7 @@ def test_gradients_are_clipped_by_the_norm_of_all_ranks(ranks: int, clip: str, l
     norm = torch.cat([gradients[name].flatten().double() for name in chosen]).norm()
 
     def on_rank(rank: int, world: ThreadedWorld) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        mine = cut(rank, world, layout)
+        mine = cut(rank, world, layout=EVERY_LAYOUT[layout])
         mixed_step(mine, 0, rank)
         total = CLIPS[clip](mine)
         return total, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in mine.named_parameters()}
@@ -197,7 +184,7 @@ def test_pieces_are_given_and_taken_and_whole_parameters_loaded(layout: str) -> 
     plain = {name: value.detach() for name, value in mixed().named_parameters()}
 
     def on_rank(rank: int, world: ThreadedWorld) -> None:
-        mine = cut(rank, world, layout)
+        mine = cut(rank, world, layout=EVERY_LAYOUT[layout])
         with pytest.raises(StateError, match=rf"sharded \(rank {rank}\)"):
             mine.state_dict()
         pieces = {name: value.clone() for name, value in polyshard.local_state_dict(mine).items()}
@@ -243,7 +230,7 @@ def test_a_model_from_meta_is_initialised_alike(layout: str) -> None:
                     if parameter is not None:
                         parameter.data.copy_(theirs._parameters[key].detach())
 
-            config = threaded(world, rank, policy=UNITS, layout=EVERY[layout], device="cpu", check_ranks=False)
+            config = threaded(world, rank, policy=UNITS, layout=EVERY_LAYOUT[layout], device="cpu", check_ranks=False)
             polyshard.shard(mine, config, initializer=fill)
         return wholes(mine)
 

@@ -10,7 +10,7 @@ import polyshard
 import pytest
 import torch
 from int8_wire import Int8Wire
-from mixed_model import LAYOUTS, Frozen, Halves, mixed, mixed_step
+from mixed_model import EVERY_LAYOUT, LAYOUTS, Frozen, Halves, cut, mixed, mixed_step, wholes
 from parity import (
     Block,
     Net,
@@ -35,7 +35,6 @@ from tailed import step as tailed_step
 from torch import nn
 
 UNITS = units_of(Block, Frozen)
-EVERY = {**LAYOUTS, "halves": Halves()}
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"]
 #: Every layout under every strategy, and every pair of either with a number of ranks.
 CASES = [
@@ -50,21 +49,10 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def settings_of(layout: str, strategy: str, ranks: int) -> dict[str, Any]:
-    settings: dict[str, Any] = {"layout": EVERY[layout], "strategy": strategy, "policy": UNITS}
+    settings: dict[str, Any] = {"layout": EVERY_LAYOUT[layout], "strategy": strategy, "policy": UNITS}
     if strategy.startswith("hybrid"):
         settings["shard_size"] = 2 if ranks == 4 else ranks
     return settings
-
-
-def wholes(model: nn.Module) -> dict[str, torch.Tensor]:
-    with polyshard.unsharded(model):
-        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def cut(rank: int, world: ThreadedWorld, **settings: Any) -> nn.Module:
-    with world.lock:
-        mine = mixed()
-    return polyshard.shard(mine, threaded(world, rank, **{"policy": UNITS, **settings}))
 
 
 def accumulated(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
@@ -100,7 +88,7 @@ OTHERS = [
 
 @pytest.mark.parametrize(("layout", "extra", "ranks"), OTHERS)
 def test_so_does_it_with_other_settings(layout: str, extra: dict[str, Any], ranks: int) -> None:
-    settings = {"policy": UNITS, "layout": EVERY[layout], **extra}
+    settings = {"policy": UNITS, "layout": EVERY_LAYOUT[layout], **extra}
     assert_parity(mixed(), accumulated, ranks, optimizer=adam, settings=settings)
 
 
@@ -113,13 +101,13 @@ def flat_adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(polyshard.flat_parameters(model), lr=1e-2) if is_sharded(model) else adam(model)
 
 
-@pytest.mark.parametrize("layout", EVERY)
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 def test_flat_parameters_train_alike(layout: str) -> None:
     model = mixed()
     expected = train_reference(model, accumulated, 3, turns=4, optimizer=adam).parameters
 
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        mine = cut(rank, world, layout=EVERY[layout])
+        mine = cut(rank, world, layout=EVERY_LAYOUT[layout])
         optimizer = flat_adam(mine)
         for turn in range(4):
             accumulated(mine, turn, rank)
@@ -150,28 +138,30 @@ def trained(ranks: int, turns: int = 3, double: bool = False, **settings: Any) -
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])
-@pytest.mark.parametrize("layout", EVERY)
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 def test_low_precision_is_that_of_flat_to_the_bit(layout: str, offload: str) -> None:
     # Each element travels, is reduced and is updated alike, wherever it lies.
     expected = trained(3, precision="bf16", layout="flat")
-    for got, wanted in zip(trained(3, precision="bf16", layout=EVERY[layout], offload=offload), expected, strict=True):
+    for got, wanted in zip(
+        trained(3, precision="bf16", layout=EVERY_LAYOUT[layout], offload=offload), expected, strict=True
+    ):
         torch.testing.assert_close(got, wanted, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("layout", EVERY)
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 def test_an_encoded_wire_trains(layout: str) -> None:
     # One scale of 8 bits a rank, whose elements are others in each layout.
     (expected, *_) = trained(3)
-    for got in trained(3, precision=Int8Wire(), layout=EVERY[layout]):
+    for got in trained(3, precision=Int8Wire(), layout=EVERY_LAYOUT[layout]):
         for name, value in got.items():
             assert (value - expected[name]).abs().max() < 0.05
 
 
-@pytest.mark.parametrize("layout", EVERY)
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 def test_listeners_change_nothing_and_are_told_each_unit(layout: str, tmp_path: Path) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> set[str]:
         watching = [{"name": "trace", "folder": str(tmp_path), "rank": rank, "picture": "none"}]
-        mine = cut(rank, world, layout=EVERY[layout], listeners=watching)
+        mine = cut(rank, world, layout=EVERY_LAYOUT[layout], listeners=watching)
         for turn in range(4):
             mixed_step(mine, turn, rank)
         polyshard.close(mine)
@@ -183,11 +173,11 @@ def test_listeners_change_nothing_and_are_told_each_unit(layout: str, tmp_path: 
     assert len(names) == (9 if layout == "halves" else 5)
 
 
-@pytest.mark.parametrize("layout", EVERY)
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 @pytest.mark.parametrize("name", ["embedding and head", "root alone"])
 def test_parts_of_the_root_train_alike(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thresholds, "SMALLEST_PART", WIDTH * WORDS if name != "root alone" else 1 << 40)
-    settings = {"policy": units_of(Block), "layout": EVERY[layout]}
+    settings = {"policy": units_of(Block), "layout": EVERY_LAYOUT[layout]}
     assert_parity(seeded(lambda: Model("called")), tailed_step, 3, settings=settings, optimizer=adam)
 
 
@@ -253,10 +243,10 @@ def test_modules_composed_one_by_one_may_each_have_a_layout_of_its_own() -> None
     assert_parity(mixed(), mixed_step, 3, optimizer=adam, settings={"policy": "never"}, wrap=wrap)
 
 
-@pytest.mark.parametrize("layout", EVERY)
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 def test_padding_stays_zero_wherever_it_lies(layout: str) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> list[float]:
-        mine = cut(rank, world, layout=EVERY[layout])
+        mine = cut(rank, world, layout=EVERY_LAYOUT[layout])
         optimizer = flat_adam(mine)
         for turn in range(3):
             accumulated(mine, turn, rank)
@@ -278,7 +268,9 @@ def test_padding_stays_zero_wherever_it_lies(layout: str) -> None:
 
 
 def trained_over_gloo(rank: int, layout: str) -> dict[str, torch.Tensor]:
-    mine = polyshard.shard(mixed(), polyshard.ShardConfig(collectives="gloo", policy=UNITS, layout=EVERY[layout]))
+    mine = polyshard.shard(
+        mixed(), polyshard.ShardConfig(collectives="gloo", policy=UNITS, layout=EVERY_LAYOUT[layout])
+    )
     optimizer = adam(mine)
     for turn in range(3):
         accumulated(mine, turn, rank)
@@ -293,6 +285,6 @@ def trained_over_gloo(rank: int, layout: str) -> dict[str, torch.Tensor]:
 def test_on_processes() -> None:
     expected = train_reference(mixed(), accumulated, 3, optimizer=adam).parameters
     with RankPool(3) as pool:
-        for layout in EVERY:
+        for layout in EVERY_LAYOUT:
             for whole in pool.run(trained_over_gloo, layout, timeout=60.0):
                 torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
+import polyshard
 import torch
-from parity import Block, draw, seeded
+from parity import Block, draw, seeded, threaded, units_of
 from polyshard.interfaces import Arrangement, Layout, PluginContext, UnitGeometry
+from polyshard_backends.threaded import ThreadedWorld
 from polyshard_layouts.layouts import Rows
 from torch import nn
 
@@ -95,3 +98,20 @@ def mixed_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
     loss.backward()
     assert x.grad is not None
     return [loss.detach(), x.grad]
+
+
+#: Every layout, and one that divides each unit.
+EVERY_LAYOUT = {**LAYOUTS, "halves": Halves()}
+
+
+def cut(rank: int, world: ThreadedWorld, **settings: Any) -> nn.Module:
+    """The model, sharded on one thread of ``world``: blocks and the frozen module are units."""
+    with world.lock:
+        mine = mixed()
+    return polyshard.shard(mine, threaded(world, rank, **{"policy": units_of(Block, Frozen), **settings}))
+
+
+def wholes(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole parameters by name."""
+    with polyshard.unsharded(model):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

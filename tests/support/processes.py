@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from gpu_ranks import settle_on_device, share_device
-from polyshard.testing import RankProcesses
-from polyshard.testing.ranks import Joined, answer_calls, prepared, store_in
+from polyshard.testing import Rank, RankProcesses
+from polyshard.testing.ranks import answer_calls, prepared, process_rank, store_in
 from seeding import seed_all
 
 T = TypeVar("T")
@@ -67,11 +67,11 @@ def _serve_nccl(rank: int, world_size: int, folder: str, environ: dict[str, str]
             timeout=timedelta(seconds=_STARTUP),
             device_id=device,
         )
-        answer_calls(Joined(rank, world_size, device), connection)
+        answer_calls(process_rank(rank, world_size, device), connection)
         dist.destroy_process_group()
 
 
-def _alike(target: Callable[..., T], args: tuple[Any, ...], joined: Joined) -> T:
+def _alike(target: Callable[..., T], args: tuple[Any, ...], joined: Rank) -> T:
     warnings.simplefilter("error")
     # What ran here before may have seeded each rank differently.
     seed_all(0)

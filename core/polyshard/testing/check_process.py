@@ -1,4 +1,7 @@
-"""What became of each test of a run, written down as it happens: a run that dies has told what came before."""
+"""The process in which ``polyshard plugins check`` runs a suite: ``python -m`` this, with a folder.
+
+Outcomes of tests are written down as they happen, so that those before a crash are known.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class Outcome:
     where: str
     """Class of the test."""
     rule: str
-    """Name of its method; ``MADE`` where it is about the plugin's construction."""
+    """Name of its method, or ``MADE``."""
     case: str
     """Its parameters, as pytest writes them; empty where there are none."""
     stage: Stage
@@ -40,8 +43,10 @@ class Outcome:
     """Why it failed or was skipped."""
 
 
-#: The rule of outcomes that tell whether a plugin could be made at all.
+#: The rule of outcomes about the construction of the plugin.
 MADE = "made"
+#: In the folder: the tests, and their outcomes.
+TESTS, RECORD = "test_installed.py", "outcomes.jsonl"
 
 
 class Record:
@@ -56,7 +61,7 @@ class Record:
             stream.write(json.dumps(asdict(outcome)) + "\n")
 
     def __iter__(self) -> Iterator[Outcome]:
-        """Those of a file that may not be there yet."""
+        """The outcomes of the file, which may not be there yet."""
         if not self._file.exists():
             return
         for line in self._file.read_text(encoding="utf-8").splitlines():
@@ -64,7 +69,7 @@ class Record:
             yield Outcome(**(fields | {"stage": Stage(fields["stage"])}))
 
 
-class Recorder:
+class OutcomeReporter:
     """A plugin of pytest that keeps a ``Record``."""
 
     def __init__(self, record: Record) -> None:
@@ -99,12 +104,8 @@ def _message(report: pytest.TestReport | pytest.CollectReport) -> str:
     return str(longrepr[2] if isinstance(longrepr, tuple) else longrepr)
 
 
-#: In the folder: the tests, and what became of them.
-TESTS, RECORD = "test_installed.py", "outcomes.jsonl"
-
-
 def main(folder: Path) -> int:
-    """Run the tests of ``folder``, with nothing of the user's own settings for pytest."""
+    """Run the tests of ``folder``, without the user's own settings for pytest."""
     record = Record(folder / RECORD)
     tests = [f"{folder / TESTS}::{name}" for name in _makeable(folder / TESTS, record)]
     if not tests:
@@ -114,11 +115,11 @@ def main(folder: Path) -> int:
         *("-p", "no:cacheprovider", "-q", "--tb=short", "--import-mode=importlib"),
         *tests,
     ]
-    return int(pytest.main(arguments, plugins=[Recorder(record)]))
+    return int(pytest.main(arguments, plugins=[OutcomeReporter(record)]))
 
 
 def _makeable(file: Path, record: Record) -> Iterator[str]:
-    """The classes of tests whose plugin can be made, which is tried here: every test would fail of it."""
+    """The classes of tests whose plugin can be constructed, which is tried here: otherwise every test would fail."""
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None

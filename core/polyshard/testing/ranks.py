@@ -53,7 +53,7 @@ class Rank:
     """Collectives between these ranks, for ``ShardConfig(collectives=...)`` and ``context.construct``."""
     device: torch.device
     """Where this rank computes."""
-    lock: AbstractContextManager[Any]
+    lock: AbstractContextManager[Any] = field(default_factory=nullcontext)
     """To be held around uses of process-wide state, such as ``torch.manual_seed`` and the making of a model, which
     ranks that are threads share. Between processes it does nothing."""
 
@@ -103,7 +103,7 @@ def run_ranks(
 
 def run_in(processes: RankProcesses, fn: Callable[[Rank], T], *, timeout_s: float = 60.0) -> list[T]:
     """``run_ranks`` in processes that stay for the next call."""
-    return processes.run(functools.partial(_call, fn), timeout_s=timeout_s)
+    return processes.run(fn, timeout_s=timeout_s)
 
 
 @functools.cache
@@ -129,8 +129,9 @@ def run_threads(
     return results
 
 
-def _call(fn: Callable[[Rank], T], joined: Joined) -> T:
-    return fn(Rank(joined.rank, joined.world_size, _DISTRIBUTED, joined.device, joined.lock))
+def process_rank(rank: int, world_size: int, device: torch.device) -> Rank:
+    """A rank that is this process, in the default group of ``torch.distributed``."""
+    return Rank(rank, world_size, _DISTRIBUTED, device)
 
 
 #: Seconds for a process to import torch and join the group.
@@ -187,11 +188,11 @@ class RankProcesses:
         self.run(_nothing, timeout_s=_STARTUP_S)
 
     def _process(self, rank: int, device_type: str, folder: str, connection: Connection) -> Any:
-        """What is to be started as ``rank``, and will answer at ``connection``."""
+        """The process that will be ``rank``, and answer at ``connection``."""
         arguments = (rank, self.world_size, device_type, folder, dict(os.environ), _STARTUP_S, connection)
         return _context().Process(target=serve, args=arguments, daemon=True)
 
-    def run(self, fn: Callable[[Joined], T], *, timeout_s: float = 60.0) -> list[T]:
+    def run(self, fn: Callable[[Rank], T], *, timeout_s: float = 60.0) -> list[T]:
         """Call ``fn`` on every rank; return the results in rank order.
 
         Raises as ``run_ranks``.
@@ -322,18 +323,8 @@ def _weight(answer: Answer) -> int:
     return 2 if isinstance(answer.error, CollectiveError) else 1
 
 
-def _nothing(joined: Joined) -> None:
-    """What new processes run first, to learn that every rank has joined."""
-
-
-@dataclass(frozen=True)
-class Joined:
-    """What a process knows once it has joined the others."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-    lock: AbstractContextManager[Any] = field(default_factory=nullcontext)
+def _nothing(rank: Rank) -> None:
+    """The first call of new processes, which returns once every rank has joined."""
 
 
 class _NotingPickler(pickle.Pickler):
@@ -354,7 +345,7 @@ class _NotingPickler(pickle.Pickler):
 
 @dataclass(frozen=True)
 class Call:
-    """A function, and where the modules are that it needs: pytest gives test modules names that no path leads to."""
+    """A function, and the files of the modules that it needs: pytest names test modules as no path does."""
 
     modules: Mapping[str, str]
     fn: bytes
@@ -378,10 +369,10 @@ class Call:
             ) from error
         return cls(pickler.modules, file.getvalue())
 
-    def load(self) -> Callable[[Joined], Any]:
+    def load(self) -> Callable[[Rank], Any]:
         for name, file in self.modules.items():
             _make_known(name, file)
-        fn: Callable[[Joined], Any] = pickle.loads(self.fn)
+        fn: Callable[[Rank], Any] = pickle.loads(self.fn)
         return fn
 
 
@@ -406,7 +397,7 @@ def _make_known(name: str, file: str) -> None:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank returned or raised."""
+    """The result or the exception of a rank."""
 
     result: Any = None
     error: BaseException | None = None
@@ -417,18 +408,18 @@ class Answer:
             sent = pickle.dumps(self)
             pickle.loads(sent)
         except Exception as error:
-            return pickle.dumps(self._told(rank, error))
+            return pickle.dumps(self._unsendable(rank, error))
         return sent
 
-    def _told(self, rank: int, error: Exception) -> Answer:
+    def _unsendable(self, rank: int, error: Exception) -> Answer:
         if self.error is not None:
-            told = f"rank {rank} raised {type(self.error).__name__}: {self.error}"
+            text = f"rank {rank} raised {type(self.error).__name__}: {self.error}"
         else:
-            told = (
+            text = (
                 f"what rank {rank} returned, a {type(self.result).__name__}, cannot be sent to another process: "
                 f"{type(error).__name__}: {error}. Return numbers, text or tensors."
             )
-        return Answer(error=RankFailedError(told), trace=self.trace)
+        return Answer(error=RankFailedError(text), trace=self.trace)
 
     @classmethod
     def unpickled(cls, sent: bytes, rank: int) -> Answer:
@@ -463,7 +454,7 @@ def serve(
             timeout=timedelta(seconds=startup_s),
         )
         device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-        answer_calls(Joined(rank, world_size, device), connection)
+        answer_calls(process_rank(rank, world_size, device), connection)
         dist.destroy_process_group()
 
 
@@ -485,9 +476,9 @@ def store_in(folder: str) -> str:
     return f"file://{Path(folder, 'store')}"
 
 
-def answer_calls(joined: Joined, connection: Connection) -> None:
-    """Call what arrives, and send back what comes of it, until the other end is closed."""
-    # What is imported stays, and a full collection would walk through all of torch.
+def answer_calls(rank: Rank, connection: Connection) -> None:
+    """Run the calls that arrive, and send back their answers, until the other end is closed."""
+    # Imported modules stay, and a full collection would walk through all of torch.
     gc.freeze()
     while True:
         try:
@@ -496,12 +487,12 @@ def answer_calls(joined: Joined, connection: Connection) -> None:
             return
         try:
             call = pickle.loads(sent)
-            answer = Answer(result=call.load()(joined))
+            answer = Answer(result=call.load()(rank))
         except (SystemExit, KeyboardInterrupt) as error:
             # Raised anew in the test, it would end that, too.
-            told = RankFailedError(f"rank {joined.rank} raised {type(error).__name__}: {error}")
-            answer = Answer(error=told, trace=traceback.format_exc())
-        # pytest's own exceptions, too: whatever ends the function is its answer.
+            failure = RankFailedError(f"rank {rank.rank} raised {type(error).__name__}: {error}")
+            answer = Answer(error=failure, trace=traceback.format_exc())
+        # pytest's own exceptions, too: any exception that ends the function is its answer.
         except BaseException as error:
             answer = Answer(error=error, trace=traceback.format_exc())
-        connection.send_bytes(answer.pickled(joined.rank))
+        connection.send_bytes(answer.pickled(rank.rank))
