@@ -50,13 +50,12 @@ class Rows(Layout):
 
 
 class Blocks(Layout):
-    """``blocks``: for optimizers and casters that treat some elements together, such as 8-bit states.
+    """``blocks``: for optimizers and casters that process elements in blocks, such as 8-bit states.
 
     Args:
-        size: elements of a block, counted in the memory order of the parameter, whose last block may be shorter; or the
-            height and width of a tile. A tile of a row-major matrix lies in as many rows as it is high, so that
-            matrices are cut between these, and pieces are ``(rows, ...)``. Whatever is no row-major matrix is then cut
-            anywhere.
+        size: elements of a block, in the memory order of the parameter, whose last block may be shorter; or the height
+            and width of a tile. With tiles, a row-major matrix is cut between multiples of the height, so that pieces
+            are ``(rows, ...)``, and any other parameter anywhere.
         smallest: elements below which a parameter may be cut anywhere. 8-bit optimizers keep the state of small ones in
             full precision: torchao's and bitsandbytes' those of fewer than 4096.
 
@@ -123,7 +122,7 @@ WORTH_DIVIDING_BYTES = 4096
 
 
 class Grained(NamedTuple):
-    """A parameter, and what it may be cut between."""
+    """A parameter, and the grain between whose multiples it may be cut."""
 
     position: int
     numel: int
@@ -134,7 +133,7 @@ class Grained(NamedTuple):
 def arranged(unit: UnitGeometry, grains: Sequence[int], by_rows: frozenset[int]) -> tuple[Arrangement, ...]:
     """``unit`` with each parameter cut between its ``grains`` only (elements, one a parameter), with little padding.
 
-    ``by_rows``: what to say so of, see ``Arrangement``.
+    ``by_rows``: indices of parameters that are cut by rows, for ``Arrangement``.
     """
     every = [
         Grained(position, parameter.numel, grain)

@@ -35,7 +35,7 @@ SMALLEST_SCALE = 2.0**-126
 
 
 class Number(enum.Enum):
-    """What a code is."""
+    """The kind of a code."""
 
     INT8 = "int8"
     """Two's complement, from -127 to 127: equal steps, so the error is the same for all values of a block."""

@@ -21,16 +21,16 @@ SMALLEST_BLOCK, LARGEST_BLOCK = 16, 1024
 class BlockScaled(Configured):
     """Weights travel as codes and scales and compute in a plain dtype.
 
-    Each gather encodes the master itself, so errors do not add up from step to step, and every rank decodes what
-    travelled, its own part too: all compute with the same weights. Backward's gather carries the same bytes as
-    forward's, unless something wrote to the master in between.
+    Each gather encodes the master itself, so errors do not add up from step to step. Every rank decodes the gathered
+    codes, its own too, so all compute with the same weights. Backward's gather carries the same bytes as forward's,
+    unless something wrote to the master in between.
 
-    Where the master has an infinity or a NaN, the whole block that it is in computes with NaN.
+    If the master has an infinity or a NaN, its whole block computes with NaN.
     """
 
     api_version = 1
 
-    #: What weights travel as.
+    #: The kind of codes in which weights travel.
     number: ClassVar[Number]
 
     def __init__(

@@ -306,7 +306,7 @@ class KeptSlices:
         # By master, and for as long as that lives: a unit has another name once its model is part of a larger one, and
         # where two models share a manager, units of theirs may be equal.
         self._copies: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
-        # The addresses of masters of which the copy is current.
+        # Addresses of masters whose copies are current.
         self._current: set[int] = set()
         self._begun = False
 

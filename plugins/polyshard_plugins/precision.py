@@ -23,7 +23,7 @@ from polyshard.interfaces import (
 )
 from polyshard.nested import map_tensors
 
-#: What a setting of a dtype takes: a name, a ``torch.dtype``, or None where the setting has a meaning for it.
+#: The value of a setting of a dtype: a name, a ``torch.dtype``, or None where the setting has a meaning for it.
 DtypeSetting = str | torch.dtype | None
 
 _NAMES = {

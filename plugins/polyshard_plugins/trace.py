@@ -198,7 +198,7 @@ class _UnitObserver:
 
 
 class Memory(NamedTuple):
-    """What the allocator of a device says."""
+    """Bytes of a device's allocator."""
 
     allocated: int
     reserved: int

@@ -219,7 +219,7 @@ def write_trace(trace: StepTrace, path: str | Path) -> None:
 
 
 def read_trace(path: str | Path) -> StepTrace:
-    """What ``write_trace`` wrote to ``path``.
+    """The step that ``write_trace`` wrote to ``path``.
 
     Raises ``ConfigError`` for a file with anything else in it, and ``OSError`` where it cannot be read.
     """

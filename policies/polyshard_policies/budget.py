@@ -183,10 +183,10 @@ class Room:
     """Units that are gathered ahead of the one that computes."""
 
     def sizes(self) -> tuple[int, ...]:
-        """What one unit may take, the largest first: the first with which everything fits is the one to take.
+        """Sizes of one unit to try, the largest first, until everything fits.
 
-        One computes, others are ahead; what each of them lies in is gathered, too, the outermost module's own unit
-        always. How much that is shows when the model is divided.
+        One unit computes, and others are ahead; the units around each are gathered, too, the outermost module's own
+        always. How many these are depends on the division of the model.
         """
         if self.gather_nbytes is None:
             assert self.unit_nbytes is not None
@@ -210,7 +210,7 @@ class Room:
 
 
 def room_of(unit_bytes: object, gather_bytes: object, prefetch: int | None, where: str) -> Room:
-    """What the options of ``where`` say. Raises ``ConfigError`` for values that they cannot take."""
+    """The room that the options of ``where`` give. Raises ``ConfigError`` for values that they cannot take."""
     if (unit_bytes is None) == (gather_bytes is None):
         raise ConfigError(
             f"{where} takes one of unit_bytes and gather_bytes. Give unit_bytes = '256 MiB', what one unit may take "
@@ -242,7 +242,7 @@ _KEYS = ("latency_s", "bandwidth_bytes_per_s")
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What connects the ranks that share a unit.
+    """The link between the ranks that share a unit.
 
     A gather of a unit of ``S`` bytes over ``W`` ranks takes
 

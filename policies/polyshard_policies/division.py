@@ -27,14 +27,14 @@ class _Left:
 class Division:
     """One walk over one model, from the outermost module to the leaves.
 
-    - A module that is too large is divided. What is left of it once the modules inside have become units is a unit of
-      its own, or stays with what is around it where it is small.
-    - One that fits becomes a unit, unless a stack of three or more layers of one class lies in it that are large
+    - A module that is too large is divided. The parameters outside the units inside it are a unit of their own, or stay
+      with the module around it if they are small.
+    - A module that fits becomes a unit, unless it holds a stack of three or more layers of one class that are large
       enough: then the layers do, so that one can be gathered while another computes.
-    - A layer of a stack that fits stays whole. One that does not is divided no more than it has to be: the modules that
-      take most become units until the rest fits.
-    - One that is too small stays with what is around it. Where too much would stay, modules become units all the same,
-      siblings of one class and size together, those first that take most.
+    - A layer of a stack stays whole if it fits. Otherwise it is divided no more than necessary: its largest modules
+      become units until the rest fits.
+    - A module that is too small stays with the module around it. If too much would stay there, modules become units all
+      the same, the largest first, siblings of one class and size together.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Division:
         return left
 
     def _passed_by(self, left: Sequence[_Left]) -> list[_Left]:
-        """What is left of modules that several others hold, all of which were taken whole."""
+        """Parameters left in modules that several others hold, all of which were taken whole."""
         covered = {parameter for each in left for parameter in each.parameters}
         found: list[_Left] = []
         for module in self._homes.root.modules():
@@ -208,7 +208,7 @@ class Homes:
         return [child for child in module.children() if child not in self._ignored]
 
     def owned(self, chosen: Collection[nn.Module]) -> dict[nn.Module, list[nn.Parameter]]:
-        """What each unit would hold with units ``chosen``, beside the root; the root's first."""
+        """The parameters of each unit with the units ``chosen`` beside the root; the root's first."""
         units: dict[nn.Module, list[nn.Parameter]] = {self.root: []}
         for parameter, chain in self.chains.items():
             owner = next((each for each in reversed(chain) if each in chosen), self.root)

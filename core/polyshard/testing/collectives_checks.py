@@ -1,4 +1,4 @@
-"""What one rank does in the tests of ``CollectivesSuite``.
+"""The part of one rank in the tests of ``CollectivesSuite``.
 
 Functions of a module, so that a suite which starts processes can send them by name. Each raises ``AssertionError``
 where the backend's answer differs from the contract's formula, computed here in fp64 from the values that every rank is
@@ -569,7 +569,7 @@ def sender(collectives: Collectives, rank: int) -> int:
 
 
 def values(rank: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What ``rank`` sends: small integers, which every dtype holds exactly and which differ between ranks."""
+    """The values that ``rank`` sends: small integers, exact in every dtype, which differ between ranks."""
     return _values(rank, numel, dtype).to(device, copy=True)
 
 
@@ -582,7 +582,7 @@ def _values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def block(source: int, target: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """What ``source`` sends to ``target`` in an exchange, on the CPU: ``numel`` elements of random bits.
+    """The block from ``source`` to ``target`` in an exchange, on the CPU: ``numel`` elements of random bits.
 
     Another dtype would round them, and no two blocks of an exchange are equal.
     """
@@ -592,7 +592,7 @@ def block(source: int, target: int, numel: int, dtype: torch.dtype) -> torch.Ten
 
 
 def sent(collectives: Collectives, numel: int, dtype: torch.dtype, number: int = 0) -> list[torch.Tensor]:
-    """What every rank sends in the operation ``number``, as it arrives here, in rank order."""
+    """The values of every rank in the operation ``number``, as they arrive here, in rank order."""
     ranks = range(collectives.world_size)
     return [values(sender(collectives, rank) + number, numel, dtype, collectives.device) for rank in ranks]
 

@@ -349,7 +349,7 @@ class Watched(Listener):
         self.waits: list[str] = []
         """Where it waited for the device inside a step, and by what."""
         self.changes: list[str] = []
-        """What it changed of the model, and where."""
+        """Changes that it made to the model, and where."""
 
     def _note(self, operation: Any) -> None:
         name = operation.name()

@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 
 def seeded(build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
-    """What ``build`` makes on ``device``, the same each time; other random numbers are as they were."""
+    """The module that ``build`` makes, on ``device``, the same each time; other random numbers stay as they were."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return build().to(device)
