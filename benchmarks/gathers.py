@@ -35,7 +35,6 @@ from typing import Any
 import torch
 from clocks import DeviceClock, Gemm, HostClock
 from measure import output_of, spread, undisturbed
-from polyshard.engine.planning.layout import FlatLayout, laid_out
 from polyshard.interfaces import (
     PARAMETER_ALIGNMENT_BYTES,
     BufferRole,
@@ -45,6 +44,7 @@ from polyshard.interfaces import (
     ReduceOp,
     UnitGeometry,
 )
+from polyshard.planning.layout import FlatLayout, laid_out
 from polyshard_backends.gloo import GlooCollectives
 from polyshard_backends.nccl import NcclCollectives
 from polyshard_backends.symmetric import SymmetricCollectives

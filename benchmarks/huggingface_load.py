@@ -39,7 +39,7 @@ from runs import FailedError, environment, together
 from torch import nn
 from workloads import WORKLOADS, Block, LanguageModel, Workload, initial_value
 
-#: As in polyshard/huggingface/transfers.py.
+#: As in polyshard/huggingface/files.py.
 _REQUEST_NBYTES = 16 * 2**20
 _THREADS = 4
 _GIB = 2**30

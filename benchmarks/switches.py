@@ -53,8 +53,8 @@ def _replaced(*changes: tuple[object, str, object]) -> Iterator[None]:
 
 
 def _no_lending() -> AbstractContextManager[None]:
-    from polyshard.engine.cutting import build
-    from polyshard.engine.parameters.bindings import Bindings, ShardedParameter
+    from polyshard.runtime.bindings import Bindings, ShardedParameter
+    from polyshard.setup import build
 
     def refusing(self: Bindings, index: int, parameter: Any) -> torch.Tensor:
         return ShardedParameter.of(parameter)
@@ -63,7 +63,7 @@ def _no_lending() -> AbstractContextManager[None]:
 
 
 def _no_stand_ins() -> AbstractContextManager[None]:
-    from polyshard.engine.parameters.bindings import Bindings, Shown
+    from polyshard.runtime.bindings import Bindings, Shown
 
     def hide(self: Bindings, computing: bool) -> None:
         self.show(Shown.ORIGINALS)
@@ -72,13 +72,13 @@ def _no_stand_ins() -> AbstractContextManager[None]:
 
 
 def _no_direct_gradients() -> AbstractContextManager[None]:
-    from polyshard.engine.step.unit import Unit
+    from polyshard.runtime.unit import Unit
 
     return _replaced((Unit, "writes_gradients_directly", False))
 
 
 def _embeddings_gathered() -> AbstractContextManager[None]:
-    from polyshard.engine.planning import draft
+    from polyshard.planning import draft
 
     def always(module: Any) -> bool:
         return True
@@ -87,37 +87,37 @@ def _embeddings_gathered() -> AbstractContextManager[None]:
 
 
 def _no_turning_unit() -> AbstractContextManager[None]:
-    from polyshard.engine.step import schedule
+    from polyshard.runtime import order
 
-    def none(stages: Sequence[Any]) -> None:
+    def none(module_states: Sequence[Any]) -> None:
         return None
 
-    return _replaced((schedule, "_turning", none))
+    return _replaced((order, "_turning", none))
 
 
 def _single_gathers() -> AbstractContextManager[None]:
-    from polyshard.engine.step import schedule
+    from polyshard.runtime import order
 
     def batch_ends(sizes: Sequence[int], limit: int) -> list[int]:
         return list(range(1, len(sizes) + 1))
 
-    return _replaced((schedule, "batch_ends", batch_ends))
+    return _replaced((order, "batch_ends", batch_ends))
 
 
 def _buckets(*names: str) -> AbstractContextManager[None]:
-    from polyshard.engine import thresholds
+    from polyshard.planning import thresholds
 
     return _replaced(*((thresholds, name, 0) for name in names))
 
 
 def _nothing_held() -> AbstractContextManager[None]:
-    from polyshard.engine import thresholds
+    from polyshard.planning import thresholds
 
     return _replaced((thresholds, "HELD_NBYTES", -1))
 
 
 def _gradients_apart() -> AbstractContextManager[None]:
-    from polyshard.engine.gradients.reduction_input import ReductionInput
+    from polyshard.runtime.reduce import ReductionInput
 
     taken = ReductionInput.new_result
 
@@ -141,12 +141,12 @@ _GRADIENT_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _no_places() -> AbstractContextManager[None]:
-    from polyshard.engine.transport.lanes import StreamLanes
+    from polyshard.runtime.streams import CudaStreams
 
-    def here(self: StreamLanes) -> None:
+    def here(self: CudaStreams) -> None:
         return None
 
-    return _replaced((StreamLanes, "here", here))
+    return _replaced((CudaStreams, "here", here))
 
 
 def _no_kernel() -> AbstractContextManager[None]:

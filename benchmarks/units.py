@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 from pages import markers, tell
-from polyshard.engine.planning.plan import plan_stages
 from polyshard.interfaces import PluginContext, PolicyContext, WrapPolicy
+from polyshard.planning.plan import plan_modules
 from polyshard_policies.budget import Budget, Link, Room
 from polyshard_policies.division import Homes
 from polyshard_policies.module_class import Transformer
@@ -57,7 +57,7 @@ def row(model: nn.Module, policy: WrapPolicy, shards: int, link: Link) -> Row:
         warnings.simplefilter("always")
         plan = policy.plan(model, PolicyContext(shards=shards))
     # As the engine does: the root's embedding and head are units of their own where no policy chose them.
-    inner = {stage.module for stage in plan_stages(model, plan, divides=True)} - {model}
+    inner = {stage.module for stage in plan_modules(model, plan, divides=True)} - {model}
     homes = Homes(model, PolicyContext(), _ITEMSIZE)
     owned = homes.owned(inner)
     gathered = [homes.total(own) for own in owned.values() if own]

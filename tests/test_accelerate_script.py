@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate_ranks import forget, launched
+from accelerate_ranks import forget
 from processes import KeptRanks
 from safetensors.torch import load_file
+from torchrun import launched
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "accelerate"
 PLAIN, SHARDED = "paraphrase", "paraphrase_sharded"
@@ -65,8 +66,9 @@ def train_unsharded(rank: int, arguments: list[str], folder: Path) -> list[float
 
 def train_sharded(rank: int, arguments: list[str], folder: Path) -> list[float]:
     size = dist.get_world_size()
-    with launched():
+    with launched(rank, size):
         losses = run_main(SHARDED, arguments, folder)
+    forget()
     assert not dist.is_initialized()
     join(rank, size, folder)
     return losses

@@ -226,9 +226,9 @@ def test_nothing_trains_on_averages_and_an_error_inside_gives_the_weights_back()
         refused(lambda: model(draw(4, 3)).sum().backward())
         step = polyshard.CapturedStep(model, optimizer, lambda x: model(x).sum(), fallback="eager")
         refused(lambda: step(draw(4, 3)))
-        with polyshard.unsharded(model), pytest.raises(StateError, match=r"inside of polyshard\.unsharded"):
+        with polyshard.unsharded(model), pytest.raises(StateError, match=r"inside polyshard\.unsharded"):
             average.applied().__enter__()
-        with polyshard.unsharded(model), pytest.raises(StateError, match=r"update\(\) came inside of"):
+        with polyshard.unsharded(model), pytest.raises(StateError, match=r"update\(\) was called inside"):
             average.update()
         with pytest.raises(ZeroDivisionError), average.applied():
             _fails_behind_a_change(model.first.weight)
@@ -245,9 +245,9 @@ def test_nothing_trains_on_averages_and_an_error_inside_gives_the_weights_back()
         stepped, updated, entered, made, backward, captured = messages
         assert "A CapturedStep was called inside AveragedWeights.applied()" in captured
         assert f"SGD was to update 'first.weight' inside of AveragedWeights.applied() (rank {rank})" in stepped
-        assert f"AveragedWeights.update() came inside of AveragedWeights.applied() (rank {rank})" in updated
-        assert "AveragedWeights.applied() came inside of AveragedWeights.applied()" in entered
-        assert "AveragedWeights() came inside of" in made
+        assert f"AveragedWeights.update() was called inside of AveragedWeights.applied() (rank {rank})" in updated
+        assert "AveragedWeights.applied() was called inside of AveragedWeights.applied()" in entered
+        assert "AveragedWeights() was called inside of" in made
         assert "would give the parameters gradients of their averages" in backward
 
 

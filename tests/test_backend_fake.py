@@ -48,8 +48,7 @@ def test_in_place_gather_in_a_world_of_1024() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "expected"),
-    [(ReduceOp.MEAN, [6.0, 7.0]), (ReduceOp.SUM, [48.0, 56.0]), (ReduceOp.MAX, [6.0, 7.0])],
+    ("op", "expected"), [(ReduceOp.MEAN, [6.0, 7.0]), (ReduceOp.SUM, [48.0, 56.0]), (ReduceOp.MAX, [6.0, 7.0])]
 )
 def test_reduction_keeps_this_ranks_slice(op: ReduceOp, expected: list[float]) -> None:
     fake = FakeCollectives(CPU, rank=3, world_size=8)

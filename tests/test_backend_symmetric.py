@@ -15,10 +15,9 @@ import pytest
 import torch
 from polyshard.errors import CollectiveError, ConfigError, DeviceError
 from polyshard.interfaces import BufferRole, PluginContext, ReduceOp
-from polyshard_backends import _torch_private, peer_memory
+from polyshard_backends import _torch_private, symmetric
 from polyshard_backends.nccl import NcclCollectives
-from polyshard_backends.peer_memory import PeerMemory, Place, obstacle
-from polyshard_backends.symmetric import SymmetricCollectives
+from polyshard_backends.symmetric import PeerMemory, Place, SymmetricCollectives, obstacle
 from processes import run_processes
 
 CPU = torch.device("cpu", 0)
@@ -104,7 +103,7 @@ def handle_of(tensor: torch.Tensor, group: Group) -> Handle | None:
 @pytest.fixture(autouse=True)
 def host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_torch_private, "symmetric_pool", lambda device, divisible: None)
-    monkeypatch.setattr(peer_memory, "ZeroedScope", lambda pool, index: nullcontext())
+    monkeypatch.setattr(symmetric, "ZeroedScope", lambda pool, index: nullcontext())
     monkeypatch.setattr(_torch_private, "symmetric_handle", handle_of)
     monkeypatch.setattr(_torch_private, "holds", lambda pool, tensor: tensor.dtype is not torch.float32)
     monkeypatch.setattr(_torch_private, "current_stream", lambda device_index: (0, device_index, 1))

@@ -254,7 +254,7 @@ def test_abort_wakes_the_others_and_says_why() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> None:
         collectives = join(world, rank)
         if rank == 0:
-            collectives.abort("the loss is not finite")
+            world.abort("rank 0 gave up: the loss is not finite")
         with pytest.raises(CollectiveAbortedError, match="because rank 0 gave up: the loss is not finite"):
             collectives.barrier()
 

@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parity import Block, Net, assert_parity, seeded, square_step
-from polyshard.engine.planning.plan import plan_stages
 from polyshard.errors import ConfigError
 from polyshard.interfaces import PluginContext, PolicyContext, WrapPolicy
+from polyshard.planning.plan import plan_modules
 from polyshard.testing import PolicySuite
 from polyshard_policies.budget import Budget, Link
 from torch import nn
@@ -267,18 +267,20 @@ def test_every_unit_fits_or_cannot_be_divided_and_is_named(
         plan = Budget(CONTEXT, **options).plan(model, PolicyContext(shards=2))
         again = Budget(CONTEXT, **options).plan(model, PolicyContext(shards=2))
     assert list(plan) == list(again)
-    stages = plan_stages(model, plan)
+    module_states = plan_modules(model, plan)
     if of_all and not told:
-        root, *others = [sum(each.original.nbytes for group in stage.groups for each in group) for stage in stages]
+        root, *others = [
+            sum(each.original.nbytes for group in stage.groups for each in group) for stage in module_states
+        ]
         assert root + sum(sorted(others)[-2:]) <= 3 * most
-    owned = [managed.original for stage in stages for group in stage.groups for managed in group]
+    owned = [managed.original for stage in module_states for group in stage.groups for managed in group]
     assert len(owned) == len(set(owned))
     assert set(owned) == set(model.parameters())
     messages = " ".join(str(each.message) for each in told)
     for module in plan:
         assert isinstance(module, Node)
-        assert any(stage.module is module for stage in stages), "a unit of nothing"
-    for stage in stages:
+        assert any(stage.module is module for stage in module_states), "a unit of nothing"
+    for stage in module_states:
         own = [managed for group in stage.groups for managed in group]
         nbytes = 4 * sum(each.original.numel() for each in own)
         if of_all or nbytes <= most:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from polyshard.cli.models import add_model_options, importing_beside, model_from, model_of
+from polyshard.cli.shared import add_model_options, importing_beside, model_from, model_of
 from polyshard.errors import ConfigError
 from torch import nn
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from parity import Block, Net, on_ranks, seeded, units_of
 from polyshard import ShardConfig, errors
-from polyshard.catalog import Resolved, construct
 from polyshard.interfaces import Collectives, Group, PluginContext, ReduceOp, Work
+from polyshard.registry import Resolved, construct
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from polyshard_plugins.compressed import Compressed
 from torch import nn

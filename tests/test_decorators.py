@@ -100,8 +100,7 @@ def _acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "parts"),
-    [({}, 0), ({"strategy": "hybrid_shard", "shard_size": 2}, 2), ({"strategy": "no_shard"}, 0)],
+    ("settings", "parts"), [({}, 0), ({"strategy": "hybrid_shard", "shard_size": 2}, 2), ({"strategy": "no_shard"}, 0)]
 )
 def test_a_decorated_backend_trains_as_the_whole_model_does(settings: dict[str, Any], parts: int) -> None:
     found: list[Any] = []

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from fake_distribution import install
 from polyshard import doctor
-from polyshard.catalog import installed
 from polyshard.cli import main
 from polyshard.doctor import Device, Finding, Level, Machine, Outcome, Section, Trial, TrialState
 from polyshard.interfaces import Group
+from polyshard.registry import installed
 
 GIB = 2**30
 H200 = Device("NVIDIA H200", (9, 0), 140 * GIB, 139 * GIB, frozenset({1}))
@@ -250,7 +250,7 @@ def test_ranks_that_hang_are_ended_and_what_they_did_is_told(tmp_path: Path) -> 
     outcome = doctor.run_trial(PAIR_OF_RANKS, os.environ, limit_s=1.0, command=pretended(program))
     assert time.monotonic() - began < 60
     assert outcome.state is TrialState.HUNG
-    assert outcome.stages == ("comparing", "training")
+    assert outcome.module_states == ("comparing", "training")
     processes = [int(each.name) for each in tmp_path.iterdir()]
     assert len(processes) == 2
     for process in processes:
@@ -295,7 +295,7 @@ def test_nccl_is_tried_where_two_devices_are() -> None:
 def test_two_real_ranks_train_as_an_unsharded_model_does() -> None:
     outcome = doctor.run_trial(PAIR_OF_RANKS, os.environ | {"OMP_NUM_THREADS": "1"}, limit_s=200.0)
     assert outcome.state is TrialState.EQUAL, outcome
-    assert outcome.stages == ("done", "done")
+    assert outcome.module_states == ("done", "done")
     assert outcome.difference is not None
     assert outcome.difference < 1e-12
 

@@ -16,7 +16,7 @@ import torch
 from fake_distribution import install
 from polyshard import ShardConfig, Strategy
 from polyshard.cli import main
-from polyshard.cli.folding import folded
+from polyshard.cli.explain import folded
 from polyshard.config import Origin
 from polyshard.errors import (
     AlreadyShardedError,
@@ -529,7 +529,7 @@ def test_the_command_exits_with_two_and_prints_nothing(
     ],
 )
 def test_patterns_fold_as_a_whole(text: str, expected: list[str]) -> None:
-    assert ["".join(fold.items) for fold in folded(text, list(text))] == expected
+    assert ["".join(fold) for fold in folded(text, list(text))] == expected
 
 
 def test_a_model_with_memory_is_explained_alike() -> None:

@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from polyshard.errors import ConfigError, UnsupportedError
-from polyshard.huggingface.conversion import converted, listed
-from polyshard.huggingface.files import SavedTensor
-from polyshard.huggingface.parts import slabs, span
-from polyshard.huggingface.transfers import read_all, transfers_of, write_all
-from polyshard.state.boxes import Box, range_boxes
-from polyshard.state.sharded import Chunk
+from polyshard.huggingface.conversion import converted, listed, transfers_of
+from polyshard.huggingface.files import OpenFiles, SavedTensor, read_all, write_all
+from polyshard.io.boxes import Box, Chunk, range_boxes, slabs, span
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -61,10 +58,11 @@ def stored(folder: Path, values: Tensors) -> dict[str, SavedTensor]:
     return found
 
 
-class Files:
+class Files(OpenFiles):
     """Reads and writes by the plainest calls, and counts."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.nbytes = 0
 
     def read(self, file: Path, offset: int, memory: memoryview) -> None:

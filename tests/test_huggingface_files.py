@@ -190,9 +190,9 @@ def test_each_rank_reads_and_writes_its_own_bytes(tmp_path: Path) -> None:
 
 
 def test_at_most_a_bounded_part_is_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from polyshard.huggingface import transfers
+    from polyshard.huggingface import files
 
-    monkeypatch.setattr(transfers, "STAGED_NBYTES", 64)
+    monkeypatch.setattr(files, "STAGED_NBYTES", 64)
     expected = {name: each.bfloat16() if each.is_floating_point() else each for name, each in state().items()}
     save_file(expected, tmp_path / "model.safetensors")
 

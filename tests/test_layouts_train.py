@@ -26,7 +26,7 @@ from parity import (
     train_reference,
     units_of,
 )
-from polyshard.engine import thresholds
+from polyshard.planning import thresholds
 from polyshard_backends.threaded import ThreadedWorld
 from polyshard_plugins.trace import read_trace
 from processes import RankPool

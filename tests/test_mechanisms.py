@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from polyshard.engine import thresholds
-from polyshard.engine.parameters.bindings import ShardedParameter
-from polyshard.engine.parameters.lent import LentParameter
+from polyshard.planning import thresholds
+from polyshard.runtime.bindings import LazyParameter, ShardedParameter
 from programs import run_script
 from torch import nn
 
@@ -82,7 +81,7 @@ class Seen:
 def test_nothing_switched_off_is_the_engine_with_every_mechanism() -> None:
     whole = Seen("none")
     assert whole.units == 14
-    assert whole.shown == [LentParameter, ShardedParameter]
+    assert whole.shown == [LazyParameter, ShardedParameter]
     assert "forward" in whole.model.get_submodule("tail.head").__dict__
     # Forward: all; backward: all but the embedding, which reads nothing, and the tail, which is still there.
     assert whole.gathers == 14 + 12
@@ -127,7 +126,7 @@ def test_medium_units_are_reduced_one_by_one_without_groups(monkeypatch: pytest.
 
 
 def test_every_switch_finds_what_it_replaces_and_puts_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    from polyshard.engine.gradients.reduction_input import ReductionInput
+    from polyshard.runtime.reduce import ReductionInput
     from polyshard_backends import nccl
     from switches import MECHANISMS
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from polyshard.engine.tensors import iter_hidden_tensors
-from polyshard.nested import iter_tensors, map_tensors
+from polyshard.nested import iter_hidden_tensors, iter_tensors, map_tensors
 
 DEPTH = 20_000
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from fake_distribution import install
-from polyshard import catalog, interfaces
+from polyshard import interfaces, registry
 from polyshard.cli import main
 from polyshard.interfaces import Group
 from polyshard.testing import plugin_context
@@ -97,8 +97,8 @@ def test_a_plugin_of_each_kind_is_constructed_by_name(here: Path, monkeypatch: p
             plugin = plugin_context().construct(group, choice)
             assert isinstance(plugin, contract)
             assert type(plugin).__qualname__ == f"Slate{kind.capitalize()}"
-            (state,) = [each.state for each in catalog.installed(group) if each.name == f"slate_{kind}"]
-            assert state is catalog.PluginState.READY
+            (state,) = [each.state for each in registry.installed(group) if each.name == f"slate_{kind}"]
+            assert state is registry.PluginState.READY
             test = (package / "tests" / f"test_slate_{kind}.py").read_text()
             compile(test, "test", "exec")
             assert f"class TestSlate{kind.capitalize()}(" in test

@@ -15,7 +15,7 @@ from matrices import Cell, Zoo, zoo_step
 from parity import Block, seeded, units_of
 from polyshard.interfaces import PluginContext
 from polyshard.optim import Muon, for_matrices
-from polyshard.optim.owners import owners_of, rounds_of
+from polyshard.optim.plan import owners_of, rounds_of
 from polyshard_backends.fake import FakeCall, FakeCollectives
 from torch import nn
 

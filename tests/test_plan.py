@@ -32,8 +32,18 @@ from polyshard.forecast import (
     plan,
     timed,
 )
-from polyshard.forecast.memory import BLOCK_NBYTES
-from polyshard.forecast.recording import Begin, Issued, Kernel, Part, Signal, Stream, Transfer, Unit, Wait
+from polyshard.forecast.recording import (
+    BLOCK_NBYTES,
+    Begin,
+    Bound,
+    Issued,
+    Kernel,
+    Part,
+    Signal,
+    Transfer,
+    Wait,
+)
+from polyshard.inspect import Stream
 from polyshard.interfaces import PluginContext, ReduceOp, Work
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
@@ -294,7 +304,7 @@ _TOY = Device(
 
 
 def kernel(stream: Stream, *, nbytes: int = 0, flops: int = 0) -> Kernel:
-    return Kernel(stream, Part.FORWARD, "k", Unit.MATMUL if flops else Unit.NONE, flops, nbytes, 2)
+    return Kernel(stream, Part.FORWARD, "k", Bound.MATMUL if flops else Bound.NONE, flops, nbytes, 2)
 
 
 def toy_links(interference: float = 0.0) -> LinkModel:

@@ -14,7 +14,7 @@ import torch
 from fake_distribution import install
 from hypothesis import given
 from hypothesis import strategies as st
-from polyshard import ShardConfig, catalog
+from polyshard import ShardConfig, registry
 from polyshard.errors import ConfigError, PluginContractError, PluginNotFoundError, StateError
 from polyshard.interfaces import Group, PluginContext, PolicyContext, UnitPlan, WrapPolicy
 from polyshard.testing import plugin_context
@@ -329,8 +329,8 @@ def test_or_by_name_shards_a_model_and_is_compared_with_what_it_joins() -> None:
     config = ShardConfig(collectives=collectives, policy={"name": "or", "policies": ["never", "torch.nn:Linear"]})
     model = polyshard.shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4)), config)
     assert polyshard.report(model).units == 3
-    joined = catalog.resolve(Group.POLICIES, config.policy)
-    rows = catalog.fingerprint(catalog.construct(joined, CONTEXT))
+    joined = registry.resolve(Group.POLICIES, config.policy)
+    rows = registry.fingerprint(registry.construct(joined, CONTEXT))
     assert [row[1]["name"] for row in rows] == ["or", "never"]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import polyshard.checkpoint
 import polyshard.errors
-from polyshard.config.environment import NO_SETTINGS
+from polyshard.config.sources import NO_SETTINGS
 
 PAGE = Path(__file__).parents[1] / "SECURITY.md"
 

@@ -30,7 +30,7 @@ import torch
 from polyshard import hookimpl
 from polyshard.errors import CollectiveTimeoutError
 from polyshard.interfaces import (
-    COMPLETED, Collectives, CollectivesCapabilities, Listener, OffloadCapabilities, OffloadManager,
+    COMPLETED, Arrangement, Collectives, CollectivesCapabilities, Layout, Listener, OffloadCapabilities, OffloadManager,
     PrecisionCapabilities, PrecisionCaster, ReduceOp, UnitDtypes, WireSpec, WrapPolicy,
 )
 
@@ -133,6 +133,22 @@ class Odd(WrapPolicy):
             module: {} for name, module in root.named_modules()
             if name and name[-1].isdigit() and int(name[-1]) % 2 and module not in context.ignored_modules
         }
+
+
+class Backwards(Layout):
+    """The last parameter first."""
+
+    api_version = 1
+
+    def __init__(self, context):
+        pass
+
+    def arrange(self, unit):
+        order, offsets, end = tuple(reversed(range(len(unit.parameters)))), [], 0
+        for index in order:
+            offsets.append(-(-end // unit.alignment) * unit.alignment)
+            end = offsets[-1] + unit.parameters[index].numel
+        return [Arrangement(order, tuple(offsets), unit.aligned_slice(-(-end // unit.shards)))]
 
 
 class Scrambled(PrecisionCaster):
@@ -254,6 +270,7 @@ class Tally(Listener):
 ENTRY_POINTS = [
     ("polyshard.collectives", "mail", "acme_shard:Mail"),
     ("polyshard.policies", "odd", "acme_shard:Odd"),
+    ("polyshard.layouts", "backwards", "acme_shard:Backwards"),
     ("polyshard.precision", "scrambled", "acme_shard:Scrambled"),
     ("polyshard.offload", "shelf", "acme_shard:Shelf"),
     ("polyshard.plugins", "tally", "acme_shard:Tally"),
@@ -263,6 +280,7 @@ RUN = """
 [shard]
 policy = "odd"
 offload = "shelf"
+layout = "backwards"
 strategy = "full_shard"
 timeout_s = 10.0
 

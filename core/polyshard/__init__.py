@@ -2,7 +2,7 @@
 
 [Note: what is imported when]
 A package of plugins and a configuration need the contracts, the errors and the settings, so these are imported with
-polyshard. The engine, ten times as many modules, is imported with the first name that needs it.
+polyshard. The rest, ten times as many modules, is imported with the first name that needs it.
 """
 
 from importlib import import_module
@@ -14,9 +14,8 @@ from .config import ShardConfig, Strategy
 from .hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from .capture import CapturedStep, CaptureFallback, CaptureMode
-    from .catalog import UsedPlugin
-    from .composable import (
+    from .api import (
+        FullyShardedDataParallel,
         as_dtensor,
         clip_grad_norm_,
         close,
@@ -32,14 +31,13 @@ if TYPE_CHECKING:
         shard,
         unsharded,
     )
-    from .engine.surface.placement import Placement
-    from .engine.surface.report import MemoryReport
-    from .failures import tell_failures
-    from .preemption import Preemption
-    from .random_numbers import random_states, restore_random_states
-    from .replicas import check_replicas
-    from .stragglers import Straggler, Stragglers
-    from .wrapper import FullyShardedDataParallel
+    from .capture.step import CapturedStep, CaptureFallback, CaptureMode
+    from .functions.lookup import Placement
+    from .functions.memory import MemoryReport
+    from .functions.torch_functions import exchanged_functions, restore_torch
+    from .monitor import Straggler, Stragglers, check_replicas
+    from .preemption import Preemption, random_states, restore_random_states, tell_failures
+    from .registry import UsedPlugin
 
 __all__ = [
     "CaptureFallback",
@@ -60,6 +58,7 @@ __all__ = [
     "clip_grad_norm_",
     "close",
     "errors",
+    "exchanged_functions",
     "flat_parameters",
     "fully_shard",
     "hookimpl",
@@ -73,6 +72,7 @@ __all__ = [
     "register_forward_method",
     "report",
     "restore_random_states",
+    "restore_torch",
     "shard",
     "tell_failures",
     "unsharded",
@@ -81,26 +81,27 @@ __all__ = [
 if not TYPE_CHECKING:
     # Hidden from type checkers, which would take any misspelt name for one that it answers.
     _HOME = {
-        "CaptureFallback": "capture",
-        "CaptureMode": "capture",
-        "CapturedStep": "capture",
-        "FullyShardedDataParallel": "wrapper",
-        "MemoryReport": "engine.surface.report",
-        "Placement": "engine.surface.placement",
+        "CaptureFallback": "capture.step",
+        "CaptureMode": "capture.step",
+        "CapturedStep": "capture.step",
+        "MemoryReport": "functions.memory",
+        "Placement": "functions.lookup",
         "Preemption": "preemption",
-        "Straggler": "stragglers",
-        "Stragglers": "stragglers",
-        "UsedPlugin": "catalog",
-        "check_replicas": "replicas",
-        "random_states": "random_numbers",
-        "restore_random_states": "random_numbers",
-        "tell_failures": "failures",
+        "Straggler": "monitor",
+        "Stragglers": "monitor",
+        "UsedPlugin": "registry",
+        "check_replicas": "monitor",
+        "exchanged_functions": "functions.torch_functions",
+        "random_states": "preemption",
+        "restore_random_states": "preemption",
+        "restore_torch": "functions.torch_functions",
+        "tell_failures": "preemption",
     }
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{__name__}.{_HOME.get(name, 'composable')}"), name)
+        value = getattr(import_module(f"{__name__}.{_HOME.get(name, 'api')}"), name)
         # Found without a call the next time.
         globals()[name] = value
         return value

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
-from .engine.step.root import Root
 from .errors import ConfigError, StateError
-from .state.exchange import speaks
-from .state.resting import resting_root
-from .state.rounds import Round, summing
+from .inspect import ShardedModel, idle_model
+from .state.exchange import Round, speaks, summing
 
 #: Seconds within which signals are one request.
 _SAME_S = 1.0
@@ -65,7 +67,7 @@ class Preemption:
         self._agreed = False
         self._calls = 0
         self._round: Round | None = None
-        self._root: Root | None = None
+        self._root: ShardedModel | None = None
 
     def __enter__(self) -> Preemption:
         """Raises ``StateError`` outside of the main thread, where signals cannot be taken, and inside of itself."""
@@ -76,7 +78,7 @@ class Preemption:
                 "A Preemption was entered outside of the main thread, where Python takes no signals. Enter it in the "
                 "main thread, or give signals=() and call request()."
             )
-        self._root = resting_root(self._model, "Preemption")
+        self._root = idle_model(self._model, "Preemption")
         try:
             for each in self._signals:
                 self._former[each] = signal.signal(each, self._note)
@@ -143,3 +145,92 @@ class Preemption:
             signal.signal(number, signal.SIG_DFL if former is None else former)
             os.kill(os.getpid(), number)
         self._noted = True
+
+
+# Exceptions of a training program that other ranks should hear of.
+
+
+@contextmanager
+def tell_failures(model: nn.Module) -> Iterator[None]:
+    """Let other ranks know of an exception that leaves the block: around the whole loop of training, say.
+
+    Ranks that wait for this one then raise ``PeerFailedError`` with its words and traceback instead of an error that
+    says only that it did not come. An exception in the model's forward or backward is told without this; one of a data
+    loader, of an optimizer or of a save is not. ``KeyboardInterrupt`` and ``SystemExit`` are not told, and over NCCL no
+    rank raises: the words are in the report that ``docs/reliability.md`` describes.
+
+    Args:
+        model: The outermost sharded module. No rank waits for another here, and each may enter it by itself.
+
+    Raises:
+        StateError: inside of a step, or ``model`` is not the outermost sharded module.
+    """
+    sharded = idle_model(model, "tell_failures()")
+    try:
+        yield
+    except Exception as error:
+        sharded.tell_failure(error)
+        raise
+
+
+# Random states of all ranks, for a checkpoint: a run that is taken up draws what the run that never stopped draws.
+
+
+def random_states(model: nn.Module) -> list[dict[str, Any]]:
+    """The state of every rank's generators, in rank order: for ``extra`` of ``polyshard.checkpoint.save``.
+
+    Python's, numpy's where a program has imported it, torch's for the CPU, and that of the device of a model on CUDA.
+    Tensors and numbers alone. Every rank calls it, between steps; each gets all of them.
+
+    Raises:
+        StateError: inside a step, or ``model`` is not the outermost sharded module.
+    """
+    root = idle_model(model, "random_states()")
+    own = own_state(root.collectives.device)
+    if not speaks(root.collectives):
+        return [own]
+    with root.meeting("exchange of random states", (root.collectives,)):
+        return list(root.collectives.all_gather_object(own))
+
+
+def restore_random_states(model: nn.Module, states: Sequence[Mapping[str, Any]]) -> None:
+    """Go on with this rank's of ``states``, which ``random_states`` gave at the save. Every rank calls it.
+
+    Raises:
+        ConfigError: as many ranks saved them as there are not now: they cannot be shared out. Nothing was changed. Draw
+            from new seeds then, on every rank, and other numbers follow.
+        StateError: inside a step, or ``model`` is not the outermost sharded module.
+    """
+    collectives = idle_model(model, "restore_random_states()").collectives
+    ranks = collectives.world_size if speaks(collectives) else 1
+    if len(states) != ranks:
+        raise ConfigError(
+            f"There are random states of {len(states)} ranks, and rank {collectives.rank} is one of {ranks}: they "
+            "cannot be shared out. Go on with as many ranks as before, or leave them out and seed every rank anew."
+        )
+    restore_own_state(states[collectives.rank if ranks > 1 else 0], collectives.device)
+
+
+def own_state(device: torch.device) -> dict[str, Any]:
+    """Of this process, of tensors and numbers alone."""
+    own: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, words, *rest = numpy.random.get_state()
+        own["numpy"] = (name, torch.from_numpy(numpy.asarray(words).astype(numpy.int64)), *rest)
+    if device.type == "cuda":
+        own["cuda"] = torch.cuda.get_rng_state(device)
+    return own
+
+
+def restore_own_state(own: Mapping[str, Any], device: torch.device) -> None:
+    """Go on with ``own``, which ``own_state`` gave."""
+    torch.set_rng_state(own["torch"])
+    random.setstate(own["python"])
+    if "numpy" in own:
+        import numpy as np
+
+        name, words, *rest = own["numpy"]
+        np.random.set_state((name, words.numpy().astype(np.uint32), *rest))
+    if device.type == "cuda" and "cuda" in own:
+        torch.cuda.set_rng_state(own["cuda"], device)

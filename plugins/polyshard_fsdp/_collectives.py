@@ -15,9 +15,9 @@ import torch.distributed as dist
 from polyshard.errors import CollectiveError, StateError, UnsupportedError, WorldSizeError
 from polyshard.interfaces import Collectives, CollectivesCapabilities, ReduceOp, Work
 from polyshard.interfaces.collectives import COMPLETED
-from polyshard_backends.groups import check_blocks, check_source
 from polyshard_backends.nccl import StreamWork
-from polyshard_backends.process_group import GROUP_DTYPES, carried_blocks, group_backend, torch_op
+from polyshard_backends.process_group import group_backend, torch_op
+from polyshard_backends.tensors import GROUP_DTYPES, carried_blocks, check_blocks, check_source
 from torch.distributed import distributed_c10d
 
 __all__ = ["GroupCollectives", "GroupLike", "SilentCollectives", "collectives_of", "predivide_factor"]

@@ -8,9 +8,9 @@ from enum import auto
 from typing import Any, Protocol, cast
 
 import torch
-from polyshard.engine.planning.plan import STAGE_ATTRIBUTE
-from polyshard.engine.tensors import iter_tensors
 from polyshard.errors import TrainingStateError
+from polyshard.nested import iter_tensors
+from polyshard.planning.plan import MODULE_STATE_ATTRIBUTE
 from polyshard_plugins.precision import make_input_cast, make_output_cast
 from torch import nn
 
@@ -91,8 +91,8 @@ def _assert_in_training_states(state: FSDPState, training_states: Collection[Tra
 
 def _get_module_fsdp_state(module: nn.Module) -> Any | None:
     """The FSDP instance that ``module`` is, or the state that an in-place sharding left in it; None for others."""
-    # The engine's own stages belong to no instance.
-    return getattr(module.__dict__.get(STAGE_ATTRIBUTE), "instance", None)
+    # The engine's own module states belong to no instance.
+    return getattr(module.__dict__.get(MODULE_STATE_ATTRIBUTE), "instance", None)
 
 
 def _set_fsdp_flattened(tensor: torch.Tensor) -> None:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from polyshard.engine.planning.plan import STAGE_ATTRIBUTE
-from polyshard.engine.planning.ranks import RankGrid
-from polyshard.engine.step.unit import Reshard
 from polyshard.interfaces import Collectives, PluginContext, UnitSpec
+from polyshard.planning.groups import RankGrid
+from polyshard.planning.plan import MODULE_STATE_ATTRIBUTE
+from polyshard.runtime.unit import Reshard
 from polyshard_plugins.offload import CpuOffload, NoOffload
 from torch import nn
 
@@ -146,7 +146,7 @@ def _give_stage(instance: FSDPInstance, module: nn.Module, staged: nn.Module) ->
         ]
     instance._stage = FSDPStage(instance, staged, module, units, full_precision_in_eval=instance._use_full_prec_in_eval)
     instance._forward = FSDPForward(instance._stage, observed)
-    staged.__dict__[STAGE_ATTRIBUTE] = instance._stage
+    staged.__dict__[MODULE_STATE_ATTRIBUTE] = instance._stage
 
 
 def _make_unit(instance: FSDPInstance, module: nn.Module, params: list[nn.Parameter]) -> FlatUnit:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from polyshard.engine.step.schedule import Schedule
-from polyshard.engine.step.stage import Stage
 from polyshard.errors import StateError
 from polyshard.interfaces import Collectives
+from polyshard.runtime.module_state import ModuleState
+from polyshard.runtime.order import ExecutionOrder
 
 from ._flat_param import FlatParamHandle
 
@@ -111,35 +111,39 @@ class ForwardOrder:
         return next((self._names[handle] for handle, each in self._indices.items() if each == index), [])
 
 
-class UnitSchedule(Schedule[Stage]):
-    """A schedule of the stages that have parameters: a container without any hides none of those behind it."""
+class UnitSchedule(ExecutionOrder[ModuleState]):
+    """A execution order of the module states that have parameters: a container without any hides none of those behind it."""
 
-    def enter(self, stage: Stage) -> list[list[Stage]]:
-        return super().enter(stage) if stage.units else []
+    def enter(self, module_state: ModuleState) -> list[list[ModuleState]]:
+        return super().enter(module_state) if module_state.units else []
 
-    def leave(self, stage: Stage) -> None:
-        if stage.units:
-            super().leave(stage)
+    def leave(self, module_state: ModuleState) -> None:
+        if module_state.units:
+            super().leave(module_state)
 
-    def enter_backward(self, stage: Stage) -> list[list[Stage]]:
-        return super().enter_backward(stage) if stage.units else []
+    def enter_backward(self, module_state: ModuleState) -> list[list[ModuleState]]:
+        return super().enter_backward(module_state) if module_state.units else []
 
 
 class CheckedSchedule(UnitSchedule):
-    """A schedule in which no stage starts a forward that differs over ranks."""
+    """A execution order in which no module state starts a forward that differs over ranks."""
 
     def __init__(
-        self, forward_ahead: int, backward_ahead: int, order: ForwardOrder, handles: Mapping[Stage, FlatParamHandle]
+        self,
+        forward_ahead: int,
+        backward_ahead: int,
+        order: ForwardOrder,
+        handles: Mapping[ModuleState, FlatParamHandle],
     ) -> None:
         super().__init__(forward_ahead, backward_ahead)
         self._check = order
         self._handles = handles
 
-    def enter(self, stage: Stage) -> list[list[Stage]]:
-        handle = self._handles.get(stage)
+    def enter(self, module_state: ModuleState) -> list[list[ModuleState]]:
+        handle = self._handles.get(module_state)
         if handle is not None:
-            self._check.enter(handle, training=stage.module.training)
-        return super().enter(stage)
+            self._check.enter(handle, training=module_state.module.training)
+        return super().enter(module_state)
 
 
 def checks_order() -> bool:

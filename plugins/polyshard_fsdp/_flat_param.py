@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from polyshard.engine.parameters.originals import become
-from polyshard.engine.planning.layout import FlatLayout
-from polyshard.engine.planning.managed_parameter import ManagedParameter
-from polyshard.engine.transport.buffer import view_of
 from polyshard.errors import ParameterChangedError, ParameterError, UnsupportedError
+from polyshard.planning.layout import FlatLayout
+from polyshard.planning.plan import ManagedParameter
+from polyshard.runtime.gather import view_of
+from polyshard.runtime.parameters import become
 from torch import nn
 
 from ._collectives import rank_and_size

@@ -8,16 +8,15 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from polyshard.engine.gradients.gradients import Gradients, Reducible
-from polyshard.engine.gradients.reducer import CommHook as HookedReduction
-from polyshard.engine.gradients.reducer import Reducer
-from polyshard.engine.gradients.reduction_input import Copies, ReductionInput
-from polyshard.engine.parameters.originals import MasterViews
-from polyshard.engine.planning.layout import FlatLayout
-from polyshard.engine.transport.buffer import FlatBuffer, view_of
-from polyshard.engine.transport.lanes import Lanes
 from polyshard.errors import StateError
 from polyshard.interfaces import OffloadManager, UnitDtypes
+from polyshard.planning.layout import FlatLayout
+from polyshard.runtime.gather import FlatBuffer, view_of
+from polyshard.runtime.gradients import Gradients, Reducible
+from polyshard.runtime.parameters import MasterViews
+from polyshard.runtime.reduce import CommHook as HookedReduction
+from polyshard.runtime.reduce import Copies, Reducer, ReductionInput
+from polyshard.runtime.streams import CommStreams
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
@@ -110,9 +109,9 @@ class FlatGradients(Gradients):
         self._dtypes = dtypes
         self.input.choose(dtypes)
 
-    def keep(self, gradients: list[torch.Tensor | None], lanes: Lanes) -> None:
+    def keep(self, gradients: list[torch.Tensor | None], streams: CommStreams) -> None:
         self._take_back()
-        super().keep(gradients, lanes)
+        super().keep(gradients, streams)
 
     def reduce(self, gradients: list[torch.Tensor | None], reducer: Reducer) -> None:
         self._take_back()

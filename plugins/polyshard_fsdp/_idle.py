@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from polyshard.engine.step.unit import Unit
+from polyshard.runtime.unit import Unit
 from torch import nn
 
 

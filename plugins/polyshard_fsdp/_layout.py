@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from polyshard.engine.planning.layout import FlatLayout, Slot, dense_stride, product
 from polyshard.interfaces import PARAMETER_ALIGNMENT_BYTES
+from polyshard.planning.layout import FlatLayout, Slot, dense_stride, product
 from torch import nn
 
 

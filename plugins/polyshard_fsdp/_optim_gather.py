@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from polyshard.engine.surface.gathered import gather_whole
-from polyshard.engine.tensors import map_tensors
-from polyshard.engine.transport.buffer import view_of
 from polyshard.errors import ConfigError, RankMismatchError
+from polyshard.functions.whole import gather_whole
 from polyshard.interfaces import Collectives
+from polyshard.nested import map_tensors
+from polyshard.runtime.gather import view_of
 from torch import nn
 
 from ._collectives import collectives_of

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from polyshard.engine.planning.layout import Slot
-from polyshard.engine.transport.buffer import view_of
 from polyshard.errors import ConfigError
 from polyshard.interfaces import Collectives
+from polyshard.planning.layout import Slot
+from polyshard.runtime.gather import view_of
 from torch import nn
 
 from ._optim_names import WHOLE_FLAT, Flattened, Key, ModelNames, OptimStateKeyError, ordered_groups

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from polyshard.engine.planning.layout import FlatLayout
 from polyshard.errors import ConfigAssertionError, ConfigError, ConfigTypeError
+from polyshard.planning.layout import FlatLayout
 from torch import nn
 
 from ._common_utils import _get_param_to_fqns, clean_tensor_name

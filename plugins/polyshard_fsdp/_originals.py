@@ -8,11 +8,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from polyshard.engine.parameters.bindings import Bindings, ShardedParameter, Shown, Swap
-from polyshard.engine.parameters.originals import MasterViews, Recipient
-from polyshard.engine.planning.layout import FlatLayout
-from polyshard.engine.planning.managed_parameter import ManagedParameter
 from polyshard.errors import ConfigError
+from polyshard.planning.layout import FlatLayout
+from polyshard.planning.plan import ManagedParameter
+from polyshard.runtime.bindings import Bindings, ShardedParameter, Shown, Swap
+from polyshard.runtime.parameters import MasterViews, Recipient
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary

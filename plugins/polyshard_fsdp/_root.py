@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from polyshard.engine.step.boundary import refuse_escape
-from polyshard.engine.step.root import Root
+from polyshard.runtime.root import Root
+from polyshard.runtime.unit import refuse_escape
 from torch import nn
 
 from ._exec_order import ForwardOrder
@@ -35,7 +35,12 @@ class FSDPRoot(Root):
 
     def refuse_escape(self, output: object) -> None:
         """As the engine's, but for what stays whole until backward ends, as FSDP's root does."""
-        units = tuple(unit for stage in self.stages if not stage.awaits_backward for unit in stage.units)
+        units = tuple(
+            unit
+            for module_state in self.module_states
+            if not module_state.awaits_backward
+            for unit in module_state.units
+        )
         refuse_escape(units, output, "")
 
     def end_backward(self) -> None:
@@ -55,9 +60,9 @@ class FSDPRoot(Root):
     def _turn(self) -> None:
         """Hand reduced gradients over while parameters are shards, which those of the other forward gather again."""
         self.reducer.flush()
-        self.lanes.drain()
+        self.streams.drain()
 
-    def _presence_of_gradients(self) -> None:
+    def _used_of_this_backward(self) -> None:
         """A parameter that was not used in a unit that was has a gradient of zeros in FSDP; of units, see ``_idle``."""
 
     def abandon(self) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from polyshard.engine.planning.layout import contiguous_stride, product
 from polyshard.interfaces import Collectives
+from polyshard.planning.layout import contiguous_stride, product
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _torch_private

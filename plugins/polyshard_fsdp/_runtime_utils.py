@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from polyshard.engine import _torch_private
-from polyshard.engine.step.backward import output_hook
-from polyshard.engine.step.boundary import pass_through_in
-from polyshard.engine.step.stage import Stage
-from polyshard.engine.tensors import distinct_tensors, iter_hidden_tensors, map_tensors
+from polyshard import _torch_private
+from polyshard.nested import distinct_tensors, iter_hidden_tensors, map_tensors
+from polyshard.runtime.hooks import output_hook, pass_through_in
+from polyshard.runtime.module_state import ModuleState
 from torch import nn
 
 from ._common_utils import HandleTrainingState
@@ -22,7 +21,7 @@ HOMOGENEOUS_ATTR_NAMES = ["_use_orig_params", "limit_all_gathers", "_use_full_pr
 
 
 class StepInstance(Protocol):
-    """An FSDP instance, as its stage and its unit know it. ``_state.FSDPInstance`` is the one kind."""
+    """An FSDP instance, as its module state and its unit know it. ``_state.FSDPInstance`` is the one kind."""
 
     mixed_precision: MixedPrecision
     backward_prefetch: BackwardPrefetch | None
@@ -31,7 +30,7 @@ class StepInstance(Protocol):
     _handle: FlatParamHandle | None
 
     @property
-    def _stage(self) -> Stage:
+    def _stage(self) -> ModuleState:
         """Its place in a step."""
 
     @property

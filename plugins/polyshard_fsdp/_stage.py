@@ -1,10 +1,10 @@
-"""The engine's stage with FSDP's habits: when it prefetches, what its handle says of it, who reduces nothing."""
+"""The engine's module state with FSDP's habits: when it prefetches, what its handle says of it, who reduces nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from polyshard.engine.step.stage import Stage
+from polyshard.runtime.module_state import ModuleState
 from torch import nn
 
 from . import _runtime_utils
@@ -14,7 +14,7 @@ from ._unit import FlatUnit
 from .api import BackwardPrefetch
 
 
-class FSDPStage(Stage):
+class FSDPStage(ModuleState):
     """One FSDP instance's place in a step."""
 
     def __init__(
@@ -34,7 +34,7 @@ class FSDPStage(Stage):
         #: Whether its backward ends where its own gradients do, and not with the whole backward alone.
         self.ends_by_hook = True
         #: What follows in this backward, as recorded.
-        self._ahead: Sequence[Stage] = ()
+        self._ahead: Sequence[ModuleState] = ()
 
     @property
     def busy(self) -> bool:
@@ -42,44 +42,44 @@ class FSDPStage(Stage):
         return self.entered > 0 or self.in_backward
 
     def upcoming(self) -> FSDPStage | None:
-        """The stage that comes next in this backward, where that is known."""
-        stage = next(iter(self._ahead), None)
-        assert stage is None or isinstance(stage, FSDPStage)
-        return stage
+        """The module state that comes next in this backward, where that is known."""
+        module_state = next(iter(self._ahead), None)
+        assert module_state is None or isinstance(module_state, FSDPStage)
+        return module_state
 
     def pre_backward(self, *, prefetches: bool = True) -> None:
         if not self.in_backward:
-            self.mark(HandleTrainingState.BACKWARD_PRE)
+            self.point(HandleTrainingState.BACKWARD_PRE)
         super().pre_backward(prefetches=prefetches)
 
-    def prefetch(self, batches: Sequence[Sequence[Stage]]) -> None:
-        self._ahead = [stage for batch in batches for stage in batch]
+    def prefetch(self, batches: Sequence[Sequence[ModuleState]]) -> None:
+        self._ahead = [module_state for batch in batches for module_state in batch]
         if self.instance.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._unshard_next()
 
-    def catch_up(self) -> None:
+    def late_post_backward(self) -> None:
         # Nothing asks for a gradient at its end: it has no hook that ended its backward.
         self.ends_by_hook = any(unit.trainable for unit in self.units)
         try:
-            super().catch_up()
+            super().late_post_backward()
         finally:
             self.ends_by_hook = True
 
-    def finish(self) -> None:
-        self.mark(HandleTrainingState.BACKWARD_POST)
+    def post_backward(self) -> None:
+        self.point(HandleTrainingState.BACKWARD_POST)
         self._take_part_if_idle()
-        super().finish()
+        super().post_backward()
         if self.instance.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             # One that has gone through its backward since then needs nothing any more.
-            self._ahead = [stage for stage in self._ahead if stage.awaits_backward]
+            self._ahead = [module_state for module_state in self._ahead if module_state.awaits_backward]
             self._unshard_next()
         self._ahead = ()
-        self.mark(HandleTrainingState.IDLE)
+        self.point(HandleTrainingState.IDLE)
 
     def reset(self) -> None:
         super().reset()
         self._ahead = ()
-        self.mark(HandleTrainingState.IDLE)
+        self.point(HandleTrainingState.IDLE)
 
     def _unshard_next(self) -> None:
         handle = self.instance._handle
@@ -92,7 +92,7 @@ class FSDPStage(Stage):
     def _take_part_if_idle(self) -> None:
         step = self.step
         assert step is not None
-        if not (self.owes and step.accumulates):
+        if not (self.joins_reduction and step.accumulates):
             return
         for unit in self.units:
             if not unit.trainable or unit.pending or unit.gradients.unreduced or unit.grid.alone:
@@ -101,9 +101,9 @@ class FSDPStage(Stage):
                 self.instance._leave_idle(IdleUnit(unit))
             else:
                 # Nothing to keep, and nobody to agree with.
-                self.owes = False
+                self.joins_reduction = False
 
-    def mark(self, state: HandleTrainingState) -> None:
+    def point(self, state: HandleTrainingState) -> None:
         """Let the handle say where it is in its step."""
         if self.instance._handle is not None:
             self.instance._handle._training_state = state

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from polyshard.engine.planning.ranks import RankGrid
-from polyshard.engine.step.stage import Stage
-from polyshard.engine.transport.lanes import lanes_for
 from polyshard.errors import ConfigError, DeviceError, StateError, StepAssertionError, UnsupportedError
 from polyshard.events import Events
+from polyshard.planning.groups import RankGrid
+from polyshard.runtime.module_state import ModuleState
+from polyshard.runtime.streams import streams_for
 from torch import nn
 
 from . import _runtime_utils
@@ -273,24 +273,24 @@ def _make_root(instance: FSDPInstance, instances: Sequence[FSDPInstance]) -> FSD
     _share_collectives(instances)
     world = collectives_of(instance.process_group, instance.compute_device)
     names = {module: name for name, module in instance._stage.module.named_modules()}
-    stages: list[Stage] = []
+    module_states: list[ModuleState] = []
     for each in instances:
         name = clean_tensor_name(f"{names[each._stage.module]}.").rstrip(".")
         each._stage.join(name, None)
-        stages.append(each._stage)
+        module_states.append(each._stage)
     ahead = 1 if instance.forward_prefetch else 0
-    schedule = UnitSchedule(ahead, 1)
+    execution_order = UnitSchedule(ahead, 1)
     order = ForwardOrder(_names_of_parameters(instances), world) if checks_order() and world.world_size > 1 else None
     if order is not None:
-        handles: dict[Stage, FlatParamHandle] = {
+        handles: dict[ModuleState, FlatParamHandle] = {
             each._stage: each._handle for each in instances if each._handle is not None
         }
-        schedule = CheckedSchedule(ahead, 1, order, handles)
+        execution_order = CheckedSchedule(ahead, 1, order, handles)
     root = FSDPRoot(
         world,
-        stages,
-        lanes_for(world),
-        schedule,
+        module_states,
+        streams_for(world),
+        execution_order,
         Events([]),
         check_ranks=False,
     )
@@ -396,4 +396,4 @@ def _share_collectives(instances: Sequence[FSDPInstance]) -> None:
         if unit is None:
             continue
         key = (each.process_group, each._groups.replicate_group, unit.grid.shard is None)
-        unit.grid = grids.setdefault(key, unit.grid)
+        unit.use_grid(grids.setdefault(key, unit.grid))

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from polyshard.engine.parameters.bindings import Bindings, Shown
-from polyshard.engine.parameters.originals import MasterViews, Originals, become
-from polyshard.engine.planning.ranks import RankGrid
-from polyshard.engine.step.step import Phase
-from polyshard.engine.step.unit import Reshard, Unit, UnitState
-from polyshard.engine.transport.buffer import FlatBuffer, view_of
 from polyshard.errors import DeviceError, ParameterChangedError, ParameterMovedError, StateError
 from polyshard.interfaces import OffloadManager, PrecisionCaster, UnitDtypes, UnitSpec
+from polyshard.planning.groups import RankGrid
+from polyshard.runtime.bindings import Bindings, Shown
+from polyshard.runtime.gather import FlatBuffer, view_of
+from polyshard.runtime.parameters import MasterViews, Originals, become
+from polyshard.runtime.step import Phase
+from polyshard.runtime.unit import Reshard, Unit, UnitState
 from torch import nn
 
 from . import _runtime_utils
@@ -88,8 +88,8 @@ class FlatUnit(Unit):
         """Never: gradients take one road at every world size, with the same hooks and casts on it."""
         return False
 
-    def _settle(self, master: torch.Tensor) -> None:
-        super()._settle(master)
+    def _use_master(self, master: torch.Tensor) -> None:
+        super()._use_master(master)
         self.flat_param.data = self.master
         self.flat_param._local_shard = self.master
         if self.dtypes.compute != self.spec.master_dtype:
@@ -282,7 +282,7 @@ class FlatUnit(Unit):
         self.dtypes = self.caster.dtypes(self.spec)
         for parameter, _ in held:
             parameter.grad = None
-        self._settle(_parked(self.offload, self.spec, master.detach()))
+        self._use_master(_parked(self.offload, self.spec, master.detach()))
         if not self.handle.use_orig_params:
             self.prepare()
         for parameter, gradient in held:
@@ -389,8 +389,8 @@ class FlatUnit(Unit):
         self._kept = False
         if self.step is not None:
             # Also within a step, when the start of the next forward, which orders the two, is still far.
-            self.step.lanes.drain()
-            self.step.lanes.begin_forward()
+            self.step.streams.drain()
+            self.step.streams.begin_forward()
 
     def gather_ahead(self) -> None:
         """Issue the gather for the forward that comes next, or for the one that runs."""

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from polyshard.engine.step.unit import UnitState
-from polyshard.engine.surface.gathered import gather_whole, own_part, write_back
-from polyshard.engine.transport.buffer import view_of
 from polyshard.errors import StepAssertionError, UnsupportedError
+from polyshard.functions.whole import gather_whole, own_part, write_back
 from polyshard.interfaces import ReduceOp
+from polyshard.runtime.gather import view_of
+from polyshard.runtime.unit import UnitState
 from torch import nn
 
 from ._common_utils import FLAT_PARAM as FLAT_PARAM

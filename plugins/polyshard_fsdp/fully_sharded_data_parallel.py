@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from polyshard.engine.surface.norms import clip_grad_norm
 from polyshard.errors import ConfigAssertionError, ConfigError, StateError
+from polyshard.functions.norms import clip_grad_norm
 from torch import nn
 
 from . import _optim_legacy, _optim_utils, _state_dict_utils, _unshard_param_utils
@@ -171,13 +171,13 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, with whole parameters."""
-        args, kwargs = self._forward.enter(self, args, kwargs)
+        args, kwargs = self._forward.pre_forward(self, args, kwargs)
         try:
             output = self._fsdp_wrapped_module(*args, **kwargs)
         except BaseException:
-            self._forward.leave(self, args, kwargs, None)
+            self._forward.post_forward(self, args, kwargs, None)
             raise
-        return self._forward.leave(self, args, kwargs, output)
+        return self._forward.post_forward(self, args, kwargs, output)
 
     def check_is_root(self) -> bool:
         """Whether this is the outermost instance."""
@@ -456,7 +456,7 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         """Order the current stream after every gather so far."""
         self._become_root()
         assert self._root is not None
-        self._root.lanes.follow()
+        self._root.streams.follow()
 
     def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
         """Raises ``ValueError`` unless this instance is in that state, or in one of those."""

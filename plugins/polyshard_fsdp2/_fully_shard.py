@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
-from polyshard.engine.planning.plan import STAGE_ATTRIBUTE, refuse_unshardable
-from polyshard.engine.step.root import root_of
-from polyshard.engine.surface.live_roots import live_roots
 from polyshard.errors import AlreadyShardedError, ConfigError, ConfigTypeError, ParameterError, StateError
+from polyshard.functions.lookup import live_roots
+from polyshard.planning.plan import MODULE_STATE_ATTRIBUTE, refuse_unshardable
+from polyshard.runtime.root import root_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -171,7 +171,7 @@ def _unsharded_parameters(module: nn.Module, ignored: frozenset[nn.Parameter]) -
     inside = {
         parameter
         for inner in module.modules()
-        if STAGE_ATTRIBUTE in inner.__dict__ or state_of(inner) is not None
+        if MODULE_STATE_ATTRIBUTE in inner.__dict__ or state_of(inner) is not None
         for parameter in inner.parameters()
     }
     left = {parameter for inner in module.modules() for parameter in getattr(state_of(inner), "left", ())}
@@ -204,8 +204,8 @@ def _refuse_scalars(named: dict[str, nn.Parameter]) -> None:
 
 def _refuse_unreduced(module: nn.Module) -> None:
     for name, inner in module.named_modules():
-        stage = inner.__dict__.get(STAGE_ATTRIBUTE)
-        if stage is not None and not root_of(stage).synchronises:
+        module_state = inner.__dict__.get(MODULE_STATE_ATTRIBUTE)
+        if module_state is not None and not root_of(module_state).synchronises:
             raise StateError(
                 f"set_requires_gradient_sync(False) was called on '{name}' before fully_shard around it. Call it on "
                 "the outermost module."

@@ -15,10 +15,10 @@ from collections.abc import ItemsView, Iterable, ValuesView
 from typing import Any
 
 import torch
-from polyshard.engine.step.stage import Stage
-from polyshard.engine.step.unit import Unit
-from polyshard.engine.surface.gathered import gather_whole, own_part
-from polyshard.engine.transport.buffer import view_of
+from polyshard.functions.whole import gather_whole, own_part
+from polyshard.runtime.gather import view_of
+from polyshard.runtime.module_state import ModuleState
+from polyshard.runtime.unit import Unit
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -70,23 +70,24 @@ def watch(modules: Iterable[nn.Module]) -> list[WatchedParameters]:
 
 
 class Initialising:
-    """Shows whole parameters of ``stages`` until the first forward of any of their modules."""
+    """Shows whole parameters of ``module_states`` until the first forward of any of their modules."""
 
-    def __init__(self, stages: Iterable[Stage], watched: Iterable[WatchedParameters]) -> None:
-        self._stages = tuple(stages)
+    def __init__(self, module_states: Iterable[ModuleState], watched: Iterable[WatchedParameters]) -> None:
+        self._stages = tuple(module_states)
         self._watched = tuple(watched)
-        self._places: dict[torch.Tensor, tuple[Stage, Unit]] = {
-            unit.parameters[0].original: (stage, unit)
-            for stage in self._stages
-            for unit in stage.units
+        self._places: dict[torch.Tensor, tuple[ModuleState, Unit]] = {
+            unit.parameters[0].original: (module_state, unit)
+            for module_state in self._stages
+            for unit in module_state.units
             # Where nothing is cut, what is there is whole.
             if unit.grid.shard is not None
         }
         self._shown: dict[torch.Tensor, tuple[Unit, torch.Tensor, nn.Parameter]] = {}
-        self._stage: Stage | None = None
+        self._stage: ModuleState | None = None
         self._filled: set[Unit] = set()
         self._hooks: list[RemovableHandle] = [
-            stage.module.register_forward_pre_hook(self._before_forward, prepend=True) for stage in self._stages
+            module_state.module.register_forward_pre_hook(self._before_forward, prepend=True)
+            for module_state in self._stages
         ]
         for each in self._watched:
             each.watcher = self
@@ -96,10 +97,10 @@ class Initialising:
         place = self._places.get(original)
         if place is None:
             return original
-        stage, unit = place
-        if stage is not self._stage:
+        module_state, unit = place
+        if module_state is not self._stage:
             self.let_go()
-            self._stage = stage
+            self._stage = module_state
         if original not in self._shown:
             if unit in self._filled:
                 flat = gather_whole(unit, unit.master)

@@ -8,8 +8,8 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from polyshard.engine.step.unit import Unit
-from polyshard.engine.surface.live_roots import live_roots
+from polyshard.functions.lookup import live_roots
+from polyshard.runtime.unit import Unit
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ._placed import as_dtensor, is_placed, piece_of

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
-from polyshard.engine.planning.layout import Slot
-from polyshard.engine.step.root import Root
-from polyshard.engine.step.unit import Unit
 from polyshard.errors import StateError
+from polyshard.planning.layout import Slot
+from polyshard.runtime.root import Root
+from polyshard.runtime.unit import Unit
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import polyshard
 import torch
 from polyshard.config import ShardConfig
-from polyshard.engine.planning.plan import STAGE_ATTRIBUTE
-from polyshard.engine.step.root import Root, root_of
-from polyshard.engine.step.stage import Stage
-from polyshard.engine.step.unit import Reshard
-from polyshard.engine.surface.live_roots import live_roots
 from polyshard.errors import StateError, UnshardedUseError, UnsupportedError
+from polyshard.functions.lookup import live_roots
+from polyshard.planning.plan import MODULE_STATE_ATTRIBUTE
+from polyshard.runtime.module_state import ModuleState
+from polyshard.runtime.root import Root, root_of
+from polyshard.runtime.unit import Reshard
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -52,10 +52,10 @@ class State:
     hooks: list[RemovableHandle] = field(default_factory=list)
 
     @property
-    def stage(self) -> Stage | None:
-        """Its stage in the engine; None while it waits, and where it has no parameters."""
-        stage: Stage | None = self.module.__dict__.get(STAGE_ATTRIBUTE)
-        return stage
+    def module_state(self) -> ModuleState | None:
+        """Its module state in the engine; None while it waits, and where it has no parameters."""
+        module_state: ModuleState | None = self.module.__dict__.get(MODULE_STATE_ATTRIBUTE)
+        return module_state
 
     def cut(self) -> None:
         """Shard what in the module is not sharded yet; what was on the meta device gets memory, and no values."""
@@ -68,13 +68,13 @@ class State:
             polyshard.fully_shard(
                 self.module, self.asked.config, initializer=initializer, ignored_parameters=self.asked.ignored
             )
-            stage = self.stage
-            assert stage is not None
-            root = root_of(stage)
+            module_state = self.module_state
+            assert module_state is not None
+            root = root_of(module_state)
             root.answers_state_dicts = True
-            for unit in stage.units:
+            for unit in module_state.units:
                 remember(unit, self.asked.placed)
-            answer_state_dicts(stage.units)
+            answer_state_dicts(module_state.units)
             answer_optimizers()
             answer_for_dtensors()
         self.apply()
@@ -87,10 +87,10 @@ class State:
 
     def apply(self) -> None:
         """Let the units do what was set."""
-        stage = self.stage
-        if stage is None:
+        module_state = self.module_state
+        if module_state is None:
             return
-        for unit in stage.units:
+        for unit in module_state.units:
             if self.reshard is not None and unit.grid.shard is not None:
                 unit.reshard_policy = Reshard.ALWAYS if self.reshard else Reshard.NEVER
             if self.factor is not None:
@@ -140,7 +140,7 @@ def state_of(module: nn.Module) -> State | None:
 def has_something(module: nn.Module, ignored: Collection[nn.Parameter]) -> bool:
     """Whether anything in ``module`` is, or is to be, sharded."""
     skipped = set(ignored)
-    return any(STAGE_ATTRIBUTE in inner.__dict__ for inner in module.modules()) or any(
+    return any(MODULE_STATE_ATTRIBUTE in inner.__dict__ for inner in module.modules()) or any(
         parameter not in skipped for parameter in module.parameters()
     )
 
@@ -151,14 +151,14 @@ def outermost(state: State, call: str) -> Root:
     Raises:
         StateError: it is not, or has no memory yet.
     """
-    stage = state.stage
-    if stage is None or root_of(stage).stages[0] is not stage:
-        why = "has nothing sharded yet" if stage is None else f"is the inner one '{stage.name}'"
+    module_state = state.module_state
+    if module_state is None or root_of(module_state).module_states[0] is not module_state:
+        why = "has nothing sharded yet" if module_state is None else f"is the inner one '{module_state.name}'"
         raise StateError(
             f"{call} must be called on the root FSDP module, but this {type(state.module).__name__} {why}. Call it on "
             "the module that was given to fully_shard last, around all others."
         )
-    return root_of(stage)
+    return root_of(module_state)
 
 
 def _leave_as_it_is(module: nn.Module) -> None:

@@ -7,11 +7,11 @@ from functools import cache
 from typing import Any, NoReturn, cast
 
 import torch
-from polyshard.engine.cutting.build import is_meta
-from polyshard.engine.step.root import root_of
-from polyshard.engine.step.step import Phase
-from polyshard.engine.step.unit import Unit, unshard_due
 from polyshard.errors import ConfigError, ConfigTypeError, StateError, UnsupportedError
+from polyshard.runtime.root import root_of
+from polyshard.runtime.step import Phase
+from polyshard.runtime.unit import Unit, unshard_due
+from polyshard.setup.materialize import is_meta
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -65,10 +65,10 @@ class FSDPModule:
         state = _state(self)
         _refuse_waiting(state, "unshard()")
         state.end_initialising()
-        stage = state.stage
-        units = tuple(unit for unit in stage.units if not unit.permanent) if stage is not None else ()
-        if stage is not None and units:
-            root = root_of(stage)
+        module_state = state.module_state
+        units = tuple(unit for unit in module_state.units if not unit.permanent) if module_state is not None else ()
+        if module_state is not None and units:
+            root = root_of(module_state)
             root.leave_failed_backward()
             root.refuse_ended("unshard()")
             if root.unsharded:
@@ -84,7 +84,7 @@ class FSDPModule:
                     unit.take_up_changes()
                 if not unit.prepared:
                     unit.prepare()
-                unit.choose_buffer(stage.governing.training)
+                unit.choose_buffer(module_state.governing.training)
             unshard_due(units)
             for unit in units:
                 unit.ahead = rests
@@ -96,9 +96,9 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Release the whole parameters of this module, and hold pieces again."""
-        stage = _state(self).stage
-        if stage is not None:
-            for unit in stage.units:
+        module_state = _state(self).module_state
+        if module_state is not None:
+            for unit in module_state.units:
                 unit.reshard()
 
     def reset_iter_state(self) -> None:
@@ -119,9 +119,9 @@ class FSDPModule:
             StateError: this is not the root FSDP module, or has no memory yet.
         """
         root = outermost(_state(self), "set_requires_gradient_sync")
-        if not recurse and len(root.stages) > 1:
+        if not recurse and len(root.module_states) > 1:
             raise UnsupportedError(
-                f"set_requires_gradient_sync(recurse=False) on a module with {len(root.stages) - 1} sharded modules "
+                f"set_requires_gradient_sync(recurse=False) on a module with {len(root.module_states) - 1} sharded modules "
                 f"inside (rank {root.rank}): the engine reduces all gradients of a model or none. Leave recurse out."
             )
         root.synchronises = bool(requires_gradient_sync)
@@ -325,7 +325,7 @@ def _give_memory(module: nn.Module, waiting: Sequence[State], fn: Callable[..., 
     # From the inside out.
     for state in reversed(waiting):
         state.cut()
-    stages = [state.stage for state in waiting if state.stage is not None]
+    module_states = [state.module_state for state in waiting if state.module_state is not None]
     made: dict[torch.Tensor, torch.Tensor] = {}
     for inner in module.modules():
         tensors: tuple[dict[str, Any], ...] = (inner._parameters, inner._buffers)
@@ -340,7 +340,7 @@ def _give_memory(module: nn.Module, waiting: Sequence[State], fn: Callable[..., 
                         filled = nn.Parameter(filled, tensor.requires_grad)
                     made[tensor] = filled
                 held[key] = made[tensor]
-    initialising = Initialising(stages, watched)
+    initialising = Initialising(module_states, watched)
     for state in waiting:
         state.initialising = initialising
 

@@ -110,8 +110,8 @@ class StepTrace:
         """``exposed_us`` over ``duration_us``."""
         return self.exposed_us / self.duration_us if self.duration_us > 0 else 0.0
 
-    def _finished(self, *lanes: Lane) -> list[Interval]:
-        return [span.interval for span in self.spans if span.finished and span.lane in lanes]
+    def _finished(self, *streams: Lane) -> list[Interval]:
+        return [span.interval for span in self.spans if span.finished and span.lane in streams]
 
 
 def innermost(spans: Iterable[Span]) -> list[Span]:

@@ -31,7 +31,7 @@ def _context() -> Any:
     context.set_forkserver_preload(
         [
             "program",
-            "polyshard.assembly",
+            "polyshard.setup.shard",
             "polyshard_backends.gloo",
             "polyshard_layouts.layouts",
             "polyshard_plugins.offload",

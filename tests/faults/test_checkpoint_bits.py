@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from fault_figures import record
 from polyshard import checkpoint
-from polyshard.checkpoint.documents import render
+from polyshard.checkpoint.encoding import render
 from polyshard.errors import CheckpointDamagedError, ConfigError, StateError
 from saved import Alone, write
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 from fault_figures import record
 from polyshard import checkpoint
-from polyshard.checkpoint.job_lock import JobLock
+from polyshard.checkpoint.folder import JobLock
 from polyshard.errors import BackgroundSaveError, ConfigError, RankMismatchError
 from polyshard.testing import Rank, RankProcesses, run_ranks
 from program import Block, build

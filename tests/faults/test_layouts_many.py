@@ -11,8 +11,8 @@ import torch
 from fault_figures import record
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from polyshard.engine.planning.layout import laid_out
 from polyshard.interfaces import Layout, ParameterGeometry, PluginContext, UnitGeometry
+from polyshard.planning.layout import laid_out
 from polyshard_layouts.layouts import Blocks, Flat, Rows
 
 EXAMPLES = 100_000

@@ -77,7 +77,7 @@ def test_settings_of_torchs_have_their_values(composable: bool) -> None:
     if composable:
         state: Any = (
             fully_shard(seeded(Net), process_group=group(), strategy=theirs.ShardingStrategy.SHARD_GRAD_OP, **settings)
-            .__dict__["_polyshard_stage"]
+            .__dict__["_polyshard_module_state"]
             .instance
         )
     else:

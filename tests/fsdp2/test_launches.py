@@ -29,8 +29,8 @@ from parity import (
     train_reference,
     units_of,
 )
-from polyshard.engine import thresholds
 from polyshard.interfaces import Observer, PluginContext, UnitSpec
+from polyshard.planning import thresholds
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.gloo import GlooCollectives
 from polyshard_backends.threaded import ThreadedWorld

@@ -13,8 +13,8 @@ import pytest
 import torch
 from gpu_ranks import device_of, gpu_ranks
 from polyshard import CapturedStep, CaptureMode
-from polyshard.engine.step.root import Root
 from polyshard.errors import CaptureError
+from polyshard.runtime.root import Root
 from polyshard_backends.nccl import NcclCollectives
 from processes import KeptRanks
 from torch import nn
@@ -175,7 +175,7 @@ class Pair:
 
     @property
     def gathered(self) -> tuple[str, ...]:
-        root: Root = self.model.__dict__["_polyshard_stage"].step
+        root: Root = self.model.__dict__["_polyshard_module_state"].step
         return root.gathered
 
 

@@ -12,8 +12,8 @@ import polyshard
 import pytest
 import torch
 from gpu_ranks import device_of, gpu_ranks
-from polyshard.engine import thresholds
-from polyshard.engine.step.root import Root
+from polyshard.planning import thresholds
+from polyshard.runtime.root import Root
 from processes import KeptRanks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -112,7 +112,7 @@ def train(rank: int, dtype: torch.dtype, kind: dict[str, bool], settings: dict[s
         with polyshard.unsharded(model):
             pairs = zip(model.parameters(), reference.parameters(), strict=True)
             parameters_off = max((one - other).abs().max().item() for one, other in pairs)
-    root: Root = model.__dict__["_polyshard_stage"].step
+    root: Root = model.__dict__["_polyshard_module_state"].step
     return [loss_off, norm_off, parameters_off, float(len(root.gathered))]
 
 

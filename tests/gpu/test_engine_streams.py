@@ -15,9 +15,9 @@ import polyshard
 import pytest
 import torch
 from gpu_ranks import device_of, gpu_ranks
-from polyshard.engine import thresholds
-from polyshard.engine.step.root import Root
 from polyshard.interfaces import Observer, UnitSpec
+from polyshard.planning import thresholds
+from polyshard.runtime.root import Root
 from processes import KeptRanks
 from torch import nn
 
@@ -127,7 +127,7 @@ def train(rank: int, late: str, direct: bool, settings: dict[str, Any]) -> tuple
     model.side, model.late = torch.cuda.Stream(), late
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     expected = torch.optim.SGD(reference.parameters(), lr=1e-3)
-    root: Root = model.__dict__["_polyshard_stage"].step
+    root: Root = model.__dict__["_polyshard_module_state"].step
     for unit in root.units:
         unit.watch((LateReductions(),))
     loss_off = 0.0

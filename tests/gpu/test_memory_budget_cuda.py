@@ -10,8 +10,8 @@ import polyshard
 import pytest
 import torch
 from gpu_ranks import device_of
-from polyshard.engine.step.root import Root
 from polyshard.interfaces import PluginContext
+from polyshard.runtime.root import Root
 from polyshard_backends.fake import FakeCollectives
 from processes import RankPool
 from torch import nn
@@ -45,7 +45,7 @@ def fresh_statistics() -> None:
 
 
 def root_of(model: nn.Module) -> Root:
-    root: Root = model.__dict__["_polyshard_stage"].step
+    root: Root = model.__dict__["_polyshard_module_state"].step
     return root
 
 

@@ -78,14 +78,14 @@ def find(rank: int, where: str, slow: Sequence[int], capture: bool) -> Found:
     captured = polyshard.CapturedStep(model, optimizer, step) if capture else None
     run = captured or step
     answers, told = [], Told()
-    logging.getLogger("polyshard.stragglers").addHandler(told)
+    logging.getLogger("polyshard.monitor").addHandler(told)
     with polyshard.Stragglers(model, every=6, factor=2.0) as stragglers:
         for _ in range(15):
             run(batch)
             answers.append(stragglers.step())
     if captured is not None:
         captured.reset()
-    logging.getLogger("polyshard.stragglers").removeHandler(told)
+    logging.getLogger("polyshard.monitor").removeHandler(told)
     polyshard.close(model)
     return answers, told.texts
 

@@ -17,8 +17,8 @@ import polyshard
 import pytest
 import torch
 from one_core import one_core
-from polyshard.engine.step.root import Root
 from polyshard.errors import StateError
+from polyshard.runtime.root import Root
 from polyshard_backends.threaded import ThreadedWorld
 from seeding import seed_all
 from torch import nn
@@ -170,7 +170,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 def root_of(model: nn.Module) -> Root:
     """What the units of a sharded model share."""
-    root: Root = model.__dict__["_polyshard_stage"].step
+    root: Root = model.__dict__["_polyshard_module_state"].step
     return root
 
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 import torch
-from polyshard.engine import _torch_private
-from polyshard.engine.transport.buffer import FlatBuffer
-from polyshard.engine.transport.lanes import StreamLanes
+from polyshard import _torch_private
 from polyshard.interfaces import ReduceOp, Work
+from polyshard.runtime.gather import FlatBuffer
+from polyshard.runtime.streams import CudaStreams
 from polyshard_backends.fake import FakeCollectives
 
 Clock = dict[int, int]
@@ -191,8 +191,8 @@ class PretendedDevice:
         self.current = self.main
         callback()
 
-    def lanes(self) -> StreamLanes:
-        return StreamLanes(torch.device("cuda", 0))
+    def streams(self) -> CudaStreams:
+        return CudaStreams(torch.device("cuda", 0))
 
 
 class Gathering(FakeCollectives):
@@ -259,7 +259,7 @@ class Onto(torch.autograd.Function):
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch) -> PretendedDevice:
-    """A device whose streams ``StreamLanes`` takes for CUDA's."""
+    """A device whose streams ``CudaStreams`` takes for CUDA's."""
     pretended = PretendedDevice()
     attach, release = FlatBuffer.attach, FlatBuffer.release
     copy, add = _torch_private.foreach_copy_, _torch_private.foreach_add_

@@ -11,10 +11,9 @@ import polyshard
 import torch
 from parity import Block, Net, Training, draw, seeded, train_reference, units_of
 from polyshard import CapturedStep, CaptureMode
-from polyshard.engine.capture.replay import Recorder, Recording
-from polyshard.engine.step.root import Root
-from polyshard.engine.tensors import iter_tensors
+from polyshard.capture.graph import Recorder, Recording
 from polyshard.interfaces import CollectivesCapabilities, PluginContext
+from polyshard.nested import iter_tensors
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from torch import nn
@@ -63,7 +62,7 @@ class Rerun(Recorder):
 class Rerunning(CapturedStep[Any, Any]):
     """With ``Rerun`` in the place of the CUDA graph."""
 
-    def _make_recorder(self, root: Root) -> Recorder:
+    def _make_recorder(self) -> Recorder:
         return Rerun()
 
 

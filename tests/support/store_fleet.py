@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import pytest
 import torch.distributed as dist
-from polyshard.engine import _torch_private
+from polyshard import _torch_private
 
 T = TypeVar("T")
 

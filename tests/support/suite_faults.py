@@ -15,8 +15,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from polyshard.catalog.offers import name_and_version, scan
 from polyshard.interfaces import Group
+from polyshard.registry.find import name_and_version, scan
 from polyshard.testing.plugin import LocalPluginSuite, PluginSuite
 
 
@@ -91,7 +91,7 @@ def failing(suite: type[Any], fault: Fault) -> set[str]:
     # Hundreds of models are sharded, which would read the installed metadata as often: a third of the time.
     scanned = mock.Mock(return_value=_scanned())
     read_once = mock.patch("importlib.metadata.entry_points", scanned)
-    with read_once, mock.patch("polyshard.catalog.offers.name_and_version", _name_and_version):
+    with read_once, mock.patch("polyshard.registry.find.name_and_version", _name_and_version):
         return {name for name in names_of(fault.within or suite) if not _passes(Suite, f"test_{name}")}
 
 

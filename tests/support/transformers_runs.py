@@ -5,31 +5,21 @@ Transformers is imported when something is called: that takes seconds, which ran
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torchrun
 from seeding import seed_all
 
 STEPS = 20
 VOCABULARY = 64
 
 
-@contextmanager
-def launched(rank: int, world_size: int) -> Iterator[None]:
+def launched(rank: int, world_size: int) -> AbstractContextManager[None]:
     """The variables of torchrun, or with one rank those of none."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    if world_size > 1:
-        os.environ.update(zip(names, map(str, (rank, rank, world_size, world_size)), strict=True))
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        yield
-    finally:
-        for name in names:
-            os.environ.pop(name, None)
+    return torchrun.launched(rank, world_size) if world_size > 1 else nullcontext()
 
 
 def make_model(family: str, dropout: float = 0.0) -> Any:
@@ -161,7 +151,7 @@ def outcome(trainer: Any) -> dict[str, Any]:
 def parameters(model: Any) -> dict[str, torch.Tensor]:
     """All of them by name, whole."""
     import polyshard
-    from polyshard.trainers.sharded import is_sharded
+    from polyshard.trainers.models import is_sharded
 
     with polyshard.unsharded(model) if is_sharded(model) else nullcontext():
         return {name: each.detach().clone() for name, each in model.named_parameters()}

@@ -12,19 +12,17 @@ import accelerate
 import torch
 from torch import nn
 
-from ..checkpoint.saveable import require_saveable
-from ..composable import close, no_sync, outermost_root, shard
+from ..api import close, no_sync, shard
+from ..checkpoint.contents import require_saveable
 from ..config import ShardConfig
 from ..errors import ConfigError, UnsupportedError
+from ..inspect import outermost_model
 from ..state import StateForm, StateOptions, get_model_state_dict
-from ..trainers.device import on_device
-from ..trainers.engines import refuse_engines
-from ..trainers.optimizers import parameters_of
-from ..trainers.ranks import keeps_whole, refuse_other_ranks, with_ranks
-from ..trainers.saving import warn_unsaveable
-from . import _private, precision, refusals
+from ..trainers.config import keeps_whole, on_device, refuse_engines, refuse_other_ranks, with_ranks
+from ..trainers.models import parameters_of, warn_unsaveable
+from . import _private, refusals
+from .refusals import refuse_flat, refuse_unreduced, sharded_in, uncompiled
 from .saved_state import Index, TrainingState, tidy
-from .sharded import refuse_flat, refuse_unreduced, sharded_in, uncompiled
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
@@ -41,10 +39,10 @@ if TYPE_CHECKING:
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """``accelerate.Accelerator`` with polyshard in the place of DDP; what is not told here is theirs.
+    """``accelerate.Accelerator`` with polyshard in the place of DDP; everything else is theirs.
 
     ``prepare`` shards each model in place and returns it, or what ``torch.compile`` made of it. Parameters stay the
-    same objects, so optimizers may be made before or after. Every rank calls what it calls of a sharded model.
+    same objects, so optimizers may be made before or after. Every rank makes the calls that involve a sharded model.
     """
 
     def __init__(
@@ -102,7 +100,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         refusals.refuse_handlers(kwargs_handlers or [])
         super().__init__(
             device_placement=device_placement,
-            mixed_precision=precision.asked_for(mixed_precision, self._config, os.environ),
+            mixed_precision=refusals.asked_for(mixed_precision, self._config, os.environ),
             gradient_accumulation_steps=gradient_accumulation_steps,
             cpu=cpu,
             dataloader_config=dataloader_config,
@@ -118,7 +116,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         )
         refusals.refuse_distributed_type(self.distributed_type.value, self.num_processes)
         # An earlier Accelerator of the process may have settled it.
-        self._config = precision.served(self.mixed_precision, self._config)
+        self._config = refusals.served(self.mixed_precision, self._config)
         if self.mixed_precision == "fp16":
             _private.give_scaler(self)
         refuse_other_ranks(self._config, "Accelerate", self.num_processes)
@@ -148,7 +146,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         models = [each for each in args if isinstance(each, nn.Module)]
         refusals.refuse_models(models, self.process_index)
         self._refuse_optimizers([each for each in args if isinstance(each, torch.optim.Optimizer)], models)
-        # What cannot fail half way comes last.
+        # Preparations that cannot fail half way come last.
         order = sorted(range(len(args)), key=lambda index: _preparation_rank(args[index]))
         places = None if device_placement is None else [device_placement[index] for index in order]
         with _private.forgotten_on_failure(self):
@@ -213,12 +211,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             with accelerate.Accelerator.trigger_sync_in_backward(model):
                 yield
             return
-        root = outermost_root(module, "trigger_sync_in_backward()")
-        before, root.synchronises = root.synchronises, True
-        try:
+        with outermost_model(module, "trigger_sync_in_backward()").synchronising(True):
             yield
-        finally:
-            root.synchronises = before
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:

@@ -20,10 +20,9 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from .. import checkpoint
-from ..checkpoint.attempt import discard
-from ..checkpoint.folder import Contents
+from ..checkpoint.folder import Contents, discard
 from ..errors import ConfigError, StateError
-from ..trainers.optimizers import parameters_of
+from ..trainers.models import parameters_of
 
 INDEX = "polyshard.json"
 _FORMAT = 1
@@ -31,7 +30,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What ``polyshard.json`` says."""
+    """The content of ``polyshard.json``."""
 
     format: int
     models: tuple[str, ...]
@@ -100,7 +99,7 @@ class TrainingState:
             speaks: Whether this rank is the main process.
 
         Returns:
-            What is to be written behind everything else.
+            The index, to be written behind everything else.
         """
         written = []
         for number, (model, parts) in enumerate(zip(self._models, self._parts, strict=True)):
@@ -159,7 +158,7 @@ def tidy(folder: Path, index: Index) -> None:
 
 
 class _Part:
-    """What an optimizer has of one model: itself, where it has nothing else."""
+    """The part of an optimizer that is one model's: the optimizer itself, where it has no other parameters."""
 
     def __init__(self, number: int, whole: torch.optim.Optimizer, model: nn.Module) -> None:
         self.number = number

@@ -4,16 +4,10 @@ Each file is about one thing, and its checks are functions of a ``Machine``, whi
 looks at the outside, but the trial, which starts ranks.
 """
 
-from .devices import devices
-from .finding import Finding, Level, Section
-from .limits import limits
-from .links import links
+from .checks import devices, limits, links, plugins, variables, versions
 from .machine import Device, Machine, read_machine
-from .plugins import plugins
-from .report import Report
+from .report import Finding, Level, Report, Section
 from .trial import LIMIT_S, Outcome, Trial, TrialState, run_trial, trial_section, trials_for
-from .variables import variables
-from .versions import versions
 
 __all__ = [
     "LIMIT_S",

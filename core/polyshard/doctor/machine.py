@@ -1,4 +1,4 @@
-"""What the doctor knows of this machine, read in one place, so that all checks are functions of values."""
+"""This machine as the doctor sees it, read in one place, so that all checks are functions of values."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Machine:
     infiniband: tuple[str, ...] = ()
     """InfiniBand and RoCE adapters."""
     host_addresses: tuple[str, ...] = ()
-    """What the host's own name resolves to; empty where it does not."""
+    """Addresses of the host's own name; empty where it does not resolve."""
     cpus: int = 1
     """Those that this process may run on."""
     open_files: int | None = None

@@ -1,19 +1,68 @@
-"""All sections together, for people and as JSON."""
+"""Findings, sections of them, and the report, for people and as JSON."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from .finding import Finding, Level, Section, worst
+
+class Level(enum.Enum):
+    """How much a finding matters."""
+
+    FINE = "fine"
+    """Checked, and nothing to do."""
+    HINT = "hint"
+    """Works, but costs something, or costs it elsewhere than on this machine."""
+    PROBLEM = "problem"
+    """Does not work, or keeps communication and compute from running side by side."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One observation."""
+
+    level: Level
+    about: str
+    """The variable, package, device or limit."""
+    what: str
+    """The observation."""
+    why: str = ""
+    """Why it matters; empty where nothing is wrong."""
+    cure: str = ""
+    """The remedy."""
+    source: str = ""
+    """Where the reason is written down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Facts and findings under one heading."""
+
+    title: str
+    facts: tuple[tuple[str, str], ...] = ()
+    """Names and values, for people to read and to send along."""
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def level(self) -> Level:
+        """The worst of its findings."""
+        return worst(self.findings)
+
+
+def worst(findings: tuple[Finding, ...]) -> Level:
+    """The gravest level among ``findings``; ``FINE`` for none."""
+    order = list(Level)
+    return max((finding.level for finding in findings), key=order.index, default=Level.FINE)
+
 
 _WIDTH = 26
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the doctor found."""
+    """All sections."""
 
     sections: tuple[Section, ...]
 
@@ -36,7 +85,7 @@ class Report:
                     "title": section.title,
                     "level": section.level.value,
                     "facts": dict(section.facts),
-                    "findings": [_as_json(finding) for finding in section.findings],
+                    "findings": [asdict(finding) | {"level": finding.level.value} for finding in section.findings],
                 }
                 for section in self.sections
             ],
@@ -49,25 +98,14 @@ class Report:
             for name, value in section.facts:
                 yield f"  {name:{_WIDTH}}  {value}"
             for finding in section.findings:
-                yield from _told(finding)
+                yield from _lines(finding)
             yield ""
         counts = {level: sum(finding.level is level for finding in self.findings) for level in Level}
         problems, hints = counts[Level.PROBLEM], counts[Level.HINT]
         yield f"{problems} problem{'s' * (problems != 1)}, {hints} hint{'s' * (hints != 1)}"
 
 
-def _as_json(finding: Finding) -> dict[str, str]:
-    return {
-        "level": finding.level.value,
-        "about": finding.about,
-        "what": finding.what,
-        "why": finding.why,
-        "cure": finding.cure,
-        "source": finding.source,
-    }
-
-
-def _told(finding: Finding) -> Iterator[str]:
+def _lines(finding: Finding) -> Iterator[str]:
     yield f"  {finding.level.value}: {finding.about} {finding.what}"
     why = finding.why + (f" ({finding.source})" if finding.source else "")
     for label, text in (("why", why), ("do", finding.cure)):

@@ -1,24 +1,37 @@
-"""A short training run over real ranks on this host, beside an unsharded one."""
+"""The self-test: a short training run over real ranks of this host, beside an unsharded one.
+
+A rank is this file as a program (``main``): it trains a small model for some steps, sharded over the ranks, and the
+same model whole over all ranks' batches. It notes in a file how far it came, and at last how far the two are apart.
+"""
 
 from __future__ import annotations
 
+import copy
 import enum
+import faulthandler
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
-from .finding import Finding, Level, Section
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..api import shard, unsharded
+from ..config import ShardConfig
 from .machine import Machine
-from .rank import STACK_SIGNAL, RankSettings, as_argument
+from .report import Finding, Level, Section
 
 #: A rank's program; its settings follow as one argument. Files in the working directory do not stand for modules.
-RANK_COMMAND = (sys.executable, "-P", "-c", "from polyshard.doctor import rank; rank.main()")
+RANK_COMMAND = (sys.executable, "-P", "-c", f"from {__name__} import main; main()")
 #: Seconds for all. Ten are enough, most of them to import torch; a machine that is busy takes many times as long.
 LIMIT_S = 120.0
 #: Seconds that the other ranks get to report their own failure once one has failed.
@@ -26,11 +39,40 @@ _GRACE_S = 3.0
 #: Seconds for a rank to write its stack.
 _STACK_S = 0.3
 _TAIL_LINES = 16
+STEPS = 3
+#: Upon which a rank writes its stack to its output.
+_STACK_SIGNAL = signal.SIGUSR1
+#: Of a rank's inputs; as many on each, since the mean over ranks is compared with the mean over all rows.
+_BATCH, _WIDTH = 4, 16
+
+
+@dataclass(frozen=True, slots=True)
+class RankSettings:
+    """The argument of a rank's program."""
+
+    rank: int
+    world_size: int
+    backend: str
+    device: str
+    """``cpu``, or ``cuda``: rank n takes device n."""
+    folder: str
+    """Where ranks meet, and where each writes how far it came."""
+    limit_s: float
+
+    @property
+    def notes(self) -> Path:
+        """The file in which this rank notes how far it came."""
+        return Path(self.folder, f"rank{self.rank}.json")
+
+    @property
+    def output(self) -> Path:
+        """The file that has its stdout and stderr."""
+        return Path(self.folder, f"rank{self.rank}.txt")
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Which ranks train."""
+    """The ranks that train."""
 
     backend: str
     device: str
@@ -59,17 +101,17 @@ class TrialState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a trial came to."""
+    """The result of a trial."""
 
     trial: Trial
     state: TrialState
     seconds: float
     stages: tuple[str, ...]
-    """What each rank was doing at last."""
+    """The last stage that each rank noted."""
     difference: float | None = None
     """The largest of any rank's; None where a rank did not come to compare."""
     output: str = ""
-    """The end of what the first rank that failed, or hung, wrote."""
+    """The last lines of the first rank that failed, or hung."""
 
 
 def trials_for(machine: Machine) -> tuple[Trial, ...]:
@@ -119,13 +161,13 @@ def _codes(
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for each in settings:
-            with _written(each).open("wb") as written:
+            with each.output.open("wb") as output:
                 processes.append(
                     subprocess.Popen(
-                        [*command, as_argument(each)],
+                        [*command, json.dumps(asdict(each))],
                         env=dict(environ),
                         stdin=subprocess.DEVNULL,
-                        stdout=written,
+                        stdout=output,
                         stderr=subprocess.STDOUT,
                     )
                 )
@@ -142,7 +184,7 @@ def _codes(
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     running = [process for process in processes if process.poll() is None]
     for process in running:
-        process.send_signal(STACK_SIGNAL)
+        process.send_signal(_STACK_SIGNAL)
     if running:
         time.sleep(_STACK_S)
     for process in running:
@@ -151,20 +193,16 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _output(settings: Sequence[RankSettings], codes: Sequence[int | None], stages: Sequence[str]) -> str:
-    """What the first rank that failed wrote; of those that hang, the one that came least far."""
+    """The last lines of the first rank that failed; of those that hang, of the one that came least far."""
     failed = [each for each, code in zip(settings, codes, strict=True) if code]
     hung = [each for each, code in zip(settings, codes, strict=True) if code is None]
     if failed:
-        return _tail(_written(failed[0]))
-    return _tail(_written(min(hung, key=lambda each: _order(stages[each.rank])))) if hung else ""
+        return _tail(failed[0].output)
+    return _tail(min(hung, key=lambda each: _order(stages[each.rank])).output) if hung else ""
 
 
 def _order(stage: str) -> int:
     return list(_LOOK_AT).index(stage) if stage in _LOOK_AT else len(_LOOK_AT)
-
-
-def _written(settings: RankSettings) -> Path:
-    return Path(settings.folder, f"rank{settings.rank}.txt")
 
 
 def _tail(file: Path) -> str:
@@ -180,7 +218,7 @@ def _notes(settings: RankSettings) -> tuple[str, float | None]:
     return noted["stage"], noted["difference"]
 
 
-#: What to look at, by what a rank was doing when the trial ended, in the order in which it does these.
+#: Where to look, by the stage of a rank when the trial ended; stages in their order.
 _LOOK_AT: Mapping[str, str] = {
     "starting": "at torch itself: does 'python -c \"import torch\"' end, and how long does it take?",
     "joining": "at how ranks find each other: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, firewalls, /etc/hosts",
@@ -192,7 +230,7 @@ _LOOK_AT: Mapping[str, str] = {
 
 
 def trial_section(outcomes: Sequence[Outcome]) -> Section:
-    """What ``outcomes`` say."""
+    """The findings of ``outcomes``."""
     facts = tuple((each.trial.title, f"{each.state.value} after {each.seconds:.1f} s") for each in outcomes)
     return Section("self-test", facts, tuple(_finding(each) for each in outcomes))
 
@@ -211,3 +249,67 @@ def _finding(outcome: Outcome) -> Finding:
     cure = f"look {_LOOK_AT.get(earliest, 'at what it wrote')}"
     why = f"it wrote:{os.linesep}{outcome.output}" if outcome.output else "it wrote nothing"
     return Finding(Level.PROBLEM, about, f"{ended} ({doing})", why, cure)
+
+
+def run(settings: RankSettings) -> None:
+    """Take part in the trial."""
+    # A rank that hangs is asked where, before it is ended.
+    faulthandler.register(_STACK_SIGNAL, all_threads=False)
+    _note(settings, stage="joining")
+    device = torch.device(settings.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", settings.rank)
+        torch.cuda.set_device(device)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        settings.backend,
+        init_method=f"file://{Path(settings.folder, 'store')}",
+        rank=settings.rank,
+        world_size=settings.world_size,
+        timeout=timedelta(seconds=settings.limit_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    _note(settings, stage="sharding")
+    dtype = torch.float32 if device.type == "cuda" else torch.float64
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(_WIDTH, 32), nn.Tanh(), nn.Linear(32, 4)).to(device, dtype)
+    model = copy.deepcopy(whole)
+    config = ShardConfig(policy={"name": "module_class", "classes": [nn.Linear]}, timeout_s=settings.limit_s)
+    shard(model, config)
+    _note(settings, stage="training")
+    _train(model, whole, settings, dtype, device)
+    _note(settings, stage="comparing")
+    with unsharded(model):
+        pairs = zip(model.parameters(), whole.parameters(), strict=True)
+        difference = max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
+    _note(settings, stage="leaving", difference=difference)
+    dist.destroy_process_group()
+    _note(settings, stage="done", difference=difference)
+
+
+def _train(
+    model: nn.Module, whole: nn.Module, settings: RankSettings, dtype: torch.dtype, device: torch.device
+) -> None:
+    sharded_steps = torch.optim.Adam(model.parameters(), lr=1e-2)
+    whole_steps = torch.optim.Adam(whole.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        shape = (settings.world_size, _BATCH, _WIDTH)
+        batches = torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+        model(batches[settings.rank]).square().mean().backward()
+        whole(batches.flatten(0, 1)).square().mean().backward()
+        for optimizer in (sharded_steps, whole_steps):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _note(settings: RankSettings, stage: str, difference: float | None = None) -> None:
+    text = json.dumps({"stage": stage, "difference": difference})
+    partial = settings.notes.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(settings.notes)
+
+
+def main() -> None:
+    """The program of a rank: its one argument is its ``RankSettings``, as JSON."""
+    run(RankSettings(**json.loads(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""Says what a configuration means for a model: which plugins, from whom; which units, and why."""
+"""Explains a configuration for a model: which plugins, from whom; which units, and why."""
 
 from .explain import explain
 from .explanation import ExplainedParameter, ExplainedPlugin, ExplainedUnit, Explanation, Value

@@ -1,26 +1,44 @@
-"""Explains what a configuration means for a model: what sharding would find out before ranks speak to each other."""
+"""Explains a configuration for a model: what sharding would find out before ranks speak to each other.
+
+Plugins that need ranks or a device are replaced by stand-ins; everything else is constructed as sharding would.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
+from importlib.metadata import EntryPoints
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from .. import catalog
-from ..assembly import Drafted, Request, draft_module
-from ..chosen_plugins import group_of
-from ..config import Origin, ShardConfig, Source
-from ..devices import compute_device
-from ..errors import ConfigTypeError, WorldSizeError
-from ..interfaces import MOST_RANKS, Collectives, PluginContext
-from ..rank_groups import rank_lists_for, strategy_for
-from .explanation import ExplainedPlugin, Explanation, Value
-from .plugins import explained_plugin, find
-from .stand_ins import Workbench
-from .units import explained_units
+from .. import registry
+from ..config import GROUP_OF_SETTING, Origin, PluginChoice, ShardConfig, Source
+from ..errors import (
+    CollectiveError,
+    ConfigTypeError,
+    PluginContractError,
+    PluginLoadError,
+    PolyshardError,
+    StateError,
+    WorldSizeError,
+)
+from ..events import Events
+from ..interfaces import MOST_RANKS, Collectives, Group, PluginContext, UnitPlan, WrapPolicy
+from ..planning.answers import refuse_unable
+from ..planning.groups import group_of, rank_lists_for, strategy_for
+from ..planning.layout import NamedLayout
+from ..planning.units import PlannedModule, PlannedUnit
+from ..registry.make import option_parameters
+from ..setup.build import Request
+from ..setup.plugins import ChosenPlugins, compute_device, policy_choice, refuse_unserved
+from ..setup.shard import planned_modules
+from .explanation import ExplainedParameter, ExplainedPlugin, ExplainedUnit, Explanation, Value
 
 
 def explain(
@@ -32,7 +50,7 @@ def explain(
     ignored_modules: Collection[nn.Module] = (),
     ignored_parameters: Collection[nn.Parameter] = (),
 ) -> Explanation:
-    """What ``config`` means for ``model`` on ``world_size`` ranks.
+    """Explain ``config`` for ``model`` on ``world_size`` ranks.
 
     Needs no other ranks, no device and no memory: parameters may be on the meta device, and stay as they are. The
     factories of plugins are called, listeners' aside; collectives and offload managers that need ranks or a device are
@@ -41,7 +59,7 @@ def explain(
     Args:
         config: What to explain. ``source_of`` tells where its values came from.
         model: Any module that ``polyshard.shard`` takes.
-        world_size: Number of ranks, of which collectives that the configuration names may know another one.
+        world_size: Number of ranks; collectives that the configuration names may have another one.
         device: Where ranks are to compute; None for where ``config`` says or, without that, where the model's
             parameters are. Parameters on the meta device compute on this machine's accelerator, or the CPU. CUDA is
             not asked whether it is there.
@@ -69,13 +87,42 @@ def explain(
         mesh=mesh,
         timeout=timedelta(seconds=config.timeout_s),
     )
-    found = find(config, context, Workbench(world_size, catalog.scan()))
+    workbench = Workbench(world_size, registry.scan())
+    made = {
+        setting: workbench.construct(group, _choice(config, setting), context)
+        for setting, group in GROUP_OF_SETTING.items()
+    }
+    collectives, layout = made["collectives"], made["layout"]
+    if not collectives.absent:
+        refuse_unable(collectives.instance, 0)
+        refuse_unserved(collectives, context, world_size)
+    listeners = _listeners(config, workbench)
+    policy = WatchedPolicy(made["policy"].instance)
+    plugins = StoodInPlugins(
+        context,
+        workbench.stand_in(Group.COLLECTIVES, context),
+        made["precision"].instance,
+        made["offload"].instance,
+        policy,
+        NamedLayout(layout.instance, layout.resolved.described),
+        Events([]),
+        tuple(made.values()),
+        collectives.instance,
+        workbench.entry_points,
+        workbench,
+    )
     strategy = strategy_for(config, world_size)
     shard_lists, _ = rank_lists_for(config, strategy, world_size)
     shards = len(shard_lists[0])
-    # Nothing is initialised: an initializer makes modules welcome that cannot initialise themselves.
-    request = Request(model, placed, _unused, ignored_modules, ignored_parameters, composes=False)
-    drafted = draft_module(request, found.plugins, strategy, shards)
+    # Nothing is initialised: with an initializer, modules are taken that cannot initialise themselves.
+    request = Request(model, placed, lambda module: None, ignored_modules, ignored_parameters, composes=False)
+    planned = planned_modules(request, plugins, strategy, shards)
+    units: list[ExplainedUnit] = []
+    for each in planned:
+        own = each.plugins.overrides.get("layout")
+        arranged_by = (layout if own is None else own).resolved.name
+        reason = _reason(each, policy, model)
+        units += [_unit(each, unit, arranged_by, reason) for unit in each.units]
     return Explanation(
         model=type(model).__name__,
         world_size=world_size,
@@ -83,8 +130,12 @@ def explain(
         strategy=strategy,
         device=placed.device,
         settings=_settings(config, device),
-        plugins=(*found.explained, *(plugin for each in drafted for plugin in _overriding(each))),
-        units=explained_units(drafted, found.policy, found.layout, model),
+        plugins=(
+            *(_plugin(each, setting, partial(config.source_of, setting)) for setting, each in made.items()),
+            *listeners,
+            *(plugin for each in planned for plugin in _overriding(each)),
+        ),
+        units=tuple(units),
     )
 
 
@@ -106,10 +157,6 @@ def _device(
     return torch.device("cuda", 0) if chosen.type == "cuda" and chosen.index is None else chosen
 
 
-def _unused(module: nn.Module) -> None:
-    return None
-
-
 def _settings(config: ShardConfig, device: torch.device | str | None) -> tuple[Value, ...]:
     values = []
     for field in dataclasses.fields(config):
@@ -120,10 +167,229 @@ def _settings(config: ShardConfig, device: torch.device | str | None) -> tuple[V
     return tuple(values)
 
 
-def _overriding(each: Drafted) -> list[ExplainedPlugin]:
-    label = each.draft.stage.name or "(root)"
+def _overriding(each: PlannedModule) -> list[ExplainedPlugin]:
+    label = each.name or "(root)"
     source = Source(Origin.CODE, "the policy")
     return [
-        explained_plugin(constructed, f"{label}: {setting}", lambda option: source)
-        for setting, constructed in each.overrides.items()
+        _plugin(constructed, f"{label}: {setting}", lambda option: source)
+        for setting, constructed in each.plugins.overrides.items()
     ]
+
+
+#: Returns where an option of a plugin was set.
+OptionSource = Callable[[str], Source]
+
+
+class WatchedPolicy(WrapPolicy):
+    """A policy that remembers the modules that it chose."""
+
+    api_version = 1
+
+    def __init__(self, policy: WrapPolicy) -> None:
+        self.policy = policy
+        self.chosen: UnitPlan = {}
+
+    def plan(self, root: Any, context: Any) -> UnitPlan:
+        chosen = self.policy.plan(root, context)
+        if isinstance(chosen, Mapping):
+            self.chosen = chosen
+        return chosen
+
+
+def _choice(config: ShardConfig, setting: str) -> PluginChoice:
+    """As sharding reads it."""
+    if setting == "collectives":
+        return group_of(config)[0]
+    choice: PluginChoice = getattr(config, setting)
+    return policy_choice(choice) if setting == "policy" else choice
+
+
+def _plugin(constructed: registry.Constructed[Any], serves: str, source: OptionSource) -> ExplainedPlugin:
+    """``constructed``, which ``serves`` a setting, with where its options come from."""
+    used, resolved = registry.used(constructed), constructed.resolved
+    inner = zip(constructed.inner, constructed.choices, strict=True)
+    return ExplainedPlugin(
+        serves=serves,
+        group=used.group.value,
+        name=used.name,
+        distribution=used.distribution,
+        version=used.version,
+        value=used.value,
+        file=used.file,
+        options=_options(resolved, source),
+        inner=tuple(
+            _plugin(each, used.name, partial(_source_inside, resolved, source, choice)) for each, choice in inner
+        ),
+        absent=constructed.absent if isinstance(constructed, Tried) else "",
+    )
+
+
+def _source_inside(outer: registry.Resolved[Any], source: OptionSource, choice: object, option: str) -> Source:
+    """Where an ``option`` of ``choice``, by which ``outer`` asked for a plugin, was set."""
+    for name, value in outer.options.items():
+        if value is choice or (isinstance(value, list | tuple) and any(each is choice for each in value)):
+            return source(name)
+    return Source(Origin.CODE, f"plugin {outer.name}")
+
+
+def _listeners(config: ShardConfig, workbench: Workbench) -> list[ExplainedPlugin]:
+    """They are resolved and not constructed, since they may write files."""
+    # To see that the program's own have hooks.
+    Events([(type(each).__name__, each) for each in config.listeners if not isinstance(each, str | Mapping)])
+    source = config.source_of("listeners")
+    found = []
+    for position, choice in enumerate(config.listeners):
+        resolved: registry.Resolved[Any] = registry.resolve(Group.PLUGINS, choice, workbench.entry_points)
+        resolved.check_options()
+        given = None if resolved.distribution else choice
+        plugin = _plugin(registry.Constructed(resolved, given), f"listeners[{position}]", lambda option: source)
+        absent = "" if given is not None else "listeners may write files"
+        found.append(dataclasses.replace(plugin, absent=absent))
+    return found
+
+
+def _options(resolved: registry.Resolved[Any], source: OptionSource) -> tuple[Value, ...]:
+    """Those that were given, and the factory's defaults of the others."""
+    if not resolved.distribution:
+        return ()
+    try:
+        known = option_parameters(inspect.signature(resolved.factory))
+    except (TypeError, ValueError):
+        known = {}
+    taken = {name: each.default for name, each in known.items() if each.kind is not inspect.Parameter.VAR_KEYWORD}
+    values = {name: Value(name, value, source(name)) for name, value in resolved.options.items()}
+    defaults = {
+        name: Value(name, default, Source(Origin.DEFAULT))
+        for name, default in taken.items()
+        if default is not inspect.Parameter.empty
+    }
+    ordered = [name for name in taken if name in values or name in defaults]
+    everything = defaults | values
+    return tuple(everything[name] for name in dict.fromkeys([*ordered, *values]))
+
+
+_T_co = TypeVar("_T_co", covariant=True)
+
+#: Errors of a factory that misses ranks or a device. A wrong option is an error here, too.
+_MISSES = (StateError, CollectiveError, PluginLoadError)
+
+
+@dataclass(frozen=True)
+class Tried(registry.Constructed[_T_co]):
+    """A plugin whose factory was called."""
+
+    absent: str = ""
+    """Why the instance is a stand-in's; empty where it is the plugin's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workbench:
+    """Where plugins are constructed to be explained."""
+
+    world_size: int
+    """Number of ranks that collectives are stood in for with."""
+    entry_points: EntryPoints
+
+    def construct(self, group: Group, choice: PluginChoice, context: PluginContext) -> Tried[Any]:
+        """The plugin of ``choice``, constructed, or a stand-in where it needs ranks or a device.
+
+        Raises what ``registry.resolve`` and ``registry.construct`` do for whatever else is wrong.
+        """
+        resolved: registry.Resolved[Any] = registry.resolve(group, choice, self.entry_points)
+        inner: list[registry.Constructed[Any]] = []
+        choices: list[object] = []
+        refused: list[PolyshardError] = []
+
+        def make_inner(group: Group, choice: PluginChoice, context: PluginContext) -> registry.Constructed[Any]:
+            try:
+                inner.append(self.construct(group, choice, context))
+            except PolyshardError as error:
+                refused.append(error)
+                raise
+            choices.append(choice)
+            return inner[-1]
+
+        try:
+            made = registry.construct(resolved, context, self.entry_points, make_inner)
+        except _MISSES as error:
+            # What an inner plugin misses is stood in for already: what it raises is wrong anywhere.
+            if group not in _STAND_INS or error in refused:
+                raise
+            return Tried(resolved, self.stand_in(group, context), tuple(inner), tuple(choices), str(error))
+        return Tried(resolved, made.instance, made.inner, made.choices)
+
+    def stand_in(self, group: Group, context: PluginContext) -> Any:
+        """The replacement of a plugin that cannot be constructed here: pretended collectives, or no offloading."""
+        choice = dict(_STAND_INS[group])
+        if group is Group.COLLECTIVES:
+            choice["world_size"] = self.world_size
+        resolved: registry.Resolved[Any] = registry.resolve(group, choice, self.entry_points)
+        return registry.construct(resolved, replace(context, process_group=None), self.entry_points).instance
+
+
+#: Replacements of plugins that may need ranks or a device. Plugins of the other groups only choose.
+_STAND_INS: Mapping[Group, Mapping[str, Any]] = {
+    Group.COLLECTIVES: {"name": "polyshard:fake", "rank": 0},
+    Group.OFFLOAD: {"name": "polyshard:none"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoodInPlugins(ChosenPlugins):
+    """Plugins of which some are stand-ins, those among them that a policy names for a unit."""
+
+    workbench: Workbench
+
+    def override(self, group: Group, choice: PluginChoice) -> registry.Constructed[Any]:
+        return self.workbench.construct(group, choice, self.context)
+
+
+def _unit(module: PlannedModule, unit: PlannedUnit, layout: str, reason: str) -> ExplainedUnit:
+    spec, flat, dtypes = unit.spec, unit.layout, unit.dtypes
+    elements = sum(slot.numel for slot in flat.slots)
+    if flat.world_size == 1:
+        gather_nbytes = 0
+    elif unit.wire is None:
+        gather_nbytes = flat.shard_numel * dtypes.compute.itemsize
+    else:
+        gather_nbytes = unit.wire.nbytes_per_rank
+    group = next(group for group in module.groups if group[0].names[0] in spec.parameter_names)
+    return ExplainedUnit(
+        name=spec.label,
+        module_class=type(module.module).__name__,
+        parameters=tuple(
+            ExplainedParameter(name, slot.shape, slot.offset, slot.by_rows)
+            for name, slot in zip(spec.parameter_names, flat.slots, strict=True)
+        ),
+        elements=elements,
+        padding=flat.padded_numel - elements,
+        shard_elements=flat.shard_numel,
+        trained=group[0].original.requires_grad,
+        master=spec.master_dtype,
+        compute=dtypes.compute,
+        wire=dtypes.wire,
+        reduce=dtypes.reduce,
+        grad=dtypes.grad,
+        gather_nbytes=gather_nbytes,
+        encoded=unit.wire is not None,
+        layout=layout,
+        overrides=dict(module.overrides),
+        reason=reason,
+    )
+
+
+def _reason(module: PlannedModule, policy: WatchedPolicy, root: nn.Module) -> str:
+    if module.module is root:
+        return "what no unit inside of it holds"
+    if module.parent is not None:
+        return "a large module before or behind all units (split_root)"
+    if module.module not in policy.chosen:
+        return "the precision leaves it alone"
+    where = f"reason of {type(policy.policy).__module__}:{type(policy.policy).__qualname__} for '{module.name}'"
+    try:
+        answer: object = policy.policy.reason(module.module, module.name)
+    except Exception as error:
+        raise PluginContractError(f"{where} failed: {type(error).__name__}: {error}") from error
+    if not isinstance(answer, str):
+        raise PluginContractError(f"{where} answered {answer!r}. Return text, empty where there is nothing to say.")
+    return answer or "the policy chose it"

@@ -1,4 +1,4 @@
-"""What an explanation consists of."""
+"""The parts of an explanation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class ExplainedPlugin:
-    """What a name stands for."""
+    """The plugin behind a name."""
 
     serves: str
     """The setting that names it (``"listeners[1]"`` for the second listener), ``"blocks.3: precision"`` where a policy
@@ -85,7 +85,7 @@ class ExplainedUnit:
     trained: bool
     """Whether its parameters require gradients."""
     master: torch.dtype
-    """What the optimizer updates."""
+    """Of the master, which the optimizer updates."""
     compute: torch.dtype
     """Of parameters in forward and backward."""
     wire: torch.dtype
@@ -108,7 +108,7 @@ class ExplainedUnit:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a configuration means for a model."""
+    """A configuration, explained for a model."""
 
     model: str
     """Class of the model."""
@@ -117,7 +117,7 @@ class Explanation:
     shards: int
     """How many of them share each unit."""
     strategy: Strategy
-    """What holds, which on one rank is ``NO_SHARD`` whatever the setting says."""
+    """The one in force, which on one rank is ``NO_SHARD`` whatever the setting says."""
     device: torch.device
     """Where each rank computes; index 0 stands for its own."""
     settings: tuple[Value, ...]
@@ -160,7 +160,7 @@ def plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(plain(key)): plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(each) for each in value]
     named = value if hasattr(value, "__qualname__") else type(value)

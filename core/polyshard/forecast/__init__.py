@@ -1,20 +1,38 @@
-"""What training would take, before anything is trained: memory, bytes between ranks, time.
+"""Plans a training step before anything is trained: memory, bytes between ranks, time.
 
 `plan` runs one step of the model on the meta device, through the engine as it is.
 """
 
 from __future__ import annotations
 
-from .batch import Batch, BatchMaker, ShapedBatches, batches_of
-from .device import DEVICES, Device, find_device
-from .links import Link, LinkModel, Operation, Span, fitted, read_links
-from .memory import Kind, MemoryTimeline, Moment
-from .named_links import LINKS, find_links
-from .optimizers import OPTIMIZERS, FusedAdamW, NoOptimizer, OptimizerModel, RunOptimizer, find_optimizer
-from .plan import Plan, largest_fitting, plan
-from .timeline import StepTime, timed
+from .plan import Plan, Wire, largest_fitting, plan
+from .recording import Kind, MemoryTimeline, Moment, Operation, Span
+from .timing import (
+    DEVICES,
+    LINKS,
+    Device,
+    Link,
+    LinkModel,
+    StepTime,
+    find_device,
+    find_links,
+    fitted,
+    read_links,
+    timed,
+)
 from .trace import TracedModel, TracedStep
-from .wire import Wire
+from .workload import (
+    OPTIMIZERS,
+    Batch,
+    BatchMaker,
+    FusedAdamW,
+    NoOptimizer,
+    OptimizerModel,
+    RunOptimizer,
+    ShapedBatches,
+    batches_of,
+    find_optimizer,
+)
 
 __all__ = [
     "DEVICES",

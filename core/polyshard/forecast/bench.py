@@ -11,9 +11,10 @@ import torch
 
 from ..errors import ConfigError
 from ..interfaces import BufferRole, Collectives, ReduceOp
-from .links import Link, LinkModel, Operation, fitted
+from .recording import Operation
+from .timing import Link, LinkModel, fitted
 
-#: Bytes of whole buffers that are timed unless told otherwise: 1 MiB to 256 MiB.
+#: Bytes of the whole buffers that are timed by default: 1 MiB to 256 MiB.
 SIZES = tuple(2**exponent for exponent in (20, 22, 24, 26, 28))
 ROUNDS = 10
 #: Operations before the timed ones: communicators and connections are made by the first.

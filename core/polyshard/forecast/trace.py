@@ -1,9 +1,9 @@
 """One step of a sharded model on the meta device, as the engine itself runs it.
 
 [Note: why the engine]
-What is alive when, and what travels when, follows from the engine's hooks, its schedule, its buckets and its
-reductions. A model of them would have to be kept equal to them. On the meta device they run as they are, and only what
-a device would do is missing: kernels, bytes, time. Those are noted.
+The engine's hooks, schedule, buckets and reductions decide what is alive when and what travels when. A model of them
+would have to be kept equal to them. On the meta device they run as they are, and only a device's part is missing:
+kernels, bytes, time. Those are recorded.
 """
 
 from __future__ import annotations
@@ -18,26 +18,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..composable import no_sync, outermost_root, report, shard
+from ..api import no_sync, shard
 from ..config import PluginSpec, ShardConfig
-from ..engine.step.root import Root
-from ..engine.surface.report import MemoryReport
 from ..errors import ConfigError, PolyshardError, UnsupportedError
+from ..inspect import ShardedModel, outermost_model
+from ..interfaces import COMPLETED, BufferRole, Collectives, CollectivesCapabilities, ReduceOp, Work
 from ._torch_private import TorchDispatchMode, tree_leaves
-from .batch import Batch
-from .collectives import NotedCollectives
-from .fused import fused_as_on_cuda
-from .lanes import NotedLanes
-from .links import Span
-from .memory import Kind, Ledger, MemoryTimeline
-from .optimizers import OptimizerModel
-from .recording import Issued, Part, Recorder
-from .work import note_operation
+from .kernels import fused_as_on_cuda, note_operation
+from .recording import Issued, Kind, Ledger, MemoryTimeline, Operation, Part, Span, StepRecorder
+from .workload import Batch, OptimizerModel
+
+_BRANCHED = (
+    "The model branches on values of tensors, which are not known: each branch was planned as if its condition held."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """What one step issues, and what it holds meanwhile."""
+    """The operations of one step, and the memory meanwhile."""
 
     issued: tuple[Issued, ...]
     memory: MemoryTimeline
@@ -70,48 +68,40 @@ class TracedModel:
             raise ConfigError(f"microbatches is {microbatches}; give 1 or more.")
         if world_size < 1:
             raise ConfigError(f"world_size is {world_size}; give the number of ranks, 1 or more.")
-        self.recorder = Recorder()
+        self.recorder = StepRecorder()
         self.notes: list[str] = []
-        collectives = NotedCollectives(self.recorder, Span(world_size))
+        collectives = RecordedCollectives(self.recorder, Span(world_size))
         with warnings.catch_warnings():
             # That of a single rank, which is as planned.
             warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
             self.model = shard(model, self._on_meta(config, collectives), initializer=_leave)
-        self.root: Root = outermost_root(self.model, "plan")
-        self.root.use_lanes(NotedLanes(self.recorder))
+        self.sharded: ShardedModel = outermost_model(self.model, "plan")
+        self.sharded.record_streams(self.recorder)
         self._optimizer = optimizer
         self._microbatches = microbatches
         self._ledger = Ledger(self.recorder)
         self._workspace_nbytes = workspace_nbytes
         self._parameters = [each for each in self.model.parameters() if each.requires_grad]
         self._warm = False
-        masters = [unit.master for unit in self.root.units]
+        masters = [unit.master for unit in self.sharded.units]
         self._ledger.see([*masters, *self.model.parameters()], Kind.PARAMETERS)
         self._ledger.see(self.model.buffers(), Kind.BUFFERS)
 
     @property
-    def report(self) -> MemoryReport:
-        """What the layout says."""
-        return report(self.model)
-
-    @property
     def standing_nbytes(self) -> Mapping[Kind, int]:
-        """What is there throughout, and no tensor on the meta device stands for."""
-        return {
-            Kind.OPTIMIZER: self._optimizer.standing_nbytes(self._parameters),
-            Kind.BUFFERS: self._workspace_nbytes,
-        }
+        """Bytes that are there throughout, and that no tensor on the meta device stands for."""
+        return {Kind.OPTIMIZER: self._optimizer.standing_nbytes(self._parameters), Kind.BUFFERS: self._workspace_nbytes}
 
     def step(self, batch: Batch) -> TracedStep:
         """Forward, backward, optimizer and ``zero_grad``, as they repeat.
 
         Raises:
-            UnsupportedError: the model reads values, or does what the meta device cannot.
+            UnsupportedError: the model reads values, or runs an operation that the meta device does not have.
             ConfigError: its forward does not take the batch, or returns no loss.
         """
         self._ledger.see(_tensors((batch.args, batch.kwargs)), Kind.BUFFERS)
         with ExitStack() as watching:
-            watching.enter_context(fused_as_on_cuda(self.recorder, self._branched))
+            watching.enter_context(fused_as_on_cuda(self.recorder, lambda: self._note(_BRANCHED)))
             watching.enter_context(_Watch(self.recorder, self._ledger))
             if not self._warm:
                 # The first forward records the order that later ones prefetch by; the first step makes states.
@@ -123,11 +113,7 @@ class TracedModel:
             self._once(batch)
         return TracedStep(tuple(self.recorder.issued), self._ledger.timeline(self.standing_nbytes))
 
-    def _branched(self) -> None:
-        note = (
-            "The model branches on values of tensors, which are not known: each branch was planned as if its condition "
-            "held."
-        )
+    def _note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
 
@@ -173,19 +159,15 @@ class TracedModel:
         return _loss_of(output, type(self.model).__name__)
 
     def _name_buffers(self) -> None:
-        """Say what is what, of storages that streams and parts do not tell apart."""
-        ledger = self._ledger
+        """Say what storages are for that streams and parts do not tell apart."""
         gradients = [each.grad for each in self.model.parameters() if each.grad is not None]
-        ledger.name(gradients, Kind.GRADIENTS)
-        for unit in self.root.units:
-            if unit.permanent:
-                continue
-            ledger.name([unit.buffer.flat], Kind.GATHERED)
-            if unit.trainable and unit.grid.shard is not None:
-                wholes = [unit.gradients.input.buffer, unit.gradients.input.sum]
-                ledger.name([whole.flat for whole in wholes if whole is not None], Kind.REDUCTION)
+        self._ledger.name(gradients, Kind.GRADIENTS)
+        for unit in self.sharded.units:
+            if unit.gather_buffer is not None:
+                self._ledger.name([unit.gather_buffer], Kind.GATHERED)
+                self._ledger.name(unit.reduction_buffers, Kind.REDUCTION)
 
-    def _on_meta(self, config: ShardConfig, collectives: NotedCollectives) -> ShardConfig:
+    def _on_meta(self, config: ShardConfig, collectives: RecordedCollectives) -> ShardConfig:
         offload = PluginSpec.parse(config.offload).name if isinstance(config.offload, str | Mapping) else "?"
         if offload != "none":
             raise ConfigError(
@@ -201,7 +183,7 @@ class TracedModel:
         }
         if config.reshard_after_forward == "auto":
             changed |= {"reshard_after_forward": None, "memory_budget": None}
-            self.notes.append(
+            self._note(
                 "reshard_after_forward = 'auto' is planned as if every unit were released: the units that a device "
                 "keeps beyond that fill memory which is free."
             )
@@ -209,9 +191,9 @@ class TracedModel:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes each operation and the storages of what it returns."""
+    """Records each operation and the storages of its results."""
 
-    def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
+    def __init__(self, recorder: StepRecorder, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
         self._ledger = ledger
@@ -242,7 +224,7 @@ def _untraceable(what: str, model: nn.Module, error: Exception) -> UnsupportedEr
 
 
 def _loss_of(output: Any, model: str) -> torch.Tensor:
-    """The loss in what a forward returned: itself, its ``loss``, or its first value; summed where it has elements."""
+    """The loss in a forward's output: itself, its ``loss``, or its first value; summed where it has elements."""
     found = output
     if not isinstance(found, torch.Tensor):
         if isinstance(output, Mapping) and "loss" in output:
@@ -258,3 +240,84 @@ def _loss_of(output: Any, model: str) -> torch.Tensor:
             "Face models return one where the batch has labels."
         )
     return found if found.ndim == 0 else found.sum()
+
+
+_META = torch.device("meta")
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64})
+
+
+class RecordedCollectives(Collectives):
+    """Rank 0 of ``span``. What it can do, and the scratch that it takes, are those of ``nccl``."""
+
+    api_version = 1
+
+    def __init__(self, recorder: StepRecorder, span: Span) -> None:
+        self._recorder = recorder
+        self._span = span
+
+    @property
+    def capabilities(self) -> CollectivesCapabilities:
+        return CollectivesCapabilities(
+            devices=frozenset({"meta"}),
+            dtypes=_FLOATS,
+            reduce_ops=frozenset(ReduceOp),
+            widening=True,
+            stream_ordered=False,
+            capturable=False,
+            fixed_addresses=False,
+            can_communicate=False,
+            exchanges=True,
+        )
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        return self._span.ranks
+
+    @property
+    def device(self) -> torch.device:
+        return _META
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
+        return self._record(Operation.ALL_GATHER, [out])
+
+    def all_gather_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
+        return self._record(Operation.ALL_GATHER, [out for out, _ in pairs])
+
+    def reduce_scatter(
+        self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
+    ) -> Work:
+        return self._record(Operation.REDUCE_SCATTER, [full])
+
+    def reduce_scatter_many(
+        self, triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], *, op: ReduceOp
+    ) -> Work:
+        return self._record(Operation.REDUCE_SCATTER, [full for _, full, _ in triples])
+
+    def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
+        return 0 if wire_dtype is out_dtype else numel * wire_dtype.itemsize
+
+    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
+        return self._record(Operation.ALL_REDUCE, [tensor])
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+        return COMPLETED
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return [obj] * self._span.ranks
+
+    def barrier(self) -> None:
+        return None
+
+    def partition(self, rank_lists: Sequence[Sequence[int]]) -> RecordedCollectives:
+        own = next(ranks for ranks in rank_lists if 0 in ranks)
+        stride = (own[1] - own[0]) * self._span.stride if len(own) > 1 else 1
+        return RecordedCollectives(self._recorder, Span(len(own), self._span.first, stride))
+
+    def _record(self, operation: Operation, wholes: Sequence[torch.Tensor]) -> Work:
+        if self._span.ranks > 1:
+            self._recorder.transfer(operation, sum(whole.nbytes for whole in wholes), self._span, len(wholes))
+        return COMPLETED

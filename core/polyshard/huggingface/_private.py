@@ -42,8 +42,7 @@ def is_pretrained(model: nn.Module) -> bool:
 def _conversions(model: nn.Module) -> tuple[Any, Any]:
     """The modules ``conversion_mapping`` and ``core_model_loading``.
 
-    Raises:
-        UnsupportedError: this version of Transformers does not have them as 5.23 has.
+    Raises UnsupportedError: this version of Transformers does not have them as 5.23 has.
     """
     needed = {
         "conversion_mapping": ("get_model_conversion_mapping",),

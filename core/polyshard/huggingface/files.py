@@ -1,19 +1,25 @@
-"""Which tensors a folder of safetensors files holds, and where in which file."""
+"""Safetensors files: the tensors in them by name and place, and bytes between them and the memory of a rank."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import queue
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import ConfigError, StateError
-from .dtypes import dtype_called, name_of
+from ..errors import ConfigError, PolyshardError, StateError
+from ..io.boxes import Box, box_within, row_major, slabs, span
+from ..io.files import MOST, carried_out, read_at, write_at
+from ..io.memory import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, flat_bytes, view_of
 
 #: What Transformers calls them.
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -21,6 +27,15 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _ALIGNMENT = 8
 #: A length that no header has; what is read as one comes from a file of another kind.
 _LONGEST_HEADER = 100_000_000
+
+
+#: Among these a value keeps its meaning when it is cast.
+_CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+def castable(saved: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether values of ``saved`` may be read as ``wanted``."""
+    return saved == wanted or (saved in _CASTABLE and wanted in _CASTABLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +142,7 @@ def _read_header(path: Path) -> dict[str, SavedTensor]:
         raise StateError(f"The header of {path} cannot be read ({type(error).__name__}: {error}).") from error
     found = {}
     for name, (kind, shape, begin, end) in entries.items():
-        dtype = dtype_called(kind)
+        dtype = SAFETENSORS_DTYPES.get(kind)
         if dtype is None:
             raise StateError(f"'{name}' in {path} has the dtype {kind}, which this torch does not have.")
         tensor = SavedTensor(name, dtype, shape, path, 8 + length + begin)
@@ -152,7 +167,7 @@ def header_of(
     for name, (dtype, shape) in tensors.items():
         tensor = SavedTensor(name, dtype, shape, file, cursor)
         entries[name] = {
-            "dtype": name_of(dtype),
+            "dtype": SAFETENSORS_NAMES.get(dtype),
             "shape": list(shape),
             "data_offsets": [cursor, cursor + tensor.nbytes],
         }
@@ -163,3 +178,141 @@ def header_of(
     begin = 8 + len(text)
     moved = [SavedTensor(each.name, each.dtype, each.shape, file, begin + each.offset) for each in placed]
     return struct.pack("<Q", len(text)) + text, moved
+
+
+#: Bytes on their way in one thread: enough that a disk answers at its full rate.
+STAGED_NBYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A box of a tensor in a file, and the memory that gets or gives its elements."""
+
+    tensor: SavedTensor
+    box: Box
+    view: torch.Tensor
+    """Shape ``box.sizes``."""
+
+
+class OpenFiles:
+    """Files of this machine, opened once each, which several threads read or write at once. To be closed."""
+
+    def __init__(self, *, writes: bool = False) -> None:
+        self._flags = os.O_RDWR if writes else os.O_RDONLY
+        self._descriptors: dict[Path, int] = {}
+
+    def open(self, files: Iterable[Path]) -> None:
+        """Open ``files``: before threads ask for them."""
+        for file in files:
+            if file not in self._descriptors:
+                self._descriptors[file] = os.open(file, self._flags)
+
+    def read(self, file: Path, offset: int, memory: memoryview) -> None:
+        """Fill ``memory`` with the bytes of ``file`` from ``offset`` on."""
+        if not read_at(self._descriptors[file], [memory], offset, file):
+            raise StateError(f"{file} ended before byte {offset + len(memory):,} while it was read. Copy it again.")
+
+    def write(self, file: Path, offset: int, memory: memoryview) -> None:
+        """Put the bytes of ``memory`` into ``file``, which has its size already, from ``offset`` on."""
+        write_at(self._descriptors[file], [memory], offset, file)
+
+    def sync(self) -> None:
+        """Make what was written durable."""
+        for descriptor in self._descriptors.values():
+            os.fsync(descriptor)
+
+    def close(self) -> None:
+        """Close all."""
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+
+def read_all(transfers: Iterable[Transfer], files: OpenFiles) -> None:
+    """Fill the views of ``transfers``, cast to their dtypes. On the host at most four times 16 MiB are on their way."""
+    tasks = _tasks(transfers, gaps=True)
+    # As they lie in the files: ranges that follow each other are read ahead by the system.
+    tasks.sort(key=lambda task: (task.tensor.file, task.tensor.offset, span(task.tensor.shape, task.box)))
+
+    def read(task: Transfer, staging: torch.Tensor) -> None:
+        tensor, view = task.tensor, task.view
+        first, stop = span(tensor.shape, task.box)
+        begin, nbytes = tensor.offset + first * tensor.dtype.itemsize, (stop - first) * tensor.dtype.itemsize
+        if _is_as_in_file(task) and stop - first == task.box.numel:
+            files.read(tensor.file, begin, view_of(flat_bytes(view)))
+            return
+        staged = staging.narrow(0, 0, nbytes)
+        files.read(tensor.file, begin, view_of(staged))
+        # Cast where the elements stay: half of the bytes travel where the file has half of the width.
+        elements = staged.view(tensor.dtype).to(view.device)
+        view.copy_(elements.as_strided(task.box.sizes, row_major(tensor.shape)))
+
+    _in_threads(tasks, read)
+
+
+def write_all(transfers: Iterable[Transfer], files: OpenFiles) -> None:
+    """Write the views of ``transfers`` to their files, cast to the dtypes there."""
+
+    def write(task: Transfer, staging: torch.Tensor) -> None:
+        tensor, view = task.tensor, task.view
+        first, _ = span(tensor.shape, task.box)
+        begin = tensor.offset + first * tensor.dtype.itemsize
+        if _is_as_in_file(task):
+            files.write(tensor.file, begin, view_of(flat_bytes(view)))
+            return
+        staged = staging.narrow(0, 0, task.box.numel * tensor.dtype.itemsize)
+        # Cast where the elements are: less travels where the file is narrower, and the host needs no copy of its own.
+        elements = view if view.device.type == "cpu" else view.to(tensor.dtype)
+        staged.view(tensor.dtype).view(task.box.sizes).copy_(elements)
+        files.write(tensor.file, begin, view_of(staged))
+
+    _in_threads(_tasks(transfers, gaps=False), write)
+
+
+def _tasks(transfers: Iterable[Transfer], *, gaps: bool) -> list[Transfer]:
+    """``transfers`` in parts of at most ``STAGED_NBYTES`` of the file."""
+    return [
+        Transfer(each.tensor, box, box_within(each.view, each.box, box))
+        for each in transfers
+        for box in slabs(each.tensor.shape, each.box, STAGED_NBYTES // each.tensor.dtype.itemsize, gaps=gaps)
+        if box.numel
+    ]
+
+
+def _is_as_in_file(task: Transfer) -> bool:
+    view = task.view
+    return view.device.type == "cpu" and view.dtype == task.tensor.dtype and view.is_contiguous()
+
+
+def _in_threads(tasks: Sequence[Transfer], work: Callable[[Transfer, torch.Tensor], None]) -> None:
+    if not tasks:
+        return
+    device = next((task.view.device for task in tasks if task.view.device.type == "cuda"), None)
+    stream = None if device is None else torch.cuda.current_stream(device)
+    most = max(_extent_nbytes(task) for task in tasks)
+    stages: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+    for _ in range(min(MOST, len(tasks))):
+        stages.put(torch.empty(most, dtype=torch.uint8, pin_memory=device is not None))
+
+    def run(task: Transfer) -> None:
+        staging = stages.get()
+        try:
+            # Ordered with what the caller computes before and after.
+            with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
+                work(task, staging)
+        finally:
+            stages.put(staging)
+
+    try:
+        for _ in carried_out((partial(run, task) for task in tasks), len(tasks), threads=MOST):
+            pass
+    except (PolyshardError, OSError):
+        raise
+    except Exception as error:
+        raise PolyshardError(
+            f"Moving values between files and the model failed: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _extent_nbytes(task: Transfer) -> int:
+    first, stop = span(task.tensor.shape, task.box)
+    return (stop - first) * task.tensor.dtype.itemsize

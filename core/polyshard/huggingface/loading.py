@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Collection, Iterable, Sequence
@@ -14,25 +13,19 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ..checkpoint.arguments import path_of
-from ..engine.planning.values import send_from_first
-from ..engine.step.root import Root
-from ..engine.step.unit import Unit
-from ..errors import ConfigError, RankMismatchError
-from ..state.agreement import require_seen, tell_listeners, together
-from ..state.boxes import Box
-from ..state.exchange import coordinates, from_first, speaks
-from ..state.resting import resting_root
-from ..state.sharded import Chunk
+from ..errors import ConfigError
+from ..inspect import ShardedModel, ShardedUnit, idle_model, send_from_first
+from ..io.boxes import Box, Chunk, slabs
+from ..io.files import path_of
+from ..state.exchange import coordinates, from_first, require_same, require_seen, speaks, tell_listeners, together
 from . import _private
-from .conversion import Conversion, Match, listed, match
-from .files import Saved, open_saved
-from .held import Held, held_in, of_shard, refuse_hollow
-from .parts import Part, slabs
-from .transfers import STAGED_NBYTES, OpenFiles, Reader, read_all, transfers_of
+from .conversion import Conversion, Match, Part, listed, match, transfers_of
+from .files import STAGED_NBYTES, OpenFiles, Saved, open_saved, read_all
+from .tensors import ModelTensor, of_shard, refuse_hollow, tensors_of
 
 #: For ranks that have not one file system.
 _ALONE = " Pass ranks='first' to read on rank 0 for all."
+_ALIKE = "Give all the same, or pass ranks='first' to read on rank 0 for all."
 #: Which ranks have the files.
 Ranks = Literal["all", "first"]
 
@@ -75,13 +68,11 @@ def load(
         Exception: a listener's, on its rank, once everything is loaded.
     """
     with closing(OpenFiles()) as files:
-        load_through(
-            files, model, path, ranks=ranks, convert=convert, missing=missing, unexpected=unexpected, open_files=files
-        )
+        load_through(files, model, path, ranks=ranks, convert=convert, missing=missing, unexpected=unexpected)
 
 
 def load_through(
-    reader: Reader,
+    files: OpenFiles,
     model: nn.Module,
     path: Path | str,
     *,
@@ -89,17 +80,16 @@ def load_through(
     convert: Conversion | None = None,
     missing: Collection[str] = (),
     unexpected: Collection[str] = (),
-    open_files: OpenFiles | None = None,
 ) -> None:
-    """``load``, with another way to read files. ``open_files``: what is told beforehand which files will be read."""
-    root = resting_root(model, "huggingface.load()")
-    module, collectives = root.stages[0].module, root.collectives
+    """``load`` by ``files``."""
+    sharded = idle_model(model, "huggingface.load()")
+    module, collectives = sharded.module, sharded.collectives
     reads = ranks == "all" or coordinates(collectives)
     saved: Saved | None = None
     found: Match | None = None
     kept: set[str] = set()
     different: list[str] = []
-    with together(collectives, f"Opening {path}"):
+    with together(collectives, f"Opening {path}", {"ranks": ranks}):
         path = path_of(path, "path")
         if ranks not in ("all", "first"):
             raise ConfigError(f"ranks must be 'all' or 'first', not {ranks!r}.")
@@ -108,10 +98,11 @@ def load_through(
     with together(collectives, f"Opening {path}"):
         if reads:
             saved = open_saved(path)
-    _require_same(root, path, ranks, saved)
+    if saved is not None and ranks == "all":
+        require_same(collectives, path, json.dumps(saved.identity()), _ALIKE)
     with together(collectives, f"Matching {path} with the model"):
-        held = held_in(root)
-        refuse_hollow(held, root.rank)
+        held = tensors_of(sharded)
+        refuse_hollow(held, sharded.rank)
         if saved is not None:
             shapes = {name: each.shape for each in held for name in each.names}
             found = match(
@@ -122,26 +113,25 @@ def load_through(
                 unexpected=unexpected,
                 ignored=_private.unwanted(module),
                 model=type(module).__name__,
-                rank=root.rank,
+                rank=sharded.rank,
             )
-            if open_files is not None:
-                open_files.open(dict.fromkeys(each.file for each in saved.tensors.values()))
-            different = _different_ties(found, saved, reader, whole=ranks == "first")
+            files.open(dict.fromkeys(each.file for each in saved.tensors.values()))
+            different = _different_ties(found, saved, files, whole=ranks == "first")
             kept = {each.names[0] for each in found.kept}
     if ranks == "first":
         kept = from_first(collectives, kept)
-    _refuse_together(root, path, _unset(held, kept), different)
+    _refuse_together(sharded, path, _unset(held, kept), different)
     if ranks == "all":
         with together(collectives, f"Reading {path}"):
             assert saved is not None
             assert found is not None
-            _read(held, found, saved, reader)
+            _read(held, found, saved, files)
     else:
-        _read_for_all(root, held, kept, found, saved, reader)
-    tell_listeners(collectives, f"the load of {path}", partial(root.events.on_load, model, path))
+        _read_for_all(sharded, held, kept, found, saved, files)
+    tell_listeners(collectives, f"the load of {path}", partial(sharded.tell_loaded, model, path))
 
 
-def _read(held: Iterable[Held], found: Match, saved: Saved, reader: Reader) -> None:
+def _read(held: Iterable[ModelTensor], found: Match, saved: Saved, files: OpenFiles) -> None:
     read_all(
         (
             transfer
@@ -149,60 +139,42 @@ def _read(held: Iterable[Held], found: Match, saved: Saved, reader: Reader) -> N
             if each.names[0] in found.recipes
             for transfer in transfers_of(each.chunks, found.recipes[each.names[0]], saved.tensors)
         ),
-        reader,
+        files,
     )
 
 
 def _read_for_all(
-    root: Root,
-    held: Iterable[Held],
+    sharded: ShardedModel,
+    held: Iterable[ModelTensor],
     kept: Collection[str],
     found: Match | None,
     saved: Saved | None,
-    reader: Reader,
+    files: OpenFiles,
 ) -> None:
     """Rank 0 reads, and sends to each rank what it keeps: one shard of one unit at a time. ``kept``: not sent."""
-    collectives = root.collectives
-    for unit in root.units:
+    collectives = sharded.collectives
+    for unit in sharded.units:
         for shard_rank in range(unit.layout.world_size):
-            shard = torch.zeros(unit.layout.shard_numel, dtype=unit.master.dtype, device=unit.spec.device)
+            shard = torch.zeros(unit.layout.shard_numel, dtype=unit.master.dtype, device=unit.device)
             with together(collectives, f"Reading unit '{unit.name}'"):
                 if found is not None and saved is not None:
-                    _read(of_shard(unit, shard, shard_rank), found, saved, reader)
+                    _read(of_shard(unit, shard, shard_rank), found, saved, files)
             send_from_first([shard], collectives, shard.device)
-            if shard_rank == unit.grid.shard_rank:
+            if shard_rank == unit.shard_rank:
                 _take(unit, shard, kept)
     with together(collectives, "Reading what is not sharded"):
         others = [each for each in held if each.unit is None and each.names[0] not in kept]
         if found is not None and saved is not None:
-            _read(others, found, saved, reader)
-    send_from_first([chunk.view for each in others for chunk in each.chunks], collectives, root.units[0].spec.device)
+            _read(others, found, saved, files)
+    send_from_first([chunk.view for each in others for chunk in each.chunks], collectives, sharded.units[0].device)
 
 
-def _take(unit: Unit, shard: torch.Tensor, kept: Collection[str]) -> None:
+def _take(unit: ShardedUnit, shard: torch.Tensor, kept: Collection[str]) -> None:
     with torch.no_grad():
         for target, source in zip(of_shard(unit, unit.master), of_shard(unit, shard), strict=True):
             if target.names[0] not in kept:
                 for to, given in zip(target.chunks, source.chunks, strict=True):
                     to.view.copy_(given.view)
-
-
-def _require_same(root: Root, path: Path, ranks: Ranks, saved: Saved | None) -> None:
-    if not speaks(root.collectives):
-        return
-    text = "" if saved is None else json.dumps(saved.identity())
-    everyone = root.collectives.all_gather_object((ranks, str(path), hashlib.sha256(text.encode()).hexdigest()))
-    wanted, where, digest = everyone[0]
-    for rank, (other, elsewhere, another) in enumerate(everyone):
-        if other != wanted:
-            raise RankMismatchError(
-                f"load() was given ranks={wanted!r} on rank 0 and ranks={other!r} on rank {rank}. Give all the same."
-            )
-        if wanted == "all" and another != digest:
-            raise RankMismatchError(
-                f"Ranks see different checkpoints: {where} on rank 0, {elsewhere} on rank {rank}, whose tensors or "
-                "files differ. Give all the same, or pass ranks='first' to read on rank 0 for all."
-            )
 
 
 def _refuse_text(**patterns: Collection[str]) -> None:
@@ -211,7 +183,7 @@ def _refuse_text(**patterns: Collection[str]) -> None:
             raise ConfigError(f"{name} must be several patterns, such as {name}=[{given!r}], not one text.")
 
 
-def _unset(held: Iterable[Held], kept: Collection[str]) -> list[str]:
+def _unset(held: Iterable[ModelTensor], kept: Collection[str]) -> list[str]:
     """Which of ``kept`` have no values on this rank."""
     return [
         each.names[0]
@@ -221,41 +193,41 @@ def _unset(held: Iterable[Held], kept: Collection[str]) -> list[str]:
     ]
 
 
-def _different_ties(found: Match, saved: Saved, reader: Reader, *, whole: bool) -> list[str]:
+def _different_ties(found: Match, saved: Saved, files: OpenFiles, *, whole: bool) -> list[str]:
     """Tied tensors that have several values in the files: looked for in this rank's elements, or in all."""
     different = []
     for held, name, parts, other, others in found.ties:
         boxes = [Box((0,) * len(held.shape), held.shape)] if whole else [chunk.box for chunk in held.chunks]
         most = STAGED_NBYTES // held.dtype.itemsize
         pieces = (box for outer in boxes for box in slabs(held.shape, outer, most, gaps=True))
-        if any(not _equal(box, held.dtype, (parts, others), saved, reader) for box in pieces):
+        if any(not _equal(box, held.dtype, (parts, others), saved, files) for box in pieces):
             different.append(f"'{name}' and '{other}'")
     return different
 
 
-def _equal(box: Box, dtype: torch.dtype, recipes: Iterable[Sequence[Part]], saved: Saved, reader: Reader) -> bool:
+def _equal(box: Box, dtype: torch.dtype, recipes: Iterable[Sequence[Part]], saved: Saved, files: OpenFiles) -> bool:
     values = []
     for recipe in recipes:
         values.append(torch.empty(box.sizes, dtype=dtype))
-        read_all(transfers_of([Chunk(box, values[-1])], recipe, saved.tensors), reader)
+        read_all(transfers_of([Chunk(box, values[-1])], recipe, saved.tensors), files)
     return torch.equal(values[0], values[1])
 
 
-def _refuse_together(root: Root, path: Path, unset: list[str], different: list[str]) -> None:
+def _refuse_together(sharded: ShardedModel, path: Path, unset: list[str], different: list[str]) -> None:
     """Raise on all ranks alike what any of them found in its elements."""
     everyone = [(unset, different)]
-    if speaks(root.collectives):
-        everyone = root.collectives.all_gather_object((unset, different))
+    if speaks(sharded.collectives):
+        everyone = sharded.collectives.all_gather_object((unset, different))
     names = list(dict.fromkeys(name for each, _ in everyone for name in each))
     if names:
         raise ConfigError(
             f"{path} lacks {listed(names)}, which load() was told may be missing, but there are no values to keep "
-            f"(rank {root.rank}). Name them in to_be_loaded(model, fresh=...) too, so that shard() initialises them."
+            f"(rank {sharded.rank}). Name them in to_be_loaded(model, fresh=...) too, so that shard() initialises them."
         )
     pairs = list(dict.fromkeys(pair for _, each in everyone for pair in each))
     if pairs:
         raise ConfigError(
-            f"The model ties {'; '.join(pairs)}, but {path} has different values for them (rank {root.rank}). Build "
+            f"The model ties {'; '.join(pairs)}, but {path} has different values for them (rank {sharded.rank}). Build "
             "the model without the tie (tie_word_embeddings=False in its configuration), or leave one of them out by "
             "a convert function."
         )

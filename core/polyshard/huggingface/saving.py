@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,24 +15,23 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..checkpoint.arguments import path_of
-from ..checkpoint.attempt import Attempt, attempt_in
-from ..checkpoint.disk import sync_directory
-from ..engine.step.root import Root
-from ..engine.surface.gathered import gather_whole
+from ..checkpoint.folder import Attempt, attempt_in
 from ..errors import ConfigError, UnsupportedError
-from ..state.agreement import require_seen, tell_listeners, together
-from ..state.exchange import coordinates, from_first, speaks
-from ..state.resting import resting_root
+from ..inspect import ShardedModel, idle_model
+from ..io.files import path_of, sync_directory
+from ..io.memory import SAFETENSORS_NAMES
+from ..state.exchange import coordinates, from_first, require_seen, speaks, tell_listeners, together
 from . import _private
-from .conversion import Conversion, converted, listed
-from .dtypes import castable, name_of
-from .files import INDEX, WEIGHTS, SavedTensor, header_of
-from .held import Held, held_in, of_whole, refuse_hollow, shared_out
+from .conversion import Conversion, Part, converted, covered, listed, transfers_of
+from .files import INDEX, WEIGHTS, OpenFiles, SavedTensor, castable, header_of, write_all
 from .loading import Ranks
-from .parts import Part, covered
-from .shards import STALE, Shards, divided, nbytes_of
-from .transfers import OpenFiles, Writer, transfers_of, write_all
+from .tensors import ModelTensor, of_whole, refuse_hollow, shared_out, tensors_of
+
+#: For ranks that have not one file system.
+_ALONE = " Pass ranks='first' to write from rank 0 alone."
+#: Files of this form are of a checkpoint in several files.
+STALE = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
 
 
 def save(
@@ -68,21 +70,9 @@ def save(
         PolyshardError, OSError: writing failed; nothing is left of it.
         Exception: a listener's, on its rank, once everything is written.
     """
-    with closing(OpenFiles(writes=True)) as files:
-        save_through(
-            files,
-            model,
-            folder,
-            ranks=ranks,
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            convert=convert,
-            open_files=files,
-        )
-
-
-#: For ranks that have not one file system.
-_ALONE = " Pass ranks='first' to write from rank 0 alone."
+    save_through(
+        OpenFiles(writes=True), model, folder, ranks=ranks, dtype=dtype, max_shard_size=max_shard_size, convert=convert
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +84,7 @@ class _Plan:
 
 
 def save_through(
-    writer: Writer,
+    files: OpenFiles,
     model: nn.Module,
     folder: Path | str,
     *,
@@ -102,29 +92,31 @@ def save_through(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     convert: Conversion | None = None,
-    open_files: OpenFiles | None = None,
 ) -> None:
-    """``save``, with another way to write. ``open_files``: what is told beforehand which files, and closes them."""
-    root = resting_root(model, "huggingface.save()")
-    collectives, what = root.collectives, f"the export to {folder}"
+    """``save`` by ``files``, which it closes."""
+    sharded = idle_model(model, "huggingface.save()")
+    collectives, what = sharded.collectives, f"the export to {folder}"
     attempt: Attempt | None = None
     with ExitStack() as stack:
+        stack.callback(files.close)
         with together(collectives, f"Preparing {what}"):
             folder = path_of(folder, "folder")
-            _refuse_settings(root, folder, ranks, dtype)
-            held = held_in(root)
-            refuse_hollow(held, root.rank)
-            plan = _planned(root, held, convert, dtype, nbytes_of(max_shard_size))
+            _refuse_settings(sharded, folder, ranks, dtype)
+            held = tensors_of(sharded)
+            refuse_hollow(held, sharded.rank)
+            plan = _planned(sharded, held, convert, dtype, nbytes_of(max_shard_size))
             if coordinates(collectives):
                 stack.callback(
                     _leave_no_empty, [each for each in (folder, *folder.parents) if not os.path.exists(each)]
                 )
                 attempt = stack.enter_context(attempt_in(folder))
-                _begin(root.stages[0].module, attempt.path, plan, dtype)
+                _begin(sharded.module, attempt.path, plan, dtype)
         given = from_first(collectives, (ranks, None if attempt is None else attempt.path.name))
         with together(collectives, f"Opening {what}"):
             if given[0] != ranks:
-                raise ConfigError(f"save() was given ranks={given[0]!r} on rank 0 and {ranks!r} on rank {root.rank}.")
+                raise ConfigError(
+                    f"save() was given ranks={given[0]!r} on rank 0 and {ranks!r} on rank {sharded.rank}."
+                )
             directory = folder / given[1]
             writes = ranks == "all" or coordinates(collectives)
         require_seen(collectives, directory, directory.is_dir() or not writes, _ALONE)
@@ -132,39 +124,38 @@ def save_through(
             placed: dict[str, SavedTensor] = {}
             for name, tensors in plan.shards.files.items():
                 placed.update({each.name: each for each in header_of(tensors, directory / name)[1]})
-            if writes and open_files is not None:
-                open_files.open(directory / name for name in plan.shards.files)
+            if writes:
+                files.open(directory / name for name in plan.shards.files)
         if ranks == "all":
             with together(collectives, f"Writing {what}"):
-                _write((shared_out(each) for each in held if each.unit is not None), plan, placed, writer)
+                _write((shared_out(each) for each in held if each.unit is not None), plan, placed, files)
         else:
-            for unit in root.units:
-                whole = gather_whole(unit, unit.master)
+            for unit in sharded.units:
+                whole = unit.gather(unit.master)
                 with together(collectives, f"Writing unit '{unit.name}' for {what}"):
                     if writes:
-                        _write(of_whole(unit, whole), plan, placed, writer)
+                        _write(of_whole(unit, whole), plan, placed, files)
                 del whole
         with together(collectives, f"Writing {what}"):
             if coordinates(collectives):
-                _write((each for each in held if each.unit is None), plan, placed, writer)
-            if writes and open_files is not None:
-                open_files.sync()
+                _write((each for each in held if each.unit is None), plan, placed, files)
+            if writes:
+                files.sync()
         with together(collectives, f"Committing {what}"):
             if attempt is not None:
                 _commit(attempt.path, folder, plan.shards)
-    tell_listeners(collectives, f"{what}, which is written", partial(root.events.on_save, model, folder))
+    tell_listeners(collectives, f"{what}, which is written", partial(sharded.tell_saved, model, folder))
 
 
 def require_saveable(model: nn.Module) -> None:
     """Raise where ``save`` with its defaults would refuse what ``model`` is, whatever the folder. Exchanges nothing.
 
-    Raises:
-        ConfigError, UnsupportedError, StateError: as ``save``.
+    Raises ConfigError, UnsupportedError, StateError: as ``save``.
     """
-    root = resting_root(model, "huggingface.save()")
-    held = held_in(root)
-    refuse_hollow(held, root.rank)
-    _planned(root, held, None, None, nbytes_of("5GB"))
+    sharded = idle_model(model, "huggingface.save()")
+    held = tensors_of(sharded)
+    refuse_hollow(held, sharded.rank)
+    _planned(sharded, held, None, None, nbytes_of("5GB"))
 
 
 def _leave_no_empty(made: Iterable[Path]) -> None:
@@ -174,22 +165,24 @@ def _leave_no_empty(made: Iterable[Path]) -> None:
             folder.rmdir()
 
 
-def _refuse_settings(root: Root, folder: Path, ranks: Ranks, dtype: torch.dtype | None) -> None:
+def _refuse_settings(sharded: ShardedModel, folder: Path, ranks: Ranks, dtype: torch.dtype | None) -> None:
     if ranks not in ("all", "first"):
         raise ConfigError(f"ranks must be 'all' or 'first', not {ranks!r}.")
-    if dtype is not None and not (dtype.is_floating_point and name_of(dtype) and castable(torch.float32, dtype)):
+    if dtype is not None and not (
+        dtype.is_floating_point and SAFETENSORS_NAMES.get(dtype) and castable(torch.float32, dtype)
+    ):
         raise ConfigError(f"dtype must be float64, float32, float16 or bfloat16, not {dtype}.")
-    if root.collectives.world_size > 1 and not speaks(root.collectives):
+    if sharded.collectives.world_size > 1 and not speaks(sharded.collectives):
         raise UnsupportedError(
-            f"One rank of a pretended world of {root.collectives.world_size} has only its own elements (rank "
-            f"{root.rank}), which are no checkpoint. Save from ranks that exist."
+            f"One rank of a pretended world of {sharded.collectives.world_size} has only its own elements (rank "
+            f"{sharded.rank}), which are no checkpoint. Save from ranks that exist."
         )
 
 
 def _planned(
-    root: Root, held: Sequence[Held], convert: Conversion | None, dtype: torch.dtype | None, most: int
+    sharded: ShardedModel, held: Sequence[ModelTensor], convert: Conversion | None, dtype: torch.dtype | None, most: int
 ) -> _Plan:
-    module = root.stages[0].module
+    module = sharded.module
     shapes = {name: each.shape for each in held for name in each.names}
     away, left_out = _private.tied_away(module), _private.left_out_of_files(module)
     kept = {_name_to_keep(each, away): each for each in held}
@@ -219,7 +212,7 @@ def _planned(
         name: (dtype if dtype is not None and each.dtype.is_floating_point else each.dtype, tuple(each.shape))
         for name, each in made.items()
     }
-    nameless = [f"'{name}' ({each})" for name, (each, _) in written.items() if name_of(each) is None]
+    nameless = [f"'{name}' ({each})" for name, (each, _) in written.items() if SAFETENSORS_NAMES.get(each) is None]
     if nameless:
         raise UnsupportedError(f"Safetensors files cannot hold the dtypes of {', '.join(nameless)}.")
     named = {name for name, _ in module.named_parameters(remove_duplicate=False)}
@@ -227,7 +220,7 @@ def _planned(
     return _Plan(divided(written, most), recipes, parameters)
 
 
-def _name_to_keep(held: Held, away: frozenset[str]) -> str:
+def _name_to_keep(held: ModelTensor, away: frozenset[str]) -> str:
     return next((name for name in held.names if name not in away), held.names[0])
 
 
@@ -245,10 +238,10 @@ def _begin(module: nn.Module, directory: Path, plan: _Plan, dtype: torch.dtype |
     _private.write_config(module, directory, dtype or (kinds[0] if kinds else torch.get_default_dtype()))
 
 
-def _write(held: Iterable[Held], plan: _Plan, placed: Mapping[str, SavedTensor], writer: Writer) -> None:
+def _write(held: Iterable[ModelTensor], plan: _Plan, placed: Mapping[str, SavedTensor], files: OpenFiles) -> None:
     write_all(
         (transfer for each in held for transfer in transfers_of(each.chunks, plan.recipes[each.names[0]], placed)),
-        writer,
+        files,
     )
 
 
@@ -272,3 +265,52 @@ def _commit(directory: Path, folder: Path, shards: Shards) -> None:
         if STALE.fullmatch(path.name) and path.name not in shards.files:
             path.unlink()
     sync_directory(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """The files of a checkpoint to be written."""
+
+    files: Mapping[str, Mapping[str, tuple[torch.dtype, tuple[int, ...]]]]
+    """For each file its tensors in order, with dtype and shape."""
+    total_nbytes: int
+
+    def index(self, parameters: int) -> str | None:
+        """The text of the index; None where one file holds all. ``parameters``: their number of elements."""
+        if list(self.files) == [WEIGHTS]:
+            return None
+        weight_map = {name: file for file, tensors in self.files.items() for name in tensors}
+        metadata = {"total_parameters": parameters, "total_size": self.total_nbytes}
+        return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
+
+
+def divided(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], most: int) -> Shards:
+    """``tensors`` in their order, in files of at most ``most`` bytes of tensors, or of one tensor that is larger."""
+    groups: list[list[str]] = [[]]
+    filled = total = 0
+    for name, (dtype, shape) in tensors.items():
+        nbytes = math.prod(shape) * dtype.itemsize
+        if groups[-1] and filled + nbytes > most:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += nbytes
+        total += nbytes
+    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    # Wider elements first: each then begins at a multiple of its size.
+    ordered = [sorted(group, key=lambda name: (-tensors[name][0].itemsize, name)) for group in groups]
+    files = zip(names if len(groups) > 1 else [WEIGHTS], ordered, strict=True)
+    return Shards({file: {name: tensors[name] for name in group} for file, group in files}, total)
+
+
+def nbytes_of(size: int | str) -> int:
+    """``size`` in bytes: a number, or text such as ``"5GB"`` or ``"512 MiB"``.
+
+    Raises ConfigError: it is neither, or not positive.
+    """
+    found = size if isinstance(size, int) and not isinstance(size, bool) else 0
+    if isinstance(size, str) and (match := _SIZE.fullmatch(size.strip())):
+        found = int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
+    if found <= 0:
+        raise ConfigError(f"max_shard_size must be bytes above 0, a number or text such as '5GB', not {size!r}.")
+    return found

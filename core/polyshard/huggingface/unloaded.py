@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from ..engine.cutting.materialize import Initializer
 from ..errors import ParameterError
+from ..inspect import Initializer
 from ..nested import iter_tensors
 from . import _private
 

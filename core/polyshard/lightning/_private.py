@@ -1,4 +1,4 @@
-"""What of Lightning is not public: seen in lightning 2.6.0 to 2.6.6. Nothing else here imports a private name.
+"""Private names of Lightning: seen in lightning 2.6.0 to 2.6.6. Nothing else here imports a private name.
 
 Classes that are imported: the launchers, which start this script once for each further device where nobody else started
 the ranks; the public strategies have no other way to do so.

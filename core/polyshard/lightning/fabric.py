@@ -16,24 +16,25 @@ from lightning.fabric.plugins.precision import HalfPrecision
 from lightning.fabric.strategies import ParallelStrategy
 from torch import nn
 
-from ..composable import no_sync
+from .. import checkpoint
+from ..api import no_sync
 from ..config import ShardConfig
-from ..engine.cutting.materialize import Initializer
 from ..errors import ConfigError, StateError, UnsupportedError
-from ..trainers.optimizers import parameters_of
-from ..trainers.saving import warn_unsaveable
-from ._folder import has_optimizers, is_folder, load_folder, make_room, require_file, save_folder
-from ._full_state import (
+from ..inspect import Initializer
+from ..trainers.models import parameters_of, warn_unsaveable
+from ._private import BackwardSyncControl, FabricLauncher
+from .checkpoints import (
+    has_optimizers,
+    is_folder,
     load_whole_model_state,
     load_whole_optimizer_state,
+    make_room,
+    require_file,
+    save_folder,
     whole_model_state,
     whole_optimizer_state,
 )
-from ._precision import with_precision
-from ._private import BackwardSyncControl, FabricLauncher
-from ._processes import Processes
-from ._settings import Settings, StateDictType
-from ._sharding import is_sharded, refuse_optimizer, shard_once
+from .common import StateDictType, Strategy, is_sharded, refuse_optimizer, with_precision
 
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 Filter = Callable[[str, Any], bool]
@@ -78,14 +79,12 @@ class _NoBackwardSync(BackwardSyncControl):  # type: ignore[misc]
         return no_sync(module.module)
 
 
-class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
+class PolyshardFabricStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
     """Shards modules as ``polyshard.shard`` does: ``Fabric(strategy=PolyshardFabricStrategy(config))``.
 
     ``fabric.setup`` shards in place: optimizers may be made before or after. A module stays sharded until the process
     ends, or ``polyshard.close(module)``.
     """
-
-    strategy_name = "polyshard"
 
     def __init__(
         self,
@@ -100,7 +99,7 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
         Args:
             config: How to shard; ``ShardConfig()`` where None. ``device`` is Lightning's, and ``timeout_s`` is that of
                 Lightning's own messages, too.
-            state_dict_type: What ``fabric.save`` writes. ``"sharded"``: a directory, of which each rank writes its
+            state_dict_type: The form of ``fabric.save``. ``"sharded"``: a directory to which each rank writes its
                 part. ``"full"``: one file, as Fabric writes it without shards.
             initializer: Of modules on the meta device, as for ``polyshard.shard``.
             process_group_backend: Of Lightning's own messages; by device where None.
@@ -108,18 +107,11 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
         Raises:
             ConfigError: there is no such ``state_dict_type``.
         """
-        self._settings = Settings(config or ShardConfig(), StateDictType.parse(state_dict_type), initializer)
-        self._precise = self._settings.config
-        Processes.__init__(self, process_group_backend, self._settings.config.timeout_s)
+        Strategy.__init__(self, config, state_dict_type, initializer, process_group_backend)
         ParallelStrategy.__init__(self)
         self._backward_sync_control = _NoBackwardSync()
         #: Optimizers whose parameters were looked at.
         self._known: WeakSet[torch.optim.Optimizer] = WeakSet()
-
-    @property
-    def shard_config(self) -> ShardConfig:
-        """The configuration, with Lightning's precision in it."""
-        return self._precise
 
     @property
     def precision(self) -> Any:
@@ -129,7 +121,7 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
     @precision.setter
     def precision(self, precision: Any) -> None:
         if precision is not None:
-            self._precise = with_precision(self._settings.config, precision, _PRECISIONS)
+            self._precise = with_precision(self._config, precision, _PRECISIONS)
         self._precision = precision
 
     def _configure_launcher(self) -> None:
@@ -138,11 +130,6 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
 
     def _set_world_ranks(self) -> None:
         self.set_world_ranks()
-
-    def setup_environment(self) -> None:
-        """Choose the device and form the process group."""
-        ParallelStrategy.setup_environment(self)
-        self.join()
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Where modules are made: in host memory, or on the meta device for ``empty_init``."""
@@ -161,21 +148,13 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
         Raises:
             ConfigError, AlreadyShardedError, PolyshardError: as ``polyshard.shard``; the module is as it was.
         """
-        shard_once(
-            module,
-            self._precise,
-            self.root_device,
-            self.global_rank,
-            initializer=self._settings.initializer,
-            calls_children=False,
-        )
-        self._live.add(module)
+        self.shard(module)
         return ShardedModule(module)
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any | None = None
     ) -> tuple[ShardedModule, list[torch.optim.Optimizer], Any | None]:
-        """Shard ``module`` in place; optimizers of its parameters go on with what is left of them.
+        """Shard ``module`` in place; its optimizers go on with this rank's pieces.
 
         Raises:
             ConfigError: an optimizer holds other parameters; the module is as it was.
@@ -217,8 +196,7 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
         self._known.add(optimizer)
 
     def _look_at_saving(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-        sharded = self._settings.state_dict_type is StateDictType.SHARDED
-        warn_unsaveable(module, optimizer, "fabric.save()", self.global_rank, writes=sharded)
+        warn_unsaveable(module, optimizer, "fabric.save()", self.global_rank, writes=self._saves_folders)
 
     # Checkpoints.
 
@@ -229,7 +207,7 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
         storage_options: Any | None = None,
         filter: dict[str, Filter] | None = None,
     ) -> None:
-        """Write a directory or a file, as ``state_dict_type`` says, in the place of what was there.
+        """Write a directory or a file, as ``state_dict_type`` says; it replaces an earlier one.
 
         ``state`` has one sharded module, and what else there is: its optimizers, objects with ``state_dict()``, values.
         Of those rank 0's are kept.
@@ -244,8 +222,16 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
         key, module = _only_module(state, "save")
         optimizers = {name: each for name, each in state.items() if isinstance(each, torch.optim.Optimizer)}
         rest = {name: _converted(value) for name, value in state.items() if name != key and name not in optimizers}
-        if self._settings.state_dict_type is StateDictType.SHARDED:
-            self._save_folder(path, key, module, optimizers, rest, storage_options, filter)
+        if self._saves_folders:
+            own_io: CheckpointIO | None = self._checkpoint_io
+            if storage_options is not None or filter or type(own_io) not in (type(None), TorchCheckpointIO):
+                raise UnsupportedError(
+                    "A sharded checkpoint is a directory that polyshard writes, of all that the model has, without "
+                    "storage_options, filter and CheckpointIO. Leave them out, or set state_dict_type='full'."
+                )
+            extra = {"module": key, "optimizers": list(optimizers), "rest": rest}
+            steps = list(optimizers.values())
+            save_folder(path, 0, module, steps, extra, first=self.is_global_zero, barrier=self.barrier)
             return
         make_room(path, first=self.is_global_zero, agreed=self.broadcast)
         whole: dict[str, Any] = {}
@@ -263,25 +249,6 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint=whole, path=path, storage_options=storage_options)
 
-    def _save_folder(
-        self,
-        path: str | Path,
-        key: str,
-        module: nn.Module,
-        optimizers: Mapping[str, torch.optim.Optimizer],
-        rest: Mapping[str, Any],
-        storage_options: Any | None,
-        filter: Mapping[str, Filter] | None,
-    ) -> None:
-        own_io: CheckpointIO | None = self._checkpoint_io
-        if storage_options is not None or filter or type(own_io) not in (type(None), TorchCheckpointIO):
-            raise UnsupportedError(
-                "A sharded checkpoint is a directory that polyshard writes, of all that the model has, without "
-                "storage_options, filter and CheckpointIO. Leave them out, or set state_dict_type='full'."
-            )
-        extra = {"module": key, "optimizers": list(optimizers), "rest": dict(rest)}
-        save_folder(path, 0, module, list(optimizers.values()), extra, first=self.is_global_zero, barrier=self.barrier)
-
     def load_checkpoint(
         self,
         path: str | Path,
@@ -289,7 +256,7 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read what ``save_checkpoint`` wrote into the objects of ``state``; returns what it does not name.
+        """Read what ``save_checkpoint`` wrote into the objects of ``state``; returns the other entries.
 
         ``state`` may be a sharded module by itself, for a file or directory with its state.
 
@@ -300,31 +267,31 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
         """
         path = self.broadcast(path)
         if is_folder(path):
-            return self._load_folder(path, state, strict, weights_only)
+            return self._load_folder(path, state, strict)
         require_file(path)
-        checkpoint: dict[str, Any] = dict(self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
+        saved: dict[str, Any] = dict(self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
         if isinstance(state, nn.Module):
-            self.load_module_state_dict(state, checkpoint, strict)
+            self.load_module_state_dict(state, saved, strict)
             return {}
         if isinstance(state, torch.optim.Optimizer):
-            load_whole_optimizer_state(self._module_of(state), state, checkpoint)
+            load_whole_optimizer_state(self._module_of(state), state, saved)
             return {}
         if not state:
-            return checkpoint
-        _require_keys(path, state, checkpoint, strict)
+            return saved
+        _require_keys(path, state, saved, strict)
         for name, value in list(state.items()):
-            if name not in checkpoint:
+            if name not in saved:
                 continue
-            saved = checkpoint.pop(name)
+            own = saved.pop(name)
             if isinstance(value, nn.Module):
-                self.load_module_state_dict(value, saved, strict)
+                self.load_module_state_dict(value, own, strict)
             elif isinstance(value, torch.optim.Optimizer):
-                load_whole_optimizer_state(self._module_of(value), value, saved)
+                load_whole_optimizer_state(self._module_of(value), value, own)
             else:
-                _take(state, name, saved)
-        return checkpoint
+                _take(state, name, own)
+        return saved
 
-    def _load_folder(self, path: str | Path, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+    def _load_folder(self, path: str | Path, state: Any, strict: bool) -> dict[str, Any]:
         if isinstance(state, nn.Module):
             state = {"module": state}
             key, strict = "module", False
@@ -342,7 +309,7 @@ class PolyshardFabricStrategy(Processes, ParallelStrategy):  # type: ignore[misc
                 f"The checkpoint {path} has no optimizer, and {', '.join(map(repr, optimizers))} is to be loaded. Load "
                 "the model alone."
             )
-        extra = load_folder(path, module, list(optimizers.values()), weights_only=weights_only)
+        extra = checkpoint.load(Path(path), module, list(optimizers.values()) or None)
         rest = dict(extra["rest"])
         others = [name for name in state if name != key and name not in optimizers]
         _require_keys(path, others, rest, strict)

@@ -1,52 +1,51 @@
-"""The strategy for ``lightning.Trainer``."""
+"""The strategy for ``lightning.Trainer``, and the callback that ends ``fit`` with a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins import (
-    DoublePrecision,
-    HalfPrecision,
-    MixedPrecision,
-    Precision,
-    TorchCheckpointIO,
-)
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision, TorchCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
+from ..api import no_sync, register_forward_method
+from ..checkpoint import load
+from ..checkpoint.contents import require_saveable
 from ..checkpoint.encoding import Encoder
-from ..checkpoint.saveable import require_saveable
-from ..composable import no_sync, register_forward_method
 from ..config import ShardConfig
-from ..engine.cutting.materialize import Initializer
 from ..errors import ConfigError, UnsupportedError
-from ._folder import has_optimizers, is_folder, load_folder, make_room, require_file, save_folder
-from ._full_state import (
+from ..inspect import Initializer
+from ..preemption import Preemption
+from ._private import TrainerLauncher
+from .checkpoints import (
+    has_optimizers,
+    is_folder,
     load_whole_model_state,
     load_whole_optimizer_state,
+    make_room,
+    random_states,
+    require_file,
     require_names,
+    restore_random_state,
+    save_folder,
     whole_model_state,
     whole_optimizer_state,
 )
-from ._precision import with_precision
-from ._private import TrainerLauncher
-from ._processes import Processes
-from ._random_states import random_states, restore_random_state
-from ._settings import Settings, StateDictType
-from ._sharding import is_sharded, refuse_module, refuse_optimizer, shard_once
-from .preemption import PreemptionCallback
+from .common import StateDictType, Strategy, is_sharded, refuse_module, refuse_optimizer, with_precision
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
-#: What a checkpoint has beside Lightning's own.
+#: The entry of a checkpoint beside Lightning's own.
 _OWN = "polyshard"
 
 
@@ -54,14 +53,12 @@ class _InFolder(dict[str, Any]):
     """Stands in a checkpoint for state that is not in it, but in the files that each rank writes and reads."""
 
 
-class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
+class PolyshardStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
     """Shards the ``LightningModule`` as ``polyshard.shard`` does: ``Trainer(strategy=PolyshardStrategy(config))``.
 
     The module stays sharded after ``fit``, for the next call of this Trainer or of another one with an equal strategy.
-    ``polyshard.close(module)`` releases what it holds.
+    ``polyshard.close(module)`` releases it.
     """
-
-    strategy_name = "polyshard"
 
     def __init__(
         self,
@@ -77,22 +74,15 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
             config: How to shard; ``ShardConfig()`` where None. ``device`` is Lightning's, and ``timeout_s`` is that of
                 Lightning's own messages, too.
             state_dict_type: What checkpoints are. ``"full"``: one file, as Lightning writes it without shards.
-                ``"sharded"``: a directory, of which each rank writes its part.
+                ``"sharded"``: a directory to which each rank writes its part.
             initializer: Of modules on the meta device, as for ``polyshard.shard``.
             process_group_backend: Of Lightning's own messages; by device where None.
 
         Raises:
             ConfigError: there is no such ``state_dict_type``.
         """
-        self._settings = Settings(config or ShardConfig(), StateDictType.parse(state_dict_type), initializer)
-        self._precise = self._settings.config
-        Processes.__init__(self, process_group_backend, self._settings.config.timeout_s)
+        Strategy.__init__(self, config, state_dict_type, initializer, process_group_backend)
         ParallelStrategy.__init__(self)
-
-    @property
-    def shard_config(self) -> ShardConfig:
-        """The configuration, with Lightning's precision in it."""
-        return self._precise
 
     @property
     def is_distributed(self) -> bool:
@@ -107,17 +97,12 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
         if plugin is not None:
-            self._precise = with_precision(self._settings.config, plugin, _PRECISIONS)
+            self._precise = with_precision(self._config, plugin, _PRECISIONS)
         self._precision_plugin = plugin
 
     def _configure_launcher(self) -> None:
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = TrainerLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def setup_environment(self) -> None:
-        """Choose the device and form the process group."""
-        ParallelStrategy.setup_environment(self)
-        self.join()
 
     def setup(self, trainer: Trainer) -> None:
         """Shard the module, then let it make its optimizers.
@@ -146,19 +131,11 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
     def _setup_model(self, model: nn.Module) -> nn.Module:
         manual = isinstance(model, LightningModule) and not model.automatic_optimization
         new = not is_sharded(model)
-        shard_once(
-            model,
-            self._precise,
-            self.root_device,
-            self.global_rank,
-            initializer=self._settings.initializer,
-            calls_children=manual,
-        )
+        self.shard(model, calls_children=manual)
         for name in _STEPS if new else ():
-            # Its optimizers step inside, where a forward around them would go on with what it gathered before.
+            # Its optimizers step inside, where a forward around them would go on with parameters from before.
             if not (manual and name == "training_step") and callable(getattr(model, name, None)):
                 register_forward_method(model, name)
-        self._live.add(model)
         return model
 
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -175,15 +152,14 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
         saving = [each for each in callbacks if isinstance(each, (Checkpoint, PreemptionCallback))]
         if not saving:
             return
-        sharded = self._settings.state_dict_type is StateDictType.SHARDED
         whole = [each for each in saving if not getattr(each, "save_weights_only", False)]
         require_saveable(
             self.lightning_module,
             self.optimizers if whole and self.optimizers else None,
             "Checkpoints without optimizers are written by ModelCheckpoint(save_weights_only=True), none by "
             "Trainer(enable_checkpointing=False).",
-            writes=sharded,
-            also=self._require_values if sharded else lambda: require_names(self.lightning_module),
+            writes=self._saves_folders,
+            also=self._require_values if self._saves_folders else lambda: require_names(self.lightning_module),
         )
 
     def _require_values(self) -> None:
@@ -235,7 +211,7 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
         if not is_sharded(module):
             state: dict[str, Any] = module.state_dict()
             return state
-        if self._settings.state_dict_type is StateDictType.SHARDED:
+        if self._saves_folders:
             return _InFolder()
         return whole_model_state(module)
 
@@ -243,14 +219,14 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
         """The state of the unsharded model's optimizer on rank 0, nothing on others."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        if self._settings.state_dict_type is StateDictType.SHARDED:
+        if self._saves_folders:
             return _InFolder()
         return whole_optimizer_state(self.lightning_module, optimizer)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write a file, or a directory where ``state_dict_type`` says so, in the place of what was there.
+        """Write a file, or a directory where ``state_dict_type`` says so; it replaces an earlier one.
 
         Raises:
             UnsupportedError: a directory is to be written with ``storage_options``, or a hook changed its tensors.
@@ -261,7 +237,7 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
         saves_optimizers = "optimizer_states" in checkpoint
         if saves_optimizers:
             checkpoint[_OWN] = {"random_states": random_states(self.root_device)}
-        if self._settings.state_dict_type is StateDictType.FULL:
+        if not self._saves_folders:
             make_room(path, first=self.is_global_zero, agreed=self.broadcast)
             ParallelStrategy.save_checkpoint(self, checkpoint, path, storage_options)
             return
@@ -288,7 +264,7 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
         )
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """What was saved; of a directory the tensors are taken into module and optimizers at once.
+        """The saved checkpoint; tensors of a directory go into module and optimizers at once.
 
         Raises:
             ConfigError: there is neither a file nor such a directory, or it is of another model.
@@ -299,7 +275,7 @@ class PolyshardStrategy(Processes, ParallelStrategy):  # type: ignore[misc]
         if is_folder(path):
             loads_optimizers = fits and has_optimizers(path)
             optimizers = self.optimizers if loads_optimizers else ()
-            extra = load_folder(path, self.lightning_module, optimizers, weights_only=weights_only)
+            extra = load(Path(path), self.lightning_module, list(optimizers) or None)
             checkpoint = {**extra, "state_dict": _InFolder()}
             if loads_optimizers:
                 checkpoint["optimizer_states"] = _InFolder()
@@ -347,3 +323,116 @@ def _refuse_copies(callbacks: list[Callback]) -> None:
                 "parameters are pieces. Leave it out, and update polyshard.optim.AveragedWeights in a callback of your "
                 "own."
             )
+
+
+class PreemptionCallback(Callback):  # type: ignore[misc]
+    """Lets a signal that one rank got alone end ``fit`` on all ranks, behind the same step, with a checkpoint::
+
+        trainer = Trainer(strategy=PolyshardStrategy(config), callbacks=[PreemptionCallback("checkpoints")])
+        trainer.fit(module, data, ckpt_path=PreemptionCallback.newest("checkpoints"))
+
+    ``fit`` writes ``preempted-step=<step>.ckpt`` and raises ``SystemExit(75)``: the process ends with that code where
+    nobody catches it. Validation runs before only where the step is the last of an epoch. From its first batch, of
+    training or of the validation ahead of it, to the end of ``fit`` this callback takes the signals in place of
+    Lightning, which broadcasts inside of its handler: where one rank alone was signalled, it would wait there for the
+    others. A second signal goes to who took them before ``fit``, and so ends the process where nobody did.
+    """
+
+    exit_code: ClassVar[int] = Preemption.exit_code
+    """Of a program that was ended so and can be taken up."""
+
+    def __init__(
+        self, folder: str | Path, signals: Iterable[signal.Signals] = (signal.SIGTERM,), *, every: int = 1
+    ) -> None:
+        """As ``polyshard.Preemption``.
+
+        Args:
+            folder: Where the checkpoint is written; made where missing, and seen by all ranks.
+            signals: What asks for an end.
+            every: Ranks exchange their requests at every so many steps of optimizers, 1 or more.
+        """
+        self._folder = Path(folder)
+        self._signals = tuple(signals)
+        self._every = every
+        self._running: Preemption | None = None
+        self._step = 0
+        # Of each signal, before Lightning has taken it.
+        self._former: dict[signal.Signals, Any] = {}
+
+    @staticmethod
+    def newest(folder: str | Path) -> str | None:
+        """The ``ckpt_path`` for ``fit``: the checkpoint of the latest step in ``folder``; None without one."""
+        found = sorted(Path(folder).glob("preempted-step=*.ckpt"))
+        return str(found[-1]) if found else None
+
+    def request(self) -> None:
+        """Ask for an end without a signal, while ``fit`` trains. One rank is enough."""
+        if self._running is not None:
+            self._running.request()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Look who takes the signals: Lightning does next."""
+        if stage == "fit":
+            self._former = {each: signal.getsignal(each) for each in self._signals}
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the signals; a request is followed behind the first step."""
+        self._enter(pl_module)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the signals."""
+        self._step = trainer.global_step
+        self._enter(pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Write a checkpoint and raise, where a rank was told to end.
+
+        Raises:
+            SystemExit: on every rank, with ``exit_code``.
+        """
+        # A loader that goes on behind its last batch has none for the next epoch: Lightning would leave that one out.
+        if not trainer.is_last_batch:
+            self._end_if_requested(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """As ``on_train_batch_end``, behind the last batch of an epoch.
+
+        Raises:
+            SystemExit: on every rank, with ``exit_code``.
+        """
+        self._end_if_requested(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put back who took the signals before."""
+        self._leave(None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Put back who took the signals before."""
+        self._leave(exception)
+
+    def _enter(self, module: LightningModule) -> None:
+        if self._running is not None:
+            return
+        preemption = Preemption(module, self._signals, every=self._every)
+        if threading.current_thread() is threading.main_thread():
+            # Else a second signal would go to Lightning. At the end of fit it puts back all that it found.
+            for number, former in self._former.items():
+                if former is not None:
+                    signal.signal(number, former)
+        self._running = preemption.__enter__()
+
+    def _end_if_requested(self, trainer: Trainer) -> None:
+        # Between batches whose gradients are accumulated there is nothing that a checkpoint could go on from.
+        if self._running is None or trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        if self._running.requested():
+            trainer.save_checkpoint(self._folder / f"preempted-step={self._step:08d}.ckpt")
+            raise SystemExit(self.exit_code)
+
+    def _leave(self, error: BaseException | None) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.__exit__(None if error is None else type(error), error, None)

@@ -1,29 +1,62 @@
-"""A plugin's files, in a package of their own or in one that is there."""
+"""Writes a plugin, its test and its entry point: in a package of their own, or in one that is there."""
 
 from __future__ import annotations
 
 import ast
+import enum
+import importlib.util
+import keyword
 import os
 import re
 import string
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
 from ..errors import ConfigError
-from .files import write_all, write_folder
-from .kinds import Kind
-from .names import PackageName, PluginName
-from .pyproject import Pyproject
+from ..interfaces import Group
+from ..registry.find import BUILT_IN, normalised, offers_of
+from .files import Pyproject, write_all
 
-#: A plugin in the list of a README: what the next one is put behind.
+_PLUGIN = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)*")
+#: Names of distributions as package indexes take them: https://packaging.python.org/specifications/name-normalization.
+_DISTRIBUTION = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
+#: A plugin in the list of a README, behind which the next one is put.
 _LISTED = re.compile(r"- `.*`: \[.*\]\(.*\.py\)$")
+
+
+class Kind(enum.Enum):
+    """A kind of plugin, as a user asks for it. Templates have the names of the values."""
+
+    COLLECTIVES = "collectives"
+    """Moves bytes between ranks."""
+    PRECISION = "precision"
+    """Chooses dtypes, and casts."""
+    OFFLOAD = "offload"
+    """Parks shards between uses."""
+    POLICY = "policy"
+    """Chooses which modules become units."""
+    LAYOUT = "layout"
+    """Chooses where in its unit each parameter lies."""
+    LISTENER = "listener"
+    """Watches."""
+
+    @property
+    def group(self) -> Group:
+        """The entry-point group whose plugins are of this kind."""
+        names = {Kind.POLICY: Group.POLICIES, Kind.LAYOUT: Group.LAYOUTS, Kind.LISTENER: Group.PLUGINS}
+        return names.get(self) or Group[self.name]
+
+    def setting(self, name: str) -> str:
+        """The line of TOML that picks the plugin ``name``."""
+        return f'listeners = ["{name}"]' if self is Kind.LISTENER else f'{self.value} = "{name}"'
 
 
 @dataclass(frozen=True)
 class Written:
-    """What was written."""
+    """The files of a plugin that was written."""
 
     folder: Path
     """The package's."""
@@ -47,17 +80,17 @@ def write_plugin(kind: Kind, name: str, into: Path | None = None) -> Written:
 
     Raises ``ConfigError``, with nothing written, for a name or a folder that does not do, or cannot be written to.
     """
-    plugin = PluginName.parse(kind, name, _identifiers(kind))
+    class_name = _class_name(kind, name)
     folder = _folder(name) if into is None else into
     try:
         if not folder.exists():
-            return _new(kind, plugin, folder)
+            return _new(kind, name, class_name, folder)
         if not (folder / "pyproject.toml").is_file():
             raise ConfigError(
                 f"{folder} is there already, and is no package that a plugin could be added to: it has no "
                 "pyproject.toml. Choose a folder that is not there, or a package's."
             )
-        return _added(kind, plugin, folder)
+        return _added(kind, name, class_name, folder)
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error}. Nothing was written.") from error
 
@@ -70,53 +103,53 @@ def _folder(name: str) -> Path:
     return Path("polyshard-" + name.replace("_", "-"))
 
 
-def _new(kind: Kind, plugin: PluginName, folder: Path) -> Written:
+def _new(kind: Kind, name: str, class_name: str, folder: Path) -> Written:
     parent = folder.resolve().parent
     if not parent.is_dir():
         raise ConfigError(f"cannot make {folder}: {parent} is not there; make it first")
-    package = PackageName.parse(folder.resolve())
+    distribution, module = folder.resolve().name, _module_of(folder.resolve())
     values = {
-        "distribution": package.distribution,
-        "module": package.module,
-        "name": plugin.name,
-        "class_name": plugin.class_name,
+        "distribution": distribution,
+        "module": module,
+        "name": name,
+        "class_name": class_name,
         "group": kind.group.value,
-        "entry": _entry(kind, plugin.name, f"src/{package.module}"),
+        "entry": _entry(kind, name, f"src/{module}"),
     }
     contents = {
         "pyproject.toml": _filled("pyproject.toml", values),
         "README.md": _filled("README.md", values),
-        f"src/{package.module}/__init__.py": f'"""Plugins of {package.distribution} for polyshard."""\n',
-        f"src/{package.module}/py.typed": "",
-        f"src/{package.module}/{plugin.name}.py": _filled(f"{kind.value}.py", values),
-        f"tests/test_{plugin.name}.py": _filled(f"{kind.value}_test.py", values),
+        f"src/{module}/__init__.py": f'"""Plugins of {distribution} for polyshard."""\n',
+        f"src/{module}/py.typed": "",
+        f"src/{module}/{name}.py": _filled(f"{kind.value}.py", values),
+        f"tests/test_{name}.py": _filled(f"{kind.value}_test.py", values),
     }
-    write_folder(folder, contents)
-    return Written(folder, package.distribution, plugin.name, kind, tuple(map(Path, contents)))
+    write_all({folder / path: text for path, text in contents.items()}, {})
+    return Written(folder, distribution, name, kind, tuple(map(Path, contents)))
 
 
-def _added(kind: Kind, plugin: PluginName, folder: Path) -> Written:
+def _added(kind: Kind, name: str, class_name: str, folder: Path) -> Written:
     pyproject = Pyproject.read(folder / "pyproject.toml")
     source = _source(folder, pyproject.module)
-    values = {"module": pyproject.module, "name": plugin.name, "class_name": plugin.class_name}
+    values = {"module": pyproject.module, "name": name, "class_name": class_name}
     added = {
-        source / f"{plugin.name}.py": _filled(f"{kind.value}.py", values),
-        Path("tests", f"test_{plugin.name}.py"): _filled(f"{kind.value}_test.py", values),
+        source / f"{name}.py": _filled(f"{kind.value}.py", values),
+        Path("tests", f"test_{name}.py"): _filled(f"{kind.value}_test.py", values),
     }
     for path in added:
         if (folder / path).exists():
             raise ConfigError(f"{folder / path} is there already. Choose another name, or move that file.")
     changed: dict[Path, str] = {}
-    readme = _with_entry(folder / "README.md", _entry(kind, plugin.name, source.as_posix()))
+    readme = _with_entry(folder / "README.md", _entry(kind, name, source.as_posix()))
     if readme is not None:
         changed[Path("README.md")] = readme
     # Last: with the entry point the plugin can be found.
-    value = f"{pyproject.module}.{plugin.name}:{plugin.class_name}"
-    changed[Path("pyproject.toml")] = pyproject.with_entry_point(kind.group.value, plugin.name, value)
+    value = f"{pyproject.module}.{name}:{class_name}"
+    changed[Path("pyproject.toml")] = pyproject.with_entry_point(kind.group.value, name, value)
     write_all(
         {folder / path: text for path, text in added.items()}, {folder / path: text for path, text in changed.items()}
     )
-    return Written(folder, pyproject.distribution, plugin.name, kind, tuple(added), tuple(changed))
+    return Written(folder, pyproject.distribution, name, kind, tuple(added), tuple(changed))
 
 
 def _source(folder: Path, module: str) -> Path:
@@ -148,16 +181,41 @@ def _with_entry(readme: Path, entry: str) -> str | None:
     return "\n".join(lines)
 
 
-def _template(name: str) -> str:
-    return files(__package__).joinpath("templates", f"{name}.template").read_text(encoding="utf-8")
-
-
 def _filled(name: str, values: Mapping[str, str]) -> str:
-    return string.Template(_template(name)).substitute(values)
+    template = files(__package__).joinpath("templates", f"{name}.template").read_text(encoding="utf-8")
+    return string.Template(template).substitute(values)
 
 
-def _identifiers(kind: Kind) -> frozenset[str]:
-    """What a plugin's file, or its test's, gives names to: the class cannot have one of them."""
+def _class_name(kind: Kind, name: str) -> str:
+    """The class of the plugin ``name``, which is its module's name, too.
+
+    Raises ``ConfigError``: not lower-case words joined by underscores, a word of Python, the name of a built-in plugin
+    of that kind, or one whose class or module the plugin's file would give another meaning.
+    """
+    if not _PLUGIN.fullmatch(name):
+        words = re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
+        near = "_".join(words).lstrip("0123456789_")
+        cure = f" Did you mean {near!r}?" if _PLUGIN.fullmatch(near) else ""
+        raise ConfigError(
+            f"a plugin cannot be called {name!r}: its name is its module's, too. Give lower-case words joined by "
+            f"underscores, beginning with a letter.{cure}"
+        )
+    if any(offer.built_in for offer in offers_of(kind.group, name=name)):
+        raise ConfigError(
+            f"{name!r} is a built-in plugin of {kind.group.value}, and that name goes on meaning it. Choose "
+            f"another, 'my_{name}' for example."
+        )
+    class_name = "".join(word.capitalize() for word in name.split("_"))
+    if keyword.iskeyword(name) or keyword.iskeyword(class_name) or class_name in _identifiers(kind):
+        raise ConfigError(
+            f"a plugin cannot be called {name!r}: its module {name} or its class {class_name} would stand for "
+            f"something else in its file. Choose another name, 'my_{name}' for example."
+        )
+    return class_name
+
+
+def _identifiers(kind: Kind) -> set[str]:
+    """The names that a plugin's file, or its test's, uses: the class cannot have one of them."""
     values = {"module": "package", "name": "plugin", "class_name": "_"}
     nodes = [
         node
@@ -165,4 +223,28 @@ def _identifiers(kind: Kind) -> frozenset[str]:
         for node in ast.walk(ast.parse(_filled(name, values)))
     ]
     used = {node.id for node in nodes if isinstance(node, ast.Name)}
-    return frozenset(used | {node.asname or node.name for node in nodes if isinstance(node, ast.alias)})
+    return used | {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
+
+
+def _module_of(folder: Path) -> str:
+    """The module of the package that is to be made in ``folder``, whose name is the distribution's.
+
+    Raises ``ConfigError`` where the folder names no distribution or no module, or the module would hide another.
+    """
+    name = folder.name
+    module = normalised(name).replace("-", "_")
+    if not _DISTRIBUTION.fullmatch(name) or not module.isidentifier() or keyword.iskeyword(module):
+        raise ConfigError(
+            f"the folder {folder} cannot be a package's, which is called as its folder is: {name!r} does not name "
+            "both a distribution and a module. Give letters, digits and hyphens, beginning with a letter."
+        )
+    if module == BUILT_IN or module in sys.stdlib_module_names:
+        raise ConfigError(f"the package {name!r} would hide the module {module}. Choose another folder.")
+    found = importlib.util.find_spec(module)
+    # Folders without __init__.py that happen to lie on the path hide nothing.
+    if found is not None and found.origin is not None:
+        raise ConfigError(
+            f"the package {name!r} would hide the module {module}, which is installed: {found.origin}. Choose "
+            "another folder, or uninstall that one."
+        )
+    return module

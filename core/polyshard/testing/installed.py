@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from .. import catalog
+from .. import registry
 from ..errors import ConfigError, WorldSizeError
 from ..interfaces import Collectives, Group, PluginContext, PolicyContext
 from .collectives import CollectivesSuite
@@ -29,9 +29,9 @@ T = TypeVar("T")
 
 
 @functools.cache
-def _resolved(group: Group, label: str, options: str) -> catalog.Resolved[Any]:
+def _resolved(group: Group, label: str, options: str) -> registry.Resolved[Any]:
     # Reading what is installed takes longer than many a test, and each makes several plugins.
-    return catalog.resolve(group, {"name": label, **tomllib.loads(options).get("table", {})})
+    return registry.resolve(group, {"name": label, **tomllib.loads(options).get("table", {})})
 
 
 class InstalledPlugin(PluginSuite):
@@ -43,7 +43,7 @@ class InstalledPlugin(PluginSuite):
     """A TOML document whose ``table`` has its options."""
 
     @property
-    def resolved(self) -> catalog.Resolved[Any]:
+    def resolved(self) -> registry.Resolved[Any]:
         """The plugin found under the name."""
         return _resolved(self.group, self.label, self.options)
 
@@ -52,7 +52,7 @@ class InstalledPlugin(PluginSuite):
         if self.group is Group.PLUGINS:
             # Listeners alone know them, as of the models that their suite shards.
             context = dataclasses.replace(context, rank=0, world_size=2)
-        return catalog.construct(self.resolved, context).instance
+        return registry.construct(self.resolved, context).instance
 
     def try_making(self) -> None:
         """Raise the error that keeps the plugin from being made."""
@@ -102,7 +102,7 @@ class InstalledCollectives(InstalledPlugin, CollectivesSuite):
         taken = inspect.signature(self.factory()).parameters
         options = {name: value for name, value in given.items() if name in taken} | dict(self.resolved.options)
         chosen = dataclasses.replace(self.resolved, options=options)
-        made: Collectives = catalog.construct(chosen, context).instance
+        made: Collectives = registry.construct(chosen, context).instance
         if made.world_size != rank.world_size:
             raise ConfigError(
                 f"collectives {self.label!r} serve {made.world_size} ranks where {rank.world_size} processes have "

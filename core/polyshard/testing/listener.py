@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import checkpoint as checkpoints
 from .. import hookspecs
-from ..composable import close, no_sync, shard, unsharded
+from ..api import close, no_sync, shard, unsharded
 from ..config import ShardConfig
 from ..errors import PolyshardError
 from ..events import Events

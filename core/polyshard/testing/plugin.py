@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import catalog
+from .. import registry
 from ..interfaces import CURRENT_API, OLDEST_API, Group, PluginContext
 
 
@@ -38,7 +38,7 @@ def plugin_context(
 
 
 def _construct(context: PluginContext, group: Group, choice: Any) -> Any:
-    return catalog.construct(catalog.resolve(group, choice), context).instance
+    return registry.construct(registry.resolve(group, choice), context).instance
 
 
 class PluginSuite:

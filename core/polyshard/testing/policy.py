@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from .. import catalog
+from .. import registry
 from ..errors import ConfigError
 from ..interfaces import UNIT_OVERRIDES, Group, PolicyContext, WrapPolicy
 from .plugin import LocalPluginSuite, ModuleState, as_rank
@@ -121,7 +121,7 @@ class PolicySuite(LocalPluginSuite):
                 assert isinstance(overrides.get("reshard_after_forward"), bool | None)
                 for setting, group in _GROUPS.items():
                     if setting in overrides:
-                        catalog.resolve(group, overrides[setting]).check_options()
+                        registry.resolve(group, overrides[setting]).check_options()
 
     def test_model_is_left_as_it_was(self) -> None:
         root = self._root()

@@ -27,7 +27,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from .. import catalog
+from .. import registry
 from ..config import PluginChoice
 from ..errors import CollectiveError, CollectiveTimeoutError, ConfigError, RankFailedError, WorldSizeError
 from ..interfaces import Group
@@ -109,7 +109,7 @@ def run_in(processes: RankProcesses, fn: Callable[[Rank], T], *, timeout_s: floa
 @functools.cache
 def _threaded() -> Any:
     # polyshard's own names stay what they are; reading what is installed takes longer than many a run.
-    return catalog.resolve(Group.COLLECTIVES, _THREADED).factory
+    return registry.resolve(Group.COLLECTIVES, _THREADED).factory
 
 
 def run_threads(

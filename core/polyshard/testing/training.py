@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..composable import close, shard, unsharded
+from ..api import close, shard, unsharded
 from ..config import PluginChoice, ShardConfig
 from .ranks import Rank, run_ranks
 

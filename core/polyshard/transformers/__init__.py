@@ -3,10 +3,8 @@
 Needs ``polyshard[transformers]``. Nothing else in polyshard imports it.
 """
 
-from .generation import register_generate
-from .initialization import initializer_of
-from .preemption import PreemptionCallback
-from .trainer import PolyshardMixin, PolyshardSeq2SeqTrainer, PolyshardTrainer
+from .models import initializer_of, register_generate
+from .trainer import PolyshardMixin, PolyshardSeq2SeqTrainer, PolyshardTrainer, PreemptionCallback
 
 __all__ = [
     "PolyshardMixin",

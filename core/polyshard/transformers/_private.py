@@ -1,4 +1,4 @@
-"""Names of Transformers and Accelerate without a promise, and nothing else: what they are told, the mixin knows.
+"""Private names of Transformers and Accelerate, and nothing else: the mixin knows what they are for.
 
 Written against transformers 5.23.0 and accelerate 1.15.0. ``Trainer`` has no public place for an engine, but these
 methods are those that its own engines go through; a version that lacks one is refused (``refuse_other_trainers``):
@@ -47,35 +47,7 @@ OVERRIDDEN = (
 
 
 class TrainerHooks(_Trainer):  # type: ignore[misc]
-    """Leads each of ``Trainer``'s private methods to one with a name of our own. To stand before ``Trainer``."""
-
-    def ensure_sharded(self, *, training: bool) -> None:
-        """Training, or evaluation, is about to use ``self.model``."""
-        raise NotImplementedError
-
-    def require_saveable(self) -> None:
-        """Training is about to begin, with everything prepared; raise where a checkpoint of it would fail."""
-        raise NotImplementedError
-
-    def save_whole(self, folder: Path) -> bool:
-        """Write what ``from_pretrained`` reads, and what belongs to it; False where ``Trainer`` is to do that."""
-        raise NotImplementedError
-
-    def save_training(self, folder: Path) -> None:
-        """Write the sharded state and the schedule into a checkpoint's folder."""
-        raise NotImplementedError
-
-    def require_checkpoint(self, folder: Path) -> None:
-        """Raise if training cannot be resumed from a checkpoint's folder."""
-        raise NotImplementedError
-
-    def load_training(self, folder: Path) -> None:
-        """Read what ``save_training`` wrote."""
-        raise NotImplementedError
-
-    def load_best(self, folder: Path) -> None:
-        """Read the model of what ``save_training`` wrote."""
-        raise NotImplementedError
+    """Leads each of ``Trainer``'s private methods to one of ``PolyshardMixin``. To stand before ``Trainer``."""
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         made_with: dict[str, Any] = super()._build_accelerator_args(**kwargs)
@@ -120,10 +92,8 @@ class TrainerHooks(_Trainer):  # type: ignore[misc]
 
 
 def refuse_other_trainers(trainer: TrainerHooks) -> None:
-    """Raise where the class behind ``TrainerHooks`` has not all of the methods: its own would wrap the model unseen.
-
-    Raises:
-        UnsupportedError: naming them.
+    """Raise ``UnsupportedError``, naming them, where the class behind ``TrainerHooks`` has not all of the methods: its
+    own would wrap the model unseen.
     """
     order = type(trainer).__mro__
     behind = order[order.index(TrainerHooks) + 1 :]
@@ -137,7 +107,7 @@ def refuse_other_trainers(trainer: TrainerHooks) -> None:
 
 
 def init_weights_of(module: nn.Module) -> Callable[[nn.Module], None] | None:
-    """How a model of Transformers fills what a module in it holds; None where ``module`` is no such model."""
+    """The initializer of a model of Transformers for modules inside of it; None where ``module`` is no such model."""
     initialize = getattr(module, "_init_weights", None)
     return initialize if callable(initialize) else None
 

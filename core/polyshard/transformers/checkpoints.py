@@ -1,37 +1,30 @@
-"""The sharded state in a checkpoint's folder of ``Trainer``, beside the files that ``from_pretrained`` reads."""
+"""A checkpoint's folder of ``Trainer``: the sharded state, and beside it the files that ``from_pretrained`` reads."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
+from typing import Any, cast
 
-import torch
+from safetensors.torch import save_file
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_NAME
 
-from ..checkpoint import latest, load, save
+from .. import huggingface
+from ..checkpoint import latest
 from ..errors import ConfigError
+from ..huggingface.saving import require_saveable
+from ..inspect import idle_model
+from ..state import StateForm, StateOptions, get_model_state_dict
+from ..state.exchange import together
 
 #: The folder of ``polyshard.checkpoint`` inside of a checkpoint's folder.
 STATE = "polyshard"
 SCHEDULER = "scheduler.pt"
 
 
-def save_state(
-    folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, *, coordinates: bool, frozen: bool
-) -> None:
-    """Write ``model`` and ``optimizer``, each rank its own part, into ``folder``. All ranks call it.
-
-    ``coordinates``: true on one rank, which removes what an earlier run left of the same step: ``Trainer`` writes over
-    its other files, too. ``frozen``: whether parameters that need no gradient are written.
-    """
-    if coordinates:
-        # No rank writes before this one has come to the save.
-        shutil.rmtree(folder / STATE, ignore_errors=True)
-    save(folder / STATE, step, model, optimizer, frozen=frozen)
-
-
 def require_state(folder: Path) -> Path:
-    """Where in ``folder`` the committed state lies.
+    """The committed sharded state in ``folder``.
 
     Raises:
         ConfigError: there is none.
@@ -46,12 +39,45 @@ def require_state(folder: Path) -> Path:
     return state
 
 
-def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, frozen: bool) -> None:
-    """Read ``model``, and ``optimizer`` where one is given, from ``folder``. All ranks call it.
-
-    ``frozen``: whether parameters that need no gradient must be there; without, ``model`` may have them already.
+def require_exportable(model: nn.Module, *, one_folder: bool) -> None:
+    """Raise where ``export`` would refuse the model.
 
     Raises:
-        ConfigError: ``folder`` has no state, or that of another model or optimizer.
+        ConfigError, UnsupportedError: as ``polyshard.huggingface.save``.
     """
-    load(require_state(folder), model, optimizer, frozen=frozen)
+    if one_folder and isinstance(model, PreTrainedModel):
+        require_saveable(model)
+
+
+def export(model: nn.Module, folder: Path, *, writes: bool, one_folder: bool) -> None:
+    """Write weights and configuration of ``model`` into ``folder``; of an adapter's wrapper the adapter's.
+
+    All ranks call it. Where all see one ``folder``, each writes what it holds of a model of Transformers. Else, and of
+    what is wrapped, units are gathered one after the other for the ranks that write, which need host memory for the
+    whole model. Parameters are written in their own dtypes.
+
+    Args:
+        model: The outermost sharded module.
+        folder: Made where missing.
+        writes: Whether this rank writes where each rank does not write its own.
+        one_folder: Whether ``folder`` is the same on all ranks.
+    """
+    if one_folder and isinstance(model, PreTrainedModel):
+        huggingface.save(model, folder)
+        return
+    sharded = idle_model(model, "export()")
+    # Several ranks may write, each on a machine of its own, and none knows which others do.
+    state = get_model_state_dict(
+        model, StateOptions(form=StateForm.FULL if not one_folder else StateForm.FULL_ON_RANK_0)
+    )
+    with together(sharded.collectives, f"Writing {type(model).__name__} to {folder}"):
+        if not writes:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        if not hasattr(model, "save_pretrained"):
+            save_file(state, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+            return
+        # Adapters look at the model, too: at state dicts of modules that are trained whole, and at the weights that
+        # prompts are computed from.
+        with sharded.whole_on_this_rank(state):
+            cast("Any", model).save_pretrained(folder, state_dict=state)

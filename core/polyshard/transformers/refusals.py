@@ -1,7 +1,8 @@
-"""What ``PolyshardTrainer`` refuses, by name, before it changes anything."""
+"""Inputs of ``PolyshardTrainer``, refused before anything changes: arguments, precision, model, optimizer."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,16 +10,28 @@ import torch
 from torch import nn
 from transformers import Adafactor
 
-from ..composable import outermost_root
 from ..config import ShardConfig
 from ..errors import AlreadyShardedError, ConfigError, UnsupportedError
-from ..trainers.optimizers import refuse_stepped, refuse_strangers
-from ..trainers.sharded import is_sharded
-from ..trainers.wrapped import refuse_wrapped
+from ..inspect import outermost_model
+from ..trainers.config import leaves_dtype, mixed_precision_of
+from ..trainers.models import is_sharded, refuse_stepped, refuse_strangers, refuse_wrapped
 
 #: How values of ``TrainingArguments.optim`` begin whose update of an element depends on others of its parameter.
 _WHOLE = ("adafactor", "galore", "apollo", "lomo", "adalomo", "stable_adamw", "grokadamw")
 
+_EVALUATION = (
+    "would change the dtype of sharded parameters. Leave it out: evaluation computes in the precision of training."
+)
+#: Settings of ``TrainingArguments``, and why each is refused.
+_REFUSED = {
+    "enable_jit_checkpoint": "saves on each rank behind its own signal: one that was signalled alone, or a step "
+    "earlier, would wait for the others in the save. Leave it out, and give the trainer "
+    "callbacks=[polyshard.transformers.PreemptionCallback()].",
+    "bf16_full_eval": _EVALUATION,
+    "fp16_full_eval": _EVALUATION,
+    "torch_compile": "is set, and PolyshardTrainer does not compile. Compile the model's blocks before you give it to "
+    "the trainer: for block in model.model.layers: block.compile().",
+}
 _PLAIN = (
     "Give PolyshardTrainer the plain model, loaded without distributed_config= and tp_plan=; do not call "
     "accelerator.prepare(model) before."
@@ -27,10 +40,8 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def refuse_arguments(args: Any) -> None:
-    """Raise where ``TrainingArguments`` ask for what another engine does, or what sharded parameters cannot do.
-
-    Raises:
-        ConfigError: two engines are asked for, or a setting that needs whole parameters.
+    """Raise ``ConfigError`` where ``TrainingArguments`` ask for another engine, or for something that sharded
+    parameters cannot do.
     """
     for name in ("fsdp", "deepspeed", "parallelism_config"):
         if getattr(args, name, None):
@@ -38,27 +49,13 @@ def refuse_arguments(args: Any) -> None:
                 f"TrainingArguments.{name} is set, and PolyshardTrainer shards the model itself. Leave {name} out, or "
                 "use transformers.Trainer."
             )
-    if getattr(args, "enable_jit_checkpoint", False):
-        raise ConfigError(
-            "TrainingArguments.enable_jit_checkpoint saves on each rank behind its own signal: one that was signalled "
-            "alone, or a step earlier, would wait for the others in the save. Leave it out, and give the trainer "
-            "callbacks=[polyshard.transformers.PreemptionCallback()]."
-        )
+    for name, why in _REFUSED.items():
+        if getattr(args, name, False):
+            raise ConfigError(f"TrainingArguments.{name} {why}")
     if args.n_gpu > 1:
         raise ConfigError(
             f"One process sees {args.n_gpu} GPUs, over which Trainer would replicate the model. Start one process a "
             "GPU: torchrun --nproc-per-node=... script.py."
-        )
-    for name in ("bf16_full_eval", "fp16_full_eval"):
-        if getattr(args, name, False):
-            raise ConfigError(
-                f"TrainingArguments.{name} would change the dtype of sharded parameters. Leave it out: evaluation "
-                "computes in the precision of training."
-            )
-    if args.torch_compile:
-        raise ConfigError(
-            "TrainingArguments.torch_compile is set, and PolyshardTrainer does not compile. Compile the model's blocks "
-            "before you give it to the trainer: for block in model.model.layers: block.compile()."
         )
     if args.save_only_model and args.load_best_model_at_end:
         raise ConfigError(
@@ -68,10 +65,8 @@ def refuse_arguments(args: Any) -> None:
 
 
 def refuse_whole_optimizers(optim: Any) -> None:
-    """Raise where ``optim``, of ``TrainingArguments``, names an optimizer that computes with whole parameters.
-
-    Raises:
-        UnsupportedError: it does.
+    """Raise ``UnsupportedError`` where ``optim``, of ``TrainingArguments``, names an optimizer that computes with whole
+    parameters.
     """
     name = str(getattr(optim, "value", optim))
     if any(name.startswith(each) for each in _WHOLE):
@@ -126,15 +121,11 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module, 
 
 
 def refuse_other_precision(model: nn.Module, mixed_precision: str) -> None:
-    """Raise where a model that is sharded already computes in another dtype than ``TrainingArguments`` ask for.
-
-    Raises:
-        ConfigError: naming both.
+    """Raise ``ConfigError``, naming both, where a model that is sharded already computes in another dtype than
+    ``TrainingArguments`` ask for.
     """
-    units = outermost_root(model, "PolyshardTrainer").units
-    computes = {
-        _NAMES.get(unit.dtypes.compute, "fp32"): unit.dtypes.compute != unit.spec.master_dtype for unit in units
-    }
+    units = outermost_model(model, "PolyshardTrainer").units
+    computes = {_NAMES.get(unit.compute_dtype, "fp32"): unit.compute_dtype != unit.master.dtype for unit in units}
     casts = any(computes.get(name, False) for name in _NAMES.values())
     if casts if mixed_precision == "no" else mixed_precision not in computes:
         raise ConfigError(
@@ -145,10 +136,8 @@ def refuse_other_precision(model: nn.Module, mixed_precision: str) -> None:
 
 
 def refuse_dropped_layers(model: nn.Module) -> None:
-    """Raise where ranks would drop different layers at random: each waits for the others in a gather.
-
-    Raises:
-        UnsupportedError: naming the setting.
+    """Raise ``UnsupportedError``, naming the setting, where ranks would drop different layers at random: each waits for
+    the others in a gather.
     """
     config = getattr(model, "config", None)
     for name, value in _settings(config):
@@ -171,3 +160,33 @@ def _settings(config: Any, prefix: str = "") -> Iterator[tuple[str, object]]:
             waiting += [(f"{name}.{inner}", each) for inner, each in value.items()]
         else:
             yield name, value
+
+
+def with_precision(config: ShardConfig, mixed_precision: str) -> ShardConfig:
+    """``config`` with the precision that ``TrainingArguments.mixed_precision`` asks for.
+
+    ``mixed_precision``: ``"no"``, ``"bf16"`` or ``"fp16"``. Where ``config`` leaves its precision at ``none``, the
+    plugin of that name is taken. A precision that is chosen must compute in it; of plugins that compute in something
+    else than the three, nothing is asked.
+
+    Raises:
+        ConfigError: the two differ.
+        PluginError: the ``ShardConfig``'s plugin cannot be made.
+    """
+    if mixed_precision not in ("no", "bf16", "fp16"):
+        raise ConfigError(
+            f"TrainingArguments ask for mixed precision {mixed_precision!r}, which PolyshardTrainer does not serve. "
+            "Set bf16=True or fp16=True, or neither, and give the ShardConfig a precision plugin."
+        )
+    if leaves_dtype(config):
+        return config if mixed_precision == "no" else dataclasses.replace(config, precision=mixed_precision)
+    computes = mixed_precision_of(config)
+    if computes not in (None, mixed_precision):
+        asked = "neither bf16 nor fp16" if mixed_precision == "no" else f"{mixed_precision}=True"
+        instead = f"{computes}=True" if computes != "no" else "neither"
+        raise ConfigError(
+            f"The ShardConfig's precision={config.precision!r} computes in {'fp32' if computes == 'no' else computes}, "
+            f"but TrainingArguments have {asked}. Set {instead} there, or leave precision out: it follows "
+            "TrainingArguments."
+        )
+    return config

@@ -1,35 +1,34 @@
-"""``Trainer`` over a sharded model."""
+"""``Trainer`` over a sharded model, its ``Accelerator``, and the callback that ends training with a checkpoint."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+import shutil
+import signal
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
+from accelerate import Accelerator
 from torch import nn
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy
 
-from ..checkpoint.saveable import require_saveable
-from ..composable import close, placement, shard
+from .. import checkpoint
+from ..api import clip_grad_norm_, close, no_sync, placement, shard
+from ..checkpoint.contents import require_saveable
 from ..config import ShardConfig
-from ..trainers.device import on_device
-from ..trainers.engines import refuse_engines
-from ..trainers.ranks import keeps_whole, refuse_other_ranks, with_ranks
-from ..trainers.sharded import is_sharded
-from ._private import TrainerHooks, plain_optimizer, refuse_other_trainers
-from .accelerator import ShardedAccelerator
-from .checkpoints import SCHEDULER, load_state, require_state, save_state
-from .export import export, require_exportable
-from .generation import register_generate
-from .initialization import initializer_of
-from .precision import with_precision
-from .preemption import PreemptionCallback
+from ..preemption import Preemption
+from ..trainers.config import keeps_whole, on_device, refuse_engines, refuse_other_ranks, with_ranks
+from ..trainers.models import is_sharded
+from ._private import TrainerHooks, plain_optimizer, prepared_optimizers, refuse_other_trainers
+from .checkpoints import SCHEDULER, STATE, export, require_exportable, require_state
+from .models import initializer_of, register_generate
 from .refusals import (
     refuse_arguments,
     refuse_dropped_layers,
@@ -37,6 +36,7 @@ from .refusals import (
     refuse_optimizer,
     refuse_other_precision,
     refuse_whole_optimizers,
+    with_precision,
 )
 
 
@@ -86,7 +86,7 @@ class PolyshardMixin(TrainerHooks):
         ShardedAccelerator.adopt(self.accelerator, scales_loss=self.args.mixed_precision == "fp16")
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``Trainer``, whose callbacks are not told where training fails."""
+        """As ``Trainer``, and a callback puts signals back where training fails."""
         try:
             return super().train(*args, **kwargs)
         except BaseException as error:
@@ -98,7 +98,7 @@ class PolyshardMixin(TrainerHooks):
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """As ``Trainer``: six for each number of the main input and parameter, embeddings aside, of the whole model."""
         name = getattr(self.model, "main_input_name", "input_ids")
-        # Trainers that generate what they learn from pass lists of samples, which have none.
+        # Trainers that generate their samples pass lists of them, which have no such entry.
         if name not in inputs:
             return 0
         main: torch.Tensor = inputs[name]
@@ -184,15 +184,12 @@ class PolyshardMixin(TrainerHooks):
 
     def save_training(self, folder: Path) -> None:
         """Write model, optimizer and schedule into a checkpoint's folder."""
+        if self.is_world_process_zero():
+            # Left by an earlier run at the same step: ``Trainer`` writes over its other files, too. No rank writes
+            # before this one has come to the save.
+            shutil.rmtree(folder / STATE, ignore_errors=True)
         optimizer = plain_optimizer(self.optimizer)
-        save_state(
-            folder,
-            self.state.global_step,
-            self.model,
-            optimizer,
-            coordinates=self.is_world_process_zero(),
-            frozen=self._save_frozen,
-        )
+        checkpoint.save(folder / STATE, self.state.global_step, self.model, optimizer, frozen=self._save_frozen)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
 
@@ -202,13 +199,13 @@ class PolyshardMixin(TrainerHooks):
 
     def load_training(self, folder: Path) -> None:
         """Read model, optimizer and schedule from a checkpoint's folder."""
-        load_state(folder, self.model, plain_optimizer(self.optimizer), frozen=self._save_frozen)
+        checkpoint.load(require_state(folder), self.model, plain_optimizer(self.optimizer), frozen=self._save_frozen)
         # Plain numbers: nothing in it needs code to be read.
         self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
 
     def load_best(self, folder: Path) -> None:
         """Read the model alone."""
-        load_state(folder, self.model, frozen=self._save_frozen)
+        checkpoint.load(require_state(folder), self.model, frozen=self._save_frozen)
 
 
 def _numel_without_embeddings(model: nn.Module) -> int:
@@ -223,3 +220,158 @@ class PolyshardTrainer(PolyshardMixin, transformers.Trainer):  # type: ignore[mi
 
 class PolyshardSeq2SeqTrainer(PolyshardMixin, transformers.Seq2SeqTrainer):  # type: ignore[misc]
     """``transformers.Seq2SeqTrainer`` over a sharded model."""
+
+
+class PreemptionCallback(transformers.TrainerCallback):  # type: ignore[misc]
+    """Lets a signal that one rank got alone end training on all ranks, behind the same step, with a checkpoint::
+
+        preemption = PreemptionCallback()
+        trainer = PolyshardTrainer(..., callbacks=[preemption])
+        trainer.train()
+        if preemption.preempted:
+            sys.exit(preemption.exit_code)
+
+    The checkpoint is the trainer's own, ``checkpoint-<step>`` in ``args.output_dir``, whatever ``save_strategy`` is:
+    ``train(resume_from_checkpoint=True)`` goes on from it. Signals are taken from the first step of training to the end
+    of ``train``, as ``polyshard.Preemption`` takes them.
+
+    An evaluation that is due behind the same step runs before: the run that goes on has its result, and does not repeat
+    it. None runs because of the end, and no best model is loaded.
+    """
+
+    exit_code: ClassVar[int] = Preemption.exit_code
+    """The exit code for a program that was ended so and can be taken up."""
+
+    def __init__(self, signals: Iterable[signal.Signals] = (signal.SIGTERM,), *, every: int = 1) -> None:
+        """As ``polyshard.Preemption``: the signals, and at every how many steps ranks exchange their requests.
+
+        Raises:
+            ConfigError: ``every`` is below 1; when training begins.
+        """
+        self._signals = tuple(signals)
+        self._every = every
+        self._running: Preemption | None = None
+        self._saved = -1
+        self._best: str | None = None
+        self.preempted = False
+        """Whether the last ``train`` was ended so."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        """Take the signals."""
+        self.preempted = False
+        self._saved = -1
+        self._best = None
+        self._running = Preemption(model, self._signals, every=self._every).__enter__()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Ask for a checkpoint and the end, where a rank was asked to end."""
+        if self._running is not None and self._running.requested():
+            self.preempted = True
+            control.should_training_stop = True
+            # Behind an epoch there may be an evaluation, whose random numbers and result belong into the checkpoint.
+            control.should_save = not _ends_epoch(state)
+        return control
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Ask for a checkpoint where none was written; inside of an epoch, for nothing that belongs to its end."""
+        if not self.preempted:
+            return control
+        if not _ends_epoch(state):
+            control.should_evaluate = False
+        elif control.should_evaluate and args.save_strategy == SaveStrategy.BEST:
+            # The evaluation decides whether there is a checkpoint. Behind the next step one can be had.
+            self.preempted = False
+            control.should_training_stop = state.global_step >= state.max_steps
+            return control
+        # Once: a second one would be written over the first, and for a while there would be none.
+        control.should_save = self._saved != state.global_step
+        return control
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keep the checkpoint that the end is behind."""
+        self._saved = state.global_step
+        if self.preempted and state.best_model_checkpoint is not None:
+            # At its end Trainer loads the best model, and with save_total_limit=1 removes all checkpoints but the best
+            # one: right for a run that is over, and not for one that goes on from its last.
+            self._best, state.best_model_checkpoint = state.best_model_checkpoint, None
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Put back who took the signals before."""
+        if self._best is not None:
+            state.best_model_checkpoint = self._best
+        self.leave(None)
+
+    def request(self) -> None:
+        """Ask for an end without a signal, between the begin and the end of ``train``. One rank is enough."""
+        if self._running is not None:
+            self._running.request()
+
+    def leave(self, error: BaseException | None) -> None:
+        """Put back who took the signals before. ``error``: what ended training, where it did not end by itself."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.__exit__(None if error is None else type(error), error, None)
+
+
+def _ends_epoch(state: Any) -> bool:
+    """Whether the step was the last of an epoch."""
+    return float(state.epoch).is_integer()
+
+
+class ShardedAccelerator(Accelerator):  # type: ignore[misc]
+    """Prepares data and optimizers as ever; of models it knows one, which is sharded.
+
+    Never made: ``Trainer`` makes an ``Accelerator``, which then becomes one of these (``adopt``).
+    """
+
+    #: The model; None until it is prepared.
+    sharded: nn.Module | None = None
+
+    @classmethod
+    def adopt(cls, accelerator: Accelerator, *, scales_loss: bool) -> None:
+        """Let ``accelerator`` be one of these. ``scales_loss``: gradients may underflow, so the loss is scaled."""
+        accelerator.__class__ = cls
+        if scales_loss:
+            accelerator.scaler = torch.amp.GradScaler(accelerator.device.type)
+
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """``model`` itself: neither wrapped for data parallelism, nor moved, nor under autocast.
+
+        One that is not sharded, such as a reference that a trainer compares with, is theirs to place.
+        """
+        if not is_sharded(model):
+            placed: nn.Module = super().prepare_model(model, *args, **kwargs)
+            return placed
+        self.sharded = model
+        return model
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """As ``polyshard.no_sync``."""
+        with no_sync(model):
+            yield
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Scale ``loss`` where that is asked for, in fp32: a scaled fp16 number would be infinite."""
+        super().backward(loss if self.scaler is None else loss.float(), **kwargs)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divide gradients by the loss's scale, of all optimizers that were prepared where none is given."""
+        if self.scaler is None:
+            return
+        for each in prepared_optimizers(self) if optimizer is None else [optimizer]:
+            self.scaler.unscale_(each)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """The norm over all ranks, which is what ``torch.nn.utils.clip_grad_norm_`` computes of sharded parameters."""
+        self.unscale_gradients()
+        given = list(parameters)
+        if self.sharded is not None and _same(given, self.sharded.parameters()):
+            return clip_grad_norm_(self.sharded, max_norm, norm_type)
+        return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
+
+
+def _same(given: Iterable[nn.Parameter], own: Iterable[nn.Parameter]) -> bool:
+    return all(each is other for each, other in zip_longest(given, own))

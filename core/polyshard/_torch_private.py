@@ -1,0 +1,391 @@
+"""Every private torch name that the engine uses, with the reason. Run on torch 2.11 and 2.13 by the test suite."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from functools import partial, wraps
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import FunctionType, ModuleType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.autograd import Variable
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_W = TypeVar("_W", bound=torch.Tensor)
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is executing a backward.
+
+    Activation checkpointing runs forwards inside backward; no public call tells that from a forward after a backward
+    that raised.
+    """
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def will_accumulate(leaf: torch.Tensor) -> bool:
+    """Whether the backward that runs now adds to ``leaf.grad``; to be called inside of one.
+
+    Under ``autograd.grad`` and ``backward(inputs=...)`` it may not, and no public call tells.
+    """
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError as error:
+        # It does not answer for a leaf whose own gradient ``autograd.grad`` was asked for (seen in torch 2.13).
+        if "autograd.grad()" not in str(error):
+            raise
+        return False
+
+
+def may_recompute_reentrantly() -> bool:
+    """Whether the backward that runs now may go through a re-entrant checkpoint: not where inputs were given.
+
+    Its gradients come from a backward of its own, which adds to all leaves.
+    """
+    return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]
+
+
+def queue_after_backward(callback: Callable[[], None]) -> Callable[[], bool]:
+    """Run ``callback`` when the current backward has ended, on the thread that called it.
+
+    Returns a function that tells whether it may still run: autograd lets go of it when the backward has ended, and also
+    when that raises, in which case nothing is called.
+
+    No public hook fires once per backward after all gradients have been accumulated.
+    """
+    once = partial(callback)
+    alive = weakref.ref(once)
+    Variable._execution_engine.queue_callback(once)
+    return lambda: alive() is not None
+
+
+def in_transform() -> bool:
+    """Whether the caller runs under ``torch.func`` (vmap, grad, jvp), which plain autograd functions refuse.
+
+    No public call tells.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+#: Copies each tensor of the second list into that of the first, casting on the way, by one fused launch; these and the
+#: following have no public name.
+foreach_copy_: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = torch._foreach_copy_
+#: Adds each tensor of the second list to that of the first.
+foreach_add_: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = torch._foreach_add_
+#: Zeroes all tensors.
+foreach_zero_: Callable[[list[torch.Tensor]], object] = torch._foreach_zero_
+#: Multiplies all tensors by a number, or by a scalar tensor without reading it on the host.
+foreach_mul_: Callable[[list[torch.Tensor], torch.Tensor | float], object] = torch._foreach_mul_
+#: Moves each tensor of the first list towards that of the second by a part of the way; in place, and as new tensors.
+foreach_lerp_: Callable[[list[torch.Tensor], list[torch.Tensor], float], object] = torch._foreach_lerp_
+foreach_lerp: Callable[[list[torch.Tensor], list[torch.Tensor], float], Sequence[torch.Tensor]] = torch._foreach_lerp
+
+
+def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The vector norm of each tensor, by one fused launch, accumulated in ``dtype``."""
+    return list(torch._foreach_norm(tensors, order, dtype=dtype))
+
+
+def tensor_hooks(parameter: torch.Tensor) -> int:
+    """Number of hooks that ``Tensor.register_hook`` put on ``parameter``."""
+    return len(parameter._backward_hooks or ())
+
+
+def post_accumulate_grad_hooks(parameter: torch.Tensor) -> Sequence[Callable[[torch.Tensor], Any]]:
+    """The hooks of ``register_post_accumulate_grad_hook``: on a sharded parameter they do not fire by themselves."""
+    hooks = parameter._post_accumulate_grad_hooks
+    return tuple(hooks.values()) if hooks else ()
+
+
+def rnn_weights(module: nn.RNNBase, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes by which an RNN module computes from ``tensors`` (by parameter name), and no others.
+
+    It computes from a list beside ``_parameters``. Where that list's weak references are not those of its parameters,
+    it takes them for changed and, on CUDA, moves them into memory of its own, from where no gather reaches them.
+    """
+    weights = [tensors.get(name, old) for name, old in zip(_rnn_names(module), module._flat_weights, strict=True)]
+    references = [None if weight is None else weakref.ref(weight) for weight in weights]
+    return {"_flat_weights": weights, "_flat_weight_refs": references}
+
+
+def rnn_references(module: nn.RNNBase, parameter: torch.Tensor) -> int:
+    """Number of weak references to ``parameter`` that an RNN module itself holds."""
+    return sum(1 for reference in module._flat_weight_refs if reference is not None and reference() is parameter)
+
+
+def drop_rnn_references(module: nn.RNNBase) -> None:
+    """Let an RNN module hold no weak references: a meta parameter that has some cannot be materialised in place."""
+    module._flat_weight_refs = [None] * len(module._flat_weights)
+
+
+def _rnn_names(module: nn.RNNBase) -> list[str]:
+    return [name for layer in module._all_weights for name in layer]
+
+
+def forward_pre_hooks(module: nn.Module) -> dict[Any, Callable[..., Any]]:
+    """Where a module looks for hooks before its forward.
+
+    A hook that is there between steps alone comes and goes with each of them: registering one takes microseconds.
+    """
+    return module._forward_pre_hooks
+
+
+def hidden_from_compile(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """``function``, which torch.compile calls without looking inside.
+
+    The public ``torch.compiler.disable`` imports the compiler when it decorates, which takes over a second; this one
+    when the function is first called.
+    """
+    return _disable_dynamo(function)
+
+
+def may_compile() -> bool:
+    """Whether torch.compile may be at work: its module takes a second to import, and nothing else needs it."""
+    return "torch._dynamo" in sys.modules
+
+
+#: Makes a context inside which tensor subclasses are treated as plain tensors.
+without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
+#: ``__torch_function__`` of a tensor subclass whose operations are caught by ``__torch_dispatch__`` alone, as torch's
+#: notes on extending it have it.
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+def wrapper_of(subclass: type[_W], tensor: torch.Tensor) -> _W:
+    """A leaf of ``subclass`` with the metadata of ``tensor`` and no memory.
+
+    The constructor that torch's notes on extending it give for such subclasses; there is no public one.
+    """
+    made: _W = torch.Tensor._make_wrapper_subclass(
+        subclass,
+        tensor.shape,
+        strides=tensor.stride(),
+        dtype=tensor.dtype,
+        device=tensor.device,
+        requires_grad=tensor.requires_grad,
+    )
+    return made
+
+
+def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchange all that two tensor objects are, but for who they are."""
+    torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]
+
+
+def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Call ``hook`` in backward before the node that made ``tensor`` runs.
+
+    On the node where there is one: ``Tensor.register_hook`` takes eight times as long.
+    """
+    if tensor.grad_fn is not None:
+        tensor.grad_fn.register_prehook(hook)
+    else:
+        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def current_stream_key(device_index: int) -> tuple[int, int, int]:
+    """The current CUDA stream of a device as (stream id, device index, device type), equal for equal streams.
+
+    ``torch.cuda.current_stream`` makes an object for the same three numbers, which takes several times as long.
+    """
+    key: tuple[int, int, int] = torch._C._cuda_getCurrentStream(device_index)
+    return key
+
+
+def abandon_capture_pool(device: int, pool: tuple[int, int]) -> None:
+    """Let the allocator forget the memory pool of a capture that failed.
+
+    ``CUDAGraph.capture_end`` raises before it does that itself. The allocator would go on taking a capture for under
+    way, and keep what it cached even where memory runs out.
+    """
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device, pool)
+    with suppress(RuntimeError):
+        torch._C._cuda_releasePool(device, pool)
+
+
+def default_store() -> Any | None:
+    """The store of the default process group, through which ranks can talk before any communicator exists."""
+    from torch.distributed import distributed_c10d
+
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    return distributed_c10d._get_default_store()
+
+
+#: What puts each of torch's functions back that was exchanged, by its name.
+_restores: dict[str, Callable[[], object]] = {}
+_IMPORT = "import of "
+
+
+def exchanged() -> tuple[str, ...]:
+    """Names of torch's functions that were exchanged."""
+    return tuple(name for name in _restores if not name.startswith(_IMPORT))
+
+
+def restore_exchanged() -> None:
+    """Put torch's own functions back."""
+    while _restores:
+        _restores.popitem()[1]()
+
+
+def _name_of(function: Any) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def exchange_unscale(
+    function: Callable[..., dict[torch.device, torch.Tensor]],
+) -> Callable[..., dict[torch.device, torch.Tensor]]:
+    """Let ``torch.amp.GradScaler`` call ``function`` to unscale and to look for infinities; returns its own method.
+
+    Its ``unscale_`` and its ``step`` with fused optimizers have this private method in common, and nothing public.
+    """
+    before = torch.amp.GradScaler._unscale_grads_
+
+    @wraps(before)
+    def unscale(self: Any, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
+        return function(self, *args, **kwargs)
+
+    _restores[_name_of(before)] = partial(setattr, torch.amp.GradScaler, "_unscale_grads_", before)
+    torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign]
+    return before
+
+
+def exchange_behind(public: Callable[..., _T], function: Callable[..., _T]) -> Callable[..., _T]:
+    """Let ``public``, torch's wrapper around a function of its own, call ``function``; returns its own.
+
+    Programs have imported the name ``public`` before, where replacing it in torch's module would not reach them.
+    """
+    closure: Any = public
+    # "func" where the wrapper turns gradients off, "fn" where it turns the compiler off.
+    names = closure.__code__.co_freevars
+    cell = closure.__closure__[names.index("func" if "func" in names else "fn")]
+    before: Callable[..., _T] = cell.cell_contents
+
+    @hidden_from_compile
+    def hidden(*args: Any, **kwargs: Any) -> _T:
+        return function(*args, **kwargs)
+
+    @wraps(before)
+    def called(*args: Any, **kwargs: Any) -> _T:
+        return hidden(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
+
+    # What torch remembers of its own function.
+    vars(called).pop("__dynamo_disable", None)
+    _restores[_name_of(public)] = partial(setattr, cell, "cell_contents", before)
+    cell.cell_contents = called
+    return before
+
+
+def exchange_body(public: Callable[..., _T], function: Callable[..., _T]) -> Callable[..., _T]:
+    """Let ``public``, a plain function of torch, call ``function``; returns its own.
+
+    Programs have imported the name ``public`` before, as above. It keeps its signature.
+    """
+    theirs: Any = public
+    before = FunctionType(theirs.__code__, theirs.__globals__, theirs.__name__, theirs.__defaults__)
+    before.__kwdefaults__ = theirs.__kwdefaults__
+
+    def restore() -> None:
+        theirs.__code__, theirs.__defaults__, theirs.__kwdefaults__ = (
+            before.__code__,
+            before.__defaults__,
+            before.__kwdefaults__,
+        )
+        del theirs.__signature__
+
+    _restores[_name_of(public)] = restore
+    theirs.__signature__ = inspect.signature(before)
+    theirs.__code__ = _calls_another.__code__
+    theirs.__defaults__, theirs.__kwdefaults__ = None, {"polyshard_called": function}
+    return before
+
+
+def when_imported(name: str, call: Callable[[ModuleType], object]) -> None:
+    """Call ``call`` with the module ``name``: now if it was imported, else as soon as it is."""
+    module = sys.modules.get(name)
+    if module is not None:
+        call(module)
+        return
+    finder = _Awaited(name, call)
+    sys.meta_path.insert(0, finder)
+    _restores[_IMPORT + name] = finder.leave
+
+
+class _Awaited(MetaPathFinder):
+    """Finds nothing by itself, and is gone once the module that it waits for comes."""
+
+    def __init__(self, name: str, call: Callable[[ModuleType], object]) -> None:
+        self._name = name
+        self._call = call
+
+    def leave(self) -> None:
+        """Wait no more."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name or self not in sys.meta_path:
+            return None
+        self.leave()
+        _restores.pop(_IMPORT + self._name, None)
+        spec = find_spec(fullname)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            executes = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                executes(module)
+                self._call(module)
+
+            loader.exec_module = exec_module
+        return spec
+
+
+def _calls_another(*args: Any, polyshard_called: Callable[..., Any], **kwargs: Any) -> Any:
+    # Its code moves into functions of torch, whose globals it may not need.
+    return polyshard_called(*args, **kwargs)
+
+
+def in_functional_call() -> bool:
+    """Whether torch puts tensors in the place of a module's parameters for the length of one call.
+
+    ``torch.func.functional_call`` and its older names have this module in common; nothing in the module tells.
+    """
+    return called_from("torch.nn.utils.stateless")
+
+
+def called_from(module: str) -> bool:
+    """Whether a function of ``module`` is among the callers."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def may_host(store: Any) -> bool:
+    """Whether ``store`` may end with this process: one over TCP, which rank 0 hosts where no launcher does.
+
+    No public call tells who hosts it.
+    """
+    distributed: Any = torch.distributed
+    while isinstance(store, distributed.PrefixStore):
+        store = store.underlying_store
+    launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return isinstance(store, distributed.TCPStore) and distributed.get_rank() == 0 and not launched

@@ -1,0 +1,437 @@
+"""The functions that shard a model in place and use it, and the wrapper that has them as methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from .config import ShardConfig
+from .errors import ConfigError, StateError
+from .functions.lookup import Placement, dtensor_of, live_roots, placement_of
+from .functions.memory import MemoryReport, memory_report
+from .functions.norms import clip_grad_norm
+from .functions.torch_functions import follow
+from .functions.whole import state_dicts_of_pieces, unsharded_parameters
+from .planning.plan import MODULE_STATE_ATTRIBUTE
+from .registry import UsedPlugin
+from .runtime.hooks import ForwardHooks
+from .runtime.module_state import ModuleState
+from .runtime.root import Root, root_of
+from .setup.build import Request, refuse_broken
+from .setup.materialize import Initializer
+from .setup.shard import plugins_of, shard_module
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def shard(
+    model: M,
+    config: ShardConfig | None = None,
+    *,
+    initializer: Initializer | None = None,
+    ignored_modules: Collection[nn.Module] = (),
+    ignored_parameters: Collection[nn.Parameter] = (),
+) -> M:
+    """Shard ``model`` in place, the units chosen by ``config.policy``; returns ``model``.
+
+    ``model.parameters()`` are the same objects as before, each now a tensor of this rank's elements (size 0 where the
+    rank has none), 1-D or, where ``config.layout`` cuts it by rows, ``(rows, ...)``: an optimizer may be made before or
+    after. Meta parameters are materialised unit by unit.
+
+    Args:
+        model: Any module; its forward, or any forward inside it, starts a step.
+        config: What to use; ``ShardConfig()`` where None.
+        initializer: Initialises the parameters and buffers that the module given to it holds directly, after they were
+            materialised from the meta device; ``module.reset_parameters()`` where None.
+        ignored_modules: Modules that stay as they are, with all inside them.
+        ignored_parameters: Parameters that stay as they are.
+
+    Raises:
+        ConfigError, PluginError: the configuration cannot be resolved.
+        ShardingError: the model cannot be sharded so.
+        RankMismatchError: another rank failed, or does something else.
+
+        On an error the model is as it was, on every rank. One that comes when parameters are cut already (out of
+        memory, a listener's ``after_shard``) leaves a model whose every use is refused with a ``StateError``.
+    """
+    request = Request(model, config or ShardConfig(), initializer, ignored_modules, ignored_parameters, composes=False)
+    follow(shard_module(request))
+    return model
+
+
+def fully_shard(
+    module: M,
+    config: ShardConfig | None = None,
+    *,
+    initializer: Initializer | None = None,
+    ignored_modules: Collection[nn.Module] = (),
+    ignored_parameters: Collection[nn.Parameter] = (),
+) -> M:
+    """Make one unit of what in ``module`` is not sharded yet, in place; returns ``module``.
+
+    Where some of it is, a large module before that and one behind it are units of their own, unless
+    ``config.split_root`` is False.
+
+    Called from the inside out: ``for block in model.blocks: fully_shard(block)``, then ``fully_shard(model)``.
+    Arguments and errors as in ``shard``.
+
+    Raises:
+        ConfigError: ``config`` names a policy; here the caller chooses.
+        AlreadyShardedError: ``module`` is sharded, or shares a parameter with a module that is.
+    """
+    config = config or ShardConfig()
+    if config.policy != "never":
+        raise ConfigError(
+            f"fully_shard makes one unit of {type(module).__name__}, so policy={config.policy!r} has no meaning. "
+            "Leave policy out, or call polyshard.shard."
+        )
+    follow(shard_module(Request(module, config, initializer, ignored_modules, ignored_parameters, composes=True)))
+    return module
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backwards inside keep their gradients on this rank; the next one outside reduces the sum.
+
+    Parameters are still gathered and released as usual. The waiting gradients take a whole unit's memory each, in the
+    reduction dtype; ``.grad`` does not show them.
+
+    Raises:
+        StateError: ``model`` is not the outermost sharded module.
+    """
+    root = outermost_root(model, "no_sync()")
+    before, root.synchronises = root.synchronises, False
+    try:
+        yield
+    finally:
+        root.synchronises = before
+
+
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Scale gradients in place so that their norm over all ranks is at most ``max_norm``; returns the norm before.
+
+    ``torch.nn.utils.clip_grad_norm_``, given parameters instead of the module, does the same.
+
+    Args:
+        model: The outermost sharded module.
+        max_norm: Largest norm that is let through.
+        norm_type: Order of the norm; ``float("inf")`` for the largest absolute value.
+        error_if_nonfinite: Whether a norm that is infinite or not a number is an error. True makes the host wait for
+            the device, and every rank must give the same.
+
+    Returns:
+        The norm, a 0-dim tensor on the compute device, the same on every rank.
+
+    Raises:
+        StateError: ``model`` is not the outermost sharded module.
+        ConfigError: ``norm_type`` is not positive.
+        NonFiniteError: ``error_if_nonfinite``, and the norm is not finite. Raised on all ranks, with gradients as they
+            were; names the first unit, in module order, whose gradient is not finite, and the ranks where it is not.
+    """
+    root = outermost_root(model, "clip_grad_norm_()")
+    return clip_grad_norm(root, model, float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite)
+
+
+def placement(parameter: torch.Tensor) -> Placement:
+    """Which elements of ``parameter`` this rank holds, and what shape the whole has.
+
+    A sharded parameter is a 1-D tensor, or ``(rows, ...)`` where the layout cuts between rows only, and empty on ranks
+    without a part of it: what is decided by shape, such as which parameters decay, is to be decided by
+    ``placement(parameter).shape``. Nothing is communicated. A parameter that is not sharded lies here as a whole. A
+    flat parameter is that of its unit's padded elements.
+    """
+    return placement_of(parameter)
+
+
+def as_dtensor(parameter: torch.Tensor) -> DTensor:
+    """The whole ``parameter`` as a ``DTensor`` with placement ``Shard(0)`` over this rank's piece, which is not copied.
+
+    For code that computes with DTensors. It is detached: gradients arrive in ``parameter.grad``. Every rank calls it,
+    in the same order.
+
+    Raises:
+        UnsupportedError: ranks hold other rows of it than ``Shard(0)`` would give them, it is not sharded, or the
+            collectives are behind no process group.
+    """
+    return dtensor_of(parameter)
+
+
+def flat_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """What to give to an optimizer that treats all elements alike: one 1-D parameter a unit, this rank's whole shard.
+
+    An optimizer then handles one tensor a unit instead of one a parameter: fewer launches, and less Python. Gradients
+    arrive in these parameters' ``.grad`` from now on, and ``.grad`` of ``model.parameters()`` stays None. Not for
+    optimizers that look at a parameter's shape, nor for settings that differ inside a unit (weight decay for some
+    parameters only): give those ``model.parameters()``. The optimizer's step raises ``UnsupportedError`` where no rank
+    had a gradient of some of a unit's parameters, which it would move all the same.
+
+    Parameters outside of units come last, as they are. So do those of a unit that a single rank holds without casts,
+    which stay one by one. Calling it again returns the same objects.
+
+    Raises:
+        StateError: ``model`` is not the outermost sharded module, a parameter has a gradient already, or a unit holds
+            trained and frozen parameters.
+    """
+    root = outermost_root(model, "flat_parameters()")
+    root.take_up_changes()
+    flat = [parameter for unit in root.units for parameter in unit.flatten()]
+    live_roots.flattened.add(root)
+    managed = {original for unit in root.units for original in unit.originals.tensors}
+    return flat + [parameter for parameter in model.parameters() if parameter not in managed]
+
+
+def unsharded(model: nn.Module, *, writeback: bool = False) -> AbstractContextManager[None]:
+    """A context in which every parameter is whole, in its original shape and dtype, on every rank.
+
+    Takes the memory of the whole model. Changes are dropped on leaving unless ``writeback``; then each rank keeps its
+    own part. Modules that are called inside compute with these parameters, without casts or collectives; a backward
+    through such a call raises ``StateError``, inside and after leaving.
+
+    Raises:
+        StateError: inside a forward, a backward or another such context, or ``model`` is not the outermost.
+    """
+    return unsharded_parameters(outermost_root(model, "unsharded()"), writeback=writeback)
+
+
+def local_state_dict(model: nn.Module) -> dict[str, Any]:
+    """This rank's pieces of sharded parameters, all others and buffers, under the model's names.
+
+    For the same rank of the same world, strategy and layout alone: a tensor for each sharded parameter, which shares
+    its memory and shape. ``model.state_dict()`` of a sharded model is refused outside of ``unsharded``.
+
+    Raises:
+        StateError: nothing in ``model`` is sharded.
+    """
+    _refuse_unsharded(model, "local_state_dict()")
+    with state_dicts_of_pieces():
+        state: dict[str, Any] = model.state_dict()
+    return state
+
+
+def load_local_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+    """Load what ``local_state_dict`` returned on the same rank of the same world and strategy.
+
+    ``model.load_state_dict`` takes whole parameters instead, of which each rank keeps its part.
+
+    Args:
+        model: A sharded module, or one with sharded modules inside.
+        state: Tensors by name; they are copied.
+        strict: Whether names that are missing or unknown are an error.
+
+    Returns:
+        What ``torch.nn.Module.load_state_dict`` does: the names that were missing, and those that were unknown.
+
+    Raises:
+        StateError: nothing in ``model`` is sharded.
+        RuntimeError: a tensor has another shape than this rank's piece, or the names are others.
+    """
+    _refuse_unsharded(model, "load_local_state_dict()")
+    with state_dicts_of_pieces():
+        return model.load_state_dict(state, strict=strict)
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Let ``module.name(...)`` see whole parameters, as ``module.forward`` does: ``generate``, ``encode``.
+
+    Raises:
+        StateError: ``module`` is no unit.
+        ConfigError: it has no such method.
+    """
+    module_state = _module_state(module, "register_forward_method()")
+    method = getattr(module, name, None)
+    if not callable(method):
+        raise ConfigError(
+            f"{type(module)} does not have a method {name} ('{module_state.name or '(root)'}'). Name a method that computes."
+        )
+    # Its methods may compute with an embedding's weight.
+    module_state.reads_in_backward = True
+    setattr(module, name, _computing(ForwardHooks(module_state), module, method))
+
+
+def close(model: nn.Module) -> None:
+    """Release what sharding holds beside parameters: gather buffers, communicators, connections, their threads.
+
+    Every rank calls it, at the same point of the program: ending communicators may meet the other ranks. For jobs that
+    make many models, or that end one before the process does; a model that is dropped without it leaves its
+    communicators to the next model over the same ranks. Process groups and collectives that the user made stay open.
+    Parameters and gradients stay as they are, this rank's pieces. To be called behind the last checkpoint, and once no
+    captured step of the model is left. A save that goes on in the background is waited for. Does nothing the second
+    time.
+
+    Raises:
+        StateError: inside a forward, a backward or ``unsharded``, or ``model`` is not the outermost sharded module.
+        BackgroundSaveError: the last save in the background failed, on any rank. The model is closed all the same.
+    """
+    _outermost_root(model, "close()").close()
+
+
+def report(model: nn.Module) -> MemoryReport:
+    """What memory this rank needs, read off the layout.
+
+    Raises:
+        StateError: ``model`` is not the outermost sharded module.
+    """
+    return memory_report(outermost_root(model, "report()"))
+
+
+def plugins(model: nn.Module) -> tuple[UsedPlugin, ...]:
+    """The plugins that a sharded model was given: collectives, precision, offload, policy, layout and listeners.
+
+    Those that the policy named for single units follow, and those of inner modules that were sharded by themselves;
+    ``module`` tells which they serve.
+
+    Raises:
+        StateError: ``model`` is not the outermost sharded module.
+    """
+    outermost_root(model, "plugins()")
+    return plugins_of(model)
+
+
+def _computing(hooks: ForwardHooks, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def computes(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = hooks.pre_forward(module, args, kwargs)
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            hooks.post_forward(module, args, kwargs, None)
+            raise
+        return hooks.post_forward(module, args, kwargs, output)
+
+    return computes
+
+
+def _module_state(module: nn.Module, call: str) -> ModuleState:
+    refuse_broken(module, call)
+    module_state: ModuleState | None = module.__dict__.get(MODULE_STATE_ATTRIBUTE)
+    if module_state is None:
+        raise StateError(
+            f"{call} needs a sharded module, but this {type(module).__name__} is not sharded. "
+            "Pass the module that was given to polyshard.shard or fully_shard."
+        )
+    return module_state
+
+
+def _refuse_unsharded(model: nn.Module, call: str) -> None:
+    if not any(MODULE_STATE_ATTRIBUTE in module.__dict__ for module in model.modules()):
+        raise StateError(
+            f"{call} needs a sharded module, but nothing in this {type(model).__name__} is sharded. Call its own "
+            "state_dict() or load_state_dict()."
+        )
+
+
+def outermost_root(model: nn.Module, call: str) -> Root:
+    """The root of ``model``, whose outermost module it is; ``call`` begins the message of an error.
+
+    Raises:
+        StateError: ``model`` is not the outermost sharded module, or was closed.
+    """
+    root = _outermost_root(model, call)
+    root.refuse_ended(call)
+    return root
+
+
+def _outermost_root(model: nn.Module, call: str) -> Root:
+    # The wrapper holds the sharded module.
+    inner = model.__dict__.get("_modules", {}).get("module")
+    if MODULE_STATE_ATTRIBUTE not in model.__dict__ and inner is not None and MODULE_STATE_ATTRIBUTE in inner.__dict__:
+        model = inner
+    module_state = _module_state(model, call)
+    root = root_of(module_state)
+    if root.module_states[0] is not module_state:
+        raise StateError(
+            f"{call} needs the outermost sharded module, but was given the inner one '{module_state.name}' (rank "
+            f"{root.rank}). Pass the module that was sharded last, around all others."
+        )
+    return root
+
+
+class FullyShardedDataParallel(nn.Module):
+    """``polyshard.shard(module, config)``, with the operations as methods.
+
+    ``module`` is sharded in place and stays reachable as ``.module``; attributes and items that the wrapper lacks are
+    the module's. Parameters, buffers and state dicts keep the module's own names.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: ShardConfig | None = None,
+        *,
+        initializer: Initializer | None = None,
+        ignored_modules: Collection[nn.Module] = (),
+        ignored_parameters: Collection[nn.Parameter] = (),
+    ) -> None:
+        super().__init__()
+        self.module = shard(
+            module,
+            config,
+            initializer=initializer,
+            ignored_modules=ignored_modules,
+            ignored_parameters=ignored_parameters,
+        )
+        # state_dict() leaves ".module" out, also inside a larger model's.
+        self.register_load_state_dict_pre_hook(_under_module)  # type: ignore[no-untyped-call]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        return self.module(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """See ``polyshard.no_sync``."""
+        return no_sync(self.module)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """See ``polyshard.clip_grad_norm_``."""
+        return clip_grad_norm_(self.module, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def unsharded(self, *, writeback: bool = False) -> AbstractContextManager[None]:
+        """See ``polyshard.unsharded``."""
+        return unsharded(self.module, writeback=writeback)
+
+    def close(self) -> None:
+        """See ``polyshard.close``."""
+        close(self.module)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's named parameters."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The module's named buffers."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's state dict, under the module's own names; refused while its parameters are sharded."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]  # type: ignore[index]
+
+
+def _under_module(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)

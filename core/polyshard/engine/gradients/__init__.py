@@ -1,1 +1,0 @@
-"""From the gradients of views to those of the originals."""

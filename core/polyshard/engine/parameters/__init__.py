@@ -1,1 +1,0 @@
-"""What stands under a parameter's name: originals, views, stand-ins, one parameter for an optimizer."""

@@ -1,1 +1,0 @@
-"""Forward and backward of a sharded model."""

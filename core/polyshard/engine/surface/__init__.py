@@ -1,1 +1,0 @@
-"""What is asked of a sharded model between steps, by our public functions and by torch's own."""

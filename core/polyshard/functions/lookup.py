@@ -1,0 +1,204 @@
+"""The models that are sharded in this process, for functions of torch that are given their parameters alone."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ..errors import UnsupportedError
+from ..planning.layout import product
+from ..runtime.root import Root
+from ..runtime.unit import Unit
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+class Found(NamedTuple):
+    """A parameter of a sharded model."""
+
+    root: Root
+    unit: Unit
+    slot: int | None
+    """Index of the parameter in its unit's layout; None of a flat parameter, which stands for all of them."""
+    order: tuple[int, int]
+    """Of the root and of its unit: the same on every rank, whatever the order in which parameters were given."""
+
+
+class LiveRoots:
+    """Every root that ``polyshard.shard`` or ``fully_shard`` made, for as long as its model lives.
+
+    A step does not touch it: parameters are looked up when somebody asks for one, and gradients lead to their units
+    over their parameters.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        #: How many models were sharded so far. What was found before the latest may be something else now.
+        self.changes = 0
+        # Places by the parameters' ids: a reference to a parameter may lead to its model, which would then never go.
+        self._places: weakref.WeakKeyDictionary[Root, dict[int, tuple[int, int]]] = weakref.WeakKeyDictionary()
+        # All of those, and some that were.
+        self._known: frozenset[int] = frozenset()
+        # Ids of parameters in their modules that are no unit's; of those roots that were asked.
+        self._outside: weakref.WeakKeyDictionary[Root, frozenset[int]] = weakref.WeakKeyDictionary()
+        #: All of these roots, and some that went; for those who ask at every step.
+        self.references: tuple[weakref.ref[Root], ...] = ()
+        #: Those whose units an optimizer sees as flat parameters.
+        self.flattened: weakref.WeakSet[Root] = weakref.WeakSet()
+
+    def add(self, root: Root) -> None:
+        """Know the parameters of ``root`` from now on."""
+        places = {
+            id(parameter.original): (number, slot)
+            for number, unit in enumerate(root.units)
+            for slot, parameter in enumerate(unit.parameters)
+        }
+        with self._lock:
+            self._places[root] = places
+            self._outside.clear()
+            self._known = frozenset(key for each in self._places.values() for key in each)
+            self.references = tuple(map(weakref.ref, self._places))
+            self.changes += 1
+
+    def roots(self) -> list[Root]:
+        """The outermost roots, in the order in which they were made."""
+        return [root for root, _ in self._entries()]
+
+    def may_hold(self, tensor: torch.Tensor) -> bool:
+        """Whether ``find`` may find ``tensor``, at a fraction of its cost: for what is asked of every new tensor."""
+        # Flat parameters are 1-D, and made later.
+        return id(tensor) in self._known or (tensor.ndim == 1 and bool(self.flattened))
+
+    def find(self, tensors: Sequence[torch.Tensor]) -> list[Found | None]:
+        """For each of ``tensors`` where it lies; None for what is no parameter of a sharded model."""
+        found: list[Found | None] = [None] * len(tensors)
+        for age, (root, places) in enumerate(self._entries()):
+            flats = {id(unit.flat.parameter): number for number, unit in enumerate(root.units) if unit.flat is not None}
+            for index, (key, tensor) in enumerate(zip(map(id, tensors), tensors, strict=True)):
+                place = places.get(key)
+                if place is not None:
+                    number, slot = place
+                    unit = root.units[number]
+                    # An id outlives its object.
+                    if unit.parameters[slot].original is tensor:
+                        found[index] = Found(root, unit, slot, (age, number))
+                elif key in flats:
+                    number = flats[key]
+                    found[index] = Found(root, root.units[number], None, (age, number))
+        return found
+
+    def around(self, tensors: Sequence[torch.Tensor]) -> Root | None:
+        """The first root whose model has one of ``tensors`` outside of its units; None where none has."""
+        asked = set(map(id, tensors))
+        for root, places in self._entries():
+            outside = self._outside.get(root)
+            if outside is None:
+                # A walk that a wrap need not pay for.
+                outside = frozenset(map(id, root.module_states[0].module.parameters())) - places.keys()
+                self._outside[root] = outside
+            may_be = not asked.isdisjoint(outside)
+            # An id outlives its object.
+            if may_be and not asked.isdisjoint(map(id, root.module_states[0].module.parameters())):
+                return root
+        return None
+
+    def _entries(self) -> list[tuple[Root, dict[int, tuple[int, int]]]]:
+        with self._lock:
+            entries = list(self._places.items())
+        # A root whose units went to a larger one is on its way out.
+        return [(root, places) for root, places in entries if all(unit.step is root for unit in root.units)]
+
+
+#: Torch's functions are one for the whole process, and so is what they must know.
+live_roots = LiveRoots()
+
+
+# Which part of a whole parameter this rank holds, and which the others do.
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the elements of a parameter lie."""
+
+    shape: tuple[int, ...]
+    """Shape of the whole parameter."""
+    stride: tuple[int, ...]
+    """Strides of the whole parameter, in elements."""
+    start: int
+    """First element that this rank holds, counted in the memory order that ``stride`` gives the whole parameter."""
+    stop: int
+    """One past the last; equal to ``start`` where it holds none."""
+    unit: str | None
+    """Name of the unit that the parameter is gathered with; None where it is not sharded."""
+    shard: int = 0
+    """Which of ``pieces`` this rank holds: its index among the ranks that share the unit."""
+    pieces: tuple[tuple[int, int], ...] = ()
+    """``(start, stop)`` of each of those ranks, in their order; ``(0, 0)`` for none. One where nothing is cut."""
+    rows: tuple[int, int] | None = None
+    """First and one past the last index of dimension 0 that this rank holds, where the layout cuts between them only;
+    the parameter's own shape is then ``(rows, ...)``. None elsewhere."""
+
+
+def placement_of(parameter: torch.Tensor) -> Placement:
+    """See ``polyshard.placement``."""
+    (found,) = live_roots.find((parameter,))
+    if found is None:
+        numel = parameter.numel()
+        return Placement(tuple(parameter.shape), tuple(parameter.stride()), 0, numel, None, 0, ((0, numel),))
+    unit, layout = found.unit, found.unit.layout
+    shard = unit.grid.shard_rank
+    if found.slot is None:
+        size = layout.shard_numel
+        pieces = tuple((rank * size, (rank + 1) * size) for rank in range(layout.world_size))
+        return Placement((layout.padded_numel,), (1,), *pieces[shard], unit.name, shard, pieces)
+    slot = layout.slots[found.slot]
+    pieces = tuple(layout.range_of(found.slot, rank) for rank in range(layout.world_size))
+    start, stop = pieces[shard]
+    row = product(slot.shape[1:])
+    rows = (start // row, stop // row) if slot.by_rows and row else None
+    return Placement(slot.shape, slot.stride, start, stop, unit.name, shard, pieces, rows)
+
+
+def dtensor_of(parameter: torch.Tensor) -> DTensor:
+    """See ``polyshard.as_dtensor``."""
+    (found,) = live_roots.find((parameter,))
+    placed = placement_of(parameter)
+    if found is None or found.slot is None or found.unit.grid.shard is None:
+        raise UnsupportedError(
+            f"as_dtensor() needs a parameter of which each rank holds a piece, but this one, of shape {placed.shape}, "
+            "is whole here, or flat. Use it as it is."
+        )
+    unit, shard = found.unit, found.unit.grid.shard
+    where = f"'{unit.parameters[found.slot].names[0]}' (rank {found.root.rank})"
+    row = product(placed.shape[1:])
+    each = -(-placed.shape[0] // shard.world_size) * row if placed.shape else 0
+    numel = product(placed.shape)
+    even = [(min(rank * each, numel), min((rank + 1) * each, numel)) for rank in range(shard.world_size)]
+    if placed.rows is None or [_range(*piece) for piece in placed.pieces] != [_range(*piece) for piece in even]:
+        raise UnsupportedError(
+            f"The ranks do not hold of {where} what Shard(0) would give them: the ranges are {placed.pieces}. Shard it "
+            "with layout='rows' as a unit of its own, with a number of rows that the number of ranks divides."
+        )
+    if shard.process_group is None:
+        raise UnsupportedError(
+            f"{type(shard).__name__} is behind no process group of torch.distributed, which a DTensor of {where} "
+            "needs. Choose collectives of processes, such as gloo or nccl."
+        )
+    # Late: it takes longer to import than everything here.
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = DeviceMesh.from_group(shard.process_group, parameter.device.type)
+    return DTensor.from_local(
+        parameter.detach(), mesh, [Shard(0)], run_check=False, shape=torch.Size(placed.shape), stride=placed.stride
+    )
+
+
+def _range(start: int, stop: int) -> tuple[int, int]:
+    return (start, stop) if stop > start else (0, 0)

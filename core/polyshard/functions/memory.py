@@ -1,0 +1,123 @@
+"""What memory one rank needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from ..runtime.reduce import Way
+from ..runtime.root import Root
+from ..runtime.streams import REDUCTIONS_ALIVE
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Bytes that one rank needs for parameters and what belongs to them. Activations are not counted."""
+
+    world_size: int
+    rank: int
+    units: int
+    parameters: int
+    """Elements of the whole model."""
+    padding: int
+    """Elements of all flat buffers that belong to no parameter: what layouts leave for alignment, and equal slices."""
+    master_nbytes: int
+    """Master shards."""
+    gradient_nbytes: int
+    """Gradient shards, from a backward to the next ``zero_grad``."""
+    gathered_nbytes: int
+    """Gather buffers alive at once at most: what is kept, the computing unit, and those prefetched, in batches."""
+    reduction_nbytes: int
+    """Inputs of the reductions in flight. Of small units that travel together their gradients instead, which are held
+    until then, and one bucket's inputs twice: as the units lay them out, and as they travel."""
+    kept: tuple[str, ...]
+    """Names of the units that stay gathered between forward and backward, ``(root)`` for the outermost. After the first
+    forward the one that ran last may join them, and under ``reshard_after_forward="auto"`` more."""
+    parked: tuple[str, ...] = ()
+    """Names of the units whose masters and gradients an offload manager keeps; so does an optimizer its state there."""
+    parked_nbytes: int = 0
+    """Of ``master_nbytes``, what belongs to these."""
+
+    def optimizer_nbytes(self, states: int) -> int:
+        """Bytes of an optimizer with ``states`` tensors of a master's size (AdamW: 2)."""
+        return states * self.master_nbytes
+
+    def total_nbytes(self, states: int = 2) -> int:
+        """Everything together, for an optimizer with ``states`` tensors a parameter."""
+        return (
+            self.master_nbytes
+            + self.gradient_nbytes
+            + self.gathered_nbytes
+            + self.reduction_nbytes
+            + self.optimizer_nbytes(states)
+        )
+
+
+def memory_report(root: Root) -> MemoryReport:
+    """The report of ``root``'s rank.
+
+    Read off the layouts: nothing is measured.
+    """
+    units = list(root.units)
+    module_states = (root.module_states[0], root.execution_order.turning)
+    turning = {unit for module_state in module_states if module_state is not None for unit in module_state.units}
+    kept = [u for u in units if not u.permanent and not u.releases(u in turning)]
+    # A module state gathers its units together.
+    waits = [
+        sum(u.gathered_nbytes for u in module_state.units if not u.permanent and u not in kept)
+        for module_state in root.module_states
+    ]
+    released = sorted(filter(None, waits), reverse=True)
+    parameters = sum(slot.numel for u in units for slot in u.layout.slots)
+    return MemoryReport(
+        world_size=root.collectives.world_size,
+        rank=root.rank,
+        units=len(units),
+        parameters=parameters,
+        padding=sum(u.layout.padded_numel for u in units) - parameters,
+        master_nbytes=sum(u.master.numel() * u.master.element_size() for u in units),
+        gradient_nbytes=sum(u.layout.shard_numel * u.dtypes.grad.itemsize for u in units if u.trainable),
+        gathered_nbytes=sum(u.gathered_nbytes for u in kept) + _prefetched_nbytes(released, root),
+        reduction_nbytes=_reduced_nbytes(root),
+        kept=tuple(u.name for u in kept),
+        parked=tuple(u.name for u in units if u.parks),
+        parked_nbytes=sum(u.master.nbytes for u in units if u.parks),
+    )
+
+
+def _prefetched_nbytes(released: Sequence[int], root: Root) -> int:
+    """Of units that are released, largest first: one that computes, and those ahead of it."""
+    ahead = root.execution_order.ahead
+    single = sum(released[: 1 + ahead])
+    if not ahead:
+        return single
+    # The last module state ahead may be the first of a batch, and the module state that computes the first of the batch before it.
+    batch = root.execution_order.batch_nbytes
+    return min(sum(released), max(single, sum(released[:ahead]) + batch, 2 * batch))
+
+
+def _reduced_nbytes(root: Root) -> int:
+    """Of the two largest inputs, whether they are one unit's, one module state's or a bucket's."""
+    reducer = root.reducer
+    inputs: list[int] = []
+    nbytes = dict.fromkeys(Way, 0)
+    for module_state in root.module_states:
+        reduced = [unit.gradients for unit in module_state.units if unit.trainable and not unit.resident]
+        for _, same in groupby(reduced, lambda each: (each.unit.grid.shard, each.input.dtype, each.input.result_dtype)):
+            together = list(same)
+            sizes = [each.input.nbytes for each in together]
+            total, grid = sum(sizes), together[0].unit.grid
+            way = reducer.way_together(sizes, grid)
+            if way is Way.ALONE:
+                inputs += sizes
+            elif way is Way.GROUPED and total > reducer.room[way]:
+                inputs.append(total)
+            else:
+                nbytes[way] += total
+    for way in (Way.GROUPED, Way.MERGED):
+        total, room = nbytes[way], reducer.room[way]
+        inputs += [min(total, room), min(max(0, total - room), room)]
+    # Both go back to the pool of the stream that reduces before the next bucket's come from there.
+    copied = 2 * min(nbytes[Way.MERGED], reducer.room[Way.MERGED])
+    return sum(sorted(inputs, reverse=True)[:REDUCTIONS_ALIVE]) + copied

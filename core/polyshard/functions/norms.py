@@ -1,0 +1,352 @@
+"""What a gradient scaler on a device tells optimizers of gradients in host memory.
+
+[Note: scales that arrive late]
+``torch.amp.GradScaler`` and torch's fused optimizers bring scale and finding to where gradients are by copies that the
+host does not wait for, into pinned memory. Host code reads them at once: gradients are then multiplied by what was
+there before, and an infinity that was found is overwritten by the copy that comes behind it. From host memory, which is
+not pinned, copies to the device are made before the call returns, and those to the host are none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup, get_process_group_ranks
+
+from .. import _torch_private
+from ..errors import ConfigError, NonFiniteError, RankMismatchError
+from ..interfaces import Collectives, ReduceOp
+from ..planning.groups import RankGrid
+from ..runtime.root import Root
+from ..runtime.unit import Unit
+
+
+def in_reach(scales: torch.Tensor, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    """``scales``, on the host where one of the gradients is: see the note. Waits for the device then."""
+    if scales.device.type == "cpu" or not any(_is_hosted(parameter) for parameter in parameters):
+        return scales
+    return scales.cpu()
+
+
+def bring_in_reach(optimizer: torch.optim.Optimizer) -> None:
+    """The same for what a scaler left with an optimizer that unscales by itself, before its step."""
+    scale = getattr(optimizer, "grad_scale", None)
+    if not isinstance(scale, torch.Tensor):
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    told = {"grad_scale": in_reach(scale, parameters)}
+    finding = getattr(optimizer, "found_inf", None)
+    if isinstance(finding, torch.Tensor):
+        told["found_inf"] = in_reach(finding, parameters)
+    for name, value in told.items():
+        setattr(optimizer, name, value)
+
+
+def _is_hosted(parameter: torch.Tensor) -> bool:
+    return parameter.grad is not None and parameter.grad.device.type == "cpu"
+
+
+# Gradient norms over all shards.
+
+
+#: Relative difference from which on norms are those of different gradients, and not of one that was rounded twice.
+_TOLERANCE = 1e-5
+
+#: Groups that together reach the ranks among which a unit is reduced; see ``RankGrid.everyone``.
+Everyone = tuple[Collectives, ...]
+
+#: What a norm is taken of, by the ranks that share it; None for what lies outside of units.
+Held = dict[RankGrid | None, list[torch.Tensor]]
+
+#: Names and gradients of what lies outside of units; asked for where ranks differ.
+Outside = Callable[[], Iterable[tuple[str, torch.Tensor | None]]]
+
+
+def clip_grad_norm(
+    root: Root, module: nn.Module, max_norm: float, norm_type: float, *, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Scale all gradients so that their norm, over every rank's shards, is at most ``max_norm``.
+
+    Norms are accumulated in fp32 (fp64 for fp64 gradients), with one all-reduce for each group of shards. Trained
+    parameters outside of units count once, and must have one gradient on all ranks: see ``agreed_norm``.
+
+    Raises:
+        ConfigError: ``norm_type`` is not positive.
+        RankMismatchError: gradients of parameters outside of units differ between ranks.
+        NonFiniteError: ``error_if_nonfinite``, and the norm is infinite or not a number; on all ranks.
+    """
+    refuse_order(norm_type, "clip_grad_norm_", root.rank)
+    managed: set[nn.Parameter] = set()
+    held: Held = {}
+    grid: RankGrid | None = None
+    group: list[torch.Tensor] = []
+    for unit in root.units:
+        managed.update(unit.originals.tensors)
+        if unit.grid is not grid:
+            grid = unit.grid
+            # A rank without a part of any parameter still takes part in the reduction.
+            group = held.setdefault(grid, [])
+        group += [parameter.grad for parameter in unit.receivers if parameter.grad is not None]
+    outside = [parameter for parameter in module.parameters() if parameter not in managed]
+    trained = [parameter for parameter in outside if parameter.requires_grad or parameter.grad is not None]
+    if trained:
+        held[None] = [parameter.grad for parameter in trained if parameter.grad is not None]
+
+    def named() -> Iterator[tuple[str, torch.Tensor | None]]:
+        return ((name, each.grad) for name, each in module.named_parameters() if each not in managed)
+
+    wide = accumulator(root.units, trained)
+    told = told_of(norm_type, max_norm, error_if_nonfinite=error_if_nonfinite)
+    total = agreed_norm(root, root.units, held, norm_type, wide, told, named)
+    if error_if_nonfinite:
+        _refuse_not_finite(root, total, outside)
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    by_place: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradients in held.values():
+        for gradient in gradients:
+            by_place.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (place, dtype), tensors in by_place.items():
+        _torch_private.foreach_mul_(tensors, factor.to(device=place, dtype=dtype))
+    return total
+
+
+def told_of(norm_type: float, max_norm: float | None = None, *, error_if_nonfinite: bool = False) -> str:
+    """What ranks compare of a norm beside that there is one: each scales its own pieces by what it was given."""
+    # A tensor would have to be waited for.
+    most = f", at most {float(max_norm)}" if isinstance(max_norm, int | float) else ""
+    return f" of order {float(norm_type)}{most}{', finite or an error' if error_if_nonfinite else ''}"
+
+
+def agreed_norm(
+    root: Root,
+    units: Iterable[Unit],
+    held: Held,
+    norm_type: float,
+    wide: torch.dtype,
+    told: str,
+    outside: Outside,
+) -> torch.Tensor:
+    """The norm over all of ``held``, 0-dim on the compute device, the same on every rank.
+
+    ``units``: those that gradients are of, for messages.
+
+    [Note: norms of what lies outside of units]
+    The reduction makes a unit's gradients those of all its ranks. Nothing does that for a parameter outside of units,
+    nor between the worlds of units that are sharded over different ranks: each rank could come to a norm of its own,
+    and scale its pieces of one gradient differently. Where there are such parameters, ranks therefore take the largest
+    norm that any of them has of these. All scale alike then, whatever happened. Norms that differ are an error, where
+    the host need not wait for the device to see it: on the CPU at each call, on other devices at the first that has
+    gradients (of the first three), and at each with ``check_ranks="always"``.
+
+    Raises:
+        RankMismatchError: the ranks' norms differ of what should be one gradient; on all ranks.
+    """
+    device = root.collectives.device
+    alike = {grid: grid.everyone for grid in held if grid is not None}
+    # In one order on all ranks, which a set has not.
+    first = _first_of_each(dict.fromkeys(alike.values()))
+    # What ranks have alike, they are known to have so among themselves alone.
+    kinds = dict.fromkeys(first.values())
+    unsure = [each for each in kinds if each] if len(kinds) > 1 or None in held else []
+    if unsure:
+        told += ", with parameters outside of units" if None in held else ", of units over different ranks"
+    meeting = [grid.shard for grid in alike] + [group for each in unsure for group in each]
+    with root.meeting("norm of gradients", dict.fromkeys(meeting), told):
+        norms: dict[Everyone | None, list[torch.Tensor]] = {}
+        for grid, tensors in held.items():
+            norm = _group_norm(None if grid is None else grid.shard, tensors, norm_type, wide, device)
+            norms.setdefault(None if grid is None else first[alike[grid]], []).append(norm)
+        if not norms:
+            return torch.zeros((), dtype=wide, device=device)
+        total = _together([norm for each in norms.values() for norm in each], norm_type)
+        reads = bool(unsure) and _may_read(root, device)
+        # Most ranks last, which then have one norm.
+        for everyone in sorted(unsure, key=_number_of):
+            rest = [norm for each, found in norms.items() if each is not everyone for norm in found]
+            flags = _without_nan(_together(rest, norm_type))
+            most = torch.stack([*flags, -flags[0]])
+            for group in everyone:
+                group.all_reduce(most, op=ReduceOp.MAX).wait()
+            if reads:
+                _refuse_different(root, everyone, most, units, outside)
+            agreed = most[0].masked_fill(most[1] > 0, math.nan)
+            total = _together([*norms.get(everyone, ()), agreed], norm_type)
+    return total
+
+
+def _first_of_each(all_of_them: Collection[Everyone]) -> dict[Everyone, Everyone]:
+    """For each the first that reaches the same ranks."""
+    if len(all_of_them) < 2:
+        return {each: each for each in all_of_them}
+    found: dict[object, Everyone] = {}
+    return {each: found.setdefault(_ranks_of(each), each) for each in all_of_them}
+
+
+def _ranks_of(everyone: Everyone) -> object:
+    groups = [each.process_group for each in everyone]
+    if not all(isinstance(group, ProcessGroup) for group in groups):
+        return everyone
+    return tuple(tuple(get_process_group_ranks(group)) for group in groups)
+
+
+def _number_of(everyone: Everyone) -> int:
+    return math.prod(each.world_size for each in everyone)
+
+
+def _together(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
+
+
+def _may_read(root: Root, device: torch.device) -> bool:
+    """Whether what ranks have of a norm is looked at: see [Note: norms of what lies outside of units]."""
+    if not root.check_ranks or not root.collectives.capabilities.can_communicate:
+        return False
+    if device.type == "cpu":
+        return True
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return not capturing and (root.check_ranks == "always" or root.norms_to_compare > 0)
+
+
+def _refuse_different(
+    root: Root, everyone: Everyone, most: torch.Tensor, units: Iterable[Unit], outside: Outside
+) -> None:
+    largest, unknown, smallest = most.tolist()
+    smallest = -smallest
+    # Norms of nothing say nothing.
+    root.norms_to_compare = 0 if largest > 0 else max(0, root.norms_to_compare - 1)
+    # What is not finite shows in the norm, on all ranks.
+    if unknown or math.isinf(largest) or largest - smallest <= _TOLERANCE * largest:
+        return
+    found: list[dict[str, float | None]] = [{name: _plain_norm(gradient) for name, gradient in outside()}]
+    for group in everyone:
+        found = [each for of_rank in group.all_gather_object(found) for each in of_rank]
+    names = dict.fromkeys(name for each in found for name in each)
+    different = [name for name in names if _differ([each.get(name) for each in found])]
+    if different:
+        more = f" (and of {len(different) - 1} more)" if len(different) > 1 else ""
+        norms = ", ".join(
+            f"{'none' if norm is None else f'{norm:.4g}'} on rank {rank}"
+            for rank, norm in enumerate(each.get(different[0]) for each in found[:4])
+        )
+        what = f"'{different[0]}'{more}, which nothing averages,"
+        values = f"its norm is {norms}{', ...' if len(found) > 4 else ''}"
+    else:
+        other = next((unit for unit in units if _ranks_of(unit.grid.everyone) != _ranks_of(everyone)), None)
+        what = f"unit '{other.name}', which is sharded over other ranks," if other is not None else "some parameter"
+        values = f"the norm of all such gradients is from {smallest:.4g} to {largest:.4g}"
+    raise RankMismatchError(
+        f"The gradient of {what} differs between ranks, and each would clip by a norm of its own: {values} (rank "
+        f"{root.rank}). Where all ranks train one parameter, average its gradient before clipping, or let it be "
+        "sharded with the others. Where each rank has a parameter of its own (an expert), clip without it: by "
+        "torch.nn.utils.clip_grad_norm_ of the others' parameters, or by clip_grads_with_norm_ with a norm that you "
+        "compute. Gradients are as they were."
+    )
+
+
+def _plain_norm(gradient: torch.Tensor | None) -> float | None:
+    if gradient is None:
+        return None
+    return float(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64))
+
+
+def _differ(norms: Sequence[float | None]) -> bool:
+    found = [0.0 if norm is None else norm for norm in norms]
+    return max(found) - min(found) > _TOLERANCE * max(found)
+
+
+def _refuse_not_finite(root: Root, total: torch.Tensor, outside: Sequence[nn.Parameter]) -> None:
+    bad = (~total.isfinite()).to(torch.float32)
+    if outside or any(unit.grid.shard is None or unit.grid.replicate is not None for unit in root.units):
+        # What lies on several ranks should be the same there, but a fault may have hit one of them alone, and all must
+        # come to the exchange below or none.
+        root.collectives.all_reduce(bad, op=ReduceOp.MAX).wait()
+    if not bad.item():
+        return
+    mine = [index for index, unit in enumerate(root.units) if not _all_finite(unit.receivers)]
+    if not _all_finite(outside):
+        mine.append(len(root.units))
+    everyone: list[list[int]] = list(root.collectives.all_gather_object(mine))
+    found = sorted({index for each in everyone for index in each})
+    where = f"(rank {root.rank})"
+    if not found:
+        raise NonFiniteError(
+            f"The norm of the gradients overflows although each gradient is finite {where}. Lower the loss scale or "
+            "the learning rate, or clip with norm_type=float('inf'). Gradients are as they were."
+        )
+    first = found[0]
+    ranks = [rank for rank, each in enumerate(everyone) if first in each]
+    what = f"unit '{root.units[first].name}'" if first < len(root.units) else "a parameter outside of units"
+    more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+    raise NonFiniteError(
+        f"The gradient of {what} is not finite on ranks {ranks}{more} {where}. Skip the step, or look for its cause in "
+        "the batch, the loss scale or the learning rate. Gradients are as they were."
+    )
+
+
+def _all_finite(parameters: Iterable[torch.Tensor]) -> bool:
+    return all(bool(each.grad.isfinite().all()) for each in parameters if each.grad is not None)
+
+
+def refuse_order(norm_type: float, call: str, rank: int) -> None:
+    """Raise where norms of shards do not make a norm of the whole.
+
+    Raises:
+        ConfigError: ``norm_type`` is not positive.
+    """
+    if not norm_type > 0:
+        raise ConfigError(
+            f"{call} got norm_type={norm_type} (rank {rank}): norms of shards combine for positive orders alone. Give "
+            "2.0, 1.0 or inf."
+        )
+
+
+def accumulator(units: Iterable[Unit], outside: Iterable[torch.Tensor] = ()) -> torch.dtype:
+    """The dtype in which norms add up: fp64 where any gradient is, else fp32. The same on all ranks.
+
+    ``outside``: parameters, since a rank may have no gradient where others have one.
+    """
+    if any(unit.dtypes.grad == torch.float64 for unit in units):
+        return torch.float64
+    return torch.float64 if any(each.dtype == torch.float64 for each in outside) else torch.float32
+
+
+def _group_norm(
+    shard: Collectives | None,
+    tensors: Sequence[torch.Tensor],
+    norm_type: float,
+    wide: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """The norm over the ranks of ``shard``, each of which has ``tensors`` of its own, which may be none."""
+    infinite = math.isinf(norm_type)
+    power = _power(tensors, norm_type, wide, device)
+    if shard is not None and infinite:
+        told = torch.stack(_without_nan(power))
+        shard.all_reduce(told, op=ReduceOp.MAX).wait()
+        power = told[0].masked_fill(told[1] > 0, math.nan)
+    elif shard is not None:
+        shard.all_reduce(power, op=ReduceOp.SUM).wait()
+    return power if infinite else power ** (1.0 / norm_type)
+
+
+def _without_nan(value: torch.Tensor) -> list[torch.Tensor]:
+    """``value`` or 0, and whether it is not a number, which a maximum over ranks may drop."""
+    return [value.nan_to_num(nan=0.0, posinf=math.inf), value.isnan().to(value.dtype)]
+
+
+def _power(
+    gradients: Sequence[torch.Tensor], norm_type: float, wide: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    present = [gradient for gradient in gradients if gradient.numel()]
+    if not present:
+        return torch.zeros((), dtype=wide, device=device)
+    places: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in present:
+        places.setdefault(gradient.device, []).append(gradient)
+    # By device: one launch each, which a mixed list would not have, and one copy of what is parked elsewhere.
+    parts = [torch.stack(_torch_private.foreach_norm(each, norm_type, wide)).to(device) for each in places.values()]
+    norms = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()

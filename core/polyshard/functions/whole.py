@@ -1,0 +1,290 @@
+"""Whole parameters in full precision, outside of compute."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _torch_private
+from ..errors import ParameterChangedError, StateError
+from ..planning.plan import ManagedParameter
+from ..runtime.gather import view_of
+from ..runtime.parameters import become
+from ..runtime.root import Root
+from ..runtime.step import Phase
+from ..runtime.unit import Unit
+
+
+@contextmanager
+def unsharded_parameters(root: Root, *, writeback: bool) -> Iterator[None]:
+    """Inside, every original has its whole shape and master dtype; on leaving, own elements go back where asked.
+
+    Modules that are called inside compute with the originals as they are, without collectives. A backward through that
+    raises ``StateError``.
+
+    Raises:
+        StateError: inside a forward or backward, or when entered twice.
+        ParameterChangedError: on leaving, what is to be kept has another shape, or was tied to another parameter.
+    """
+    root.leave_failed_backward()
+    if root.phase is not Phase.IDLE:
+        raise StateError(
+            f"Cannot manually unshard parameters during forward/backward (rank {root.rank}, phase {root.phase.value}). "
+            "Leave the forward or backward first."
+        )
+    if root.unsharded:
+        raise StateError(
+            f"Cannot manually unshard parameters when already unsharding parameters (rank {root.rank}). "
+            "Use the context that is open."
+        )
+    root.take_up_changes(trains=False)
+    root.unsharded = True
+    flats: dict[Unit, torch.Tensor] = {}
+    refusals = ExitStack()
+    try:
+        for unit in root.units:
+            with root.meeting(f"gather of whole '{unit.spec.label}'", (unit.grid.shard,)):
+                flats[unit] = _expose_whole(unit)
+            for parameter in unit.parameters:
+                if parameter.original.requires_grad:
+                    hook = partial(_refuse_gradient, parameter, root.rank)
+                    refusals.enter_context(parameter.original.register_hook(hook))  # type: ignore[no-untyped-call]
+        yield
+        if writeback:
+            if root.registrations is not None and root.registered:
+                root.registrations.refuse_ties()
+            for unit, flat in flats.items():
+                write_back(unit, flat)
+    finally:
+        refusals.close()
+        for unit in flats:
+            for parameter in unit.parameters:
+                for module, key in parameter.sites:
+                    # What was removed stays so, for the next forward to refuse: something else computes in its place.
+                    if key in module._parameters:
+                        module._parameters[key] = parameter.original
+            unit.originals.expose()
+        root.unsharded = False
+
+
+@contextmanager
+def whole_on_this_rank(root: Root, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Inside, every original has its whole shape on this rank, without a word to others: for what reads a model that it
+    is given, modules called included. Between steps alone. Changes are dropped on leaving.
+
+    Args:
+        root: Of the model; all of its parameters.
+        values: Whole tensors by the parameters' first names, on any device; not copied.
+    """
+    root.unsharded = True
+    try:
+        for unit in root.units:
+            for parameter in unit.parameters:
+                become(parameter.original, values[parameter.names[0]])
+        yield
+    finally:
+        for unit in root.units:
+            unit.originals.expose()
+        root.unsharded = False
+
+
+def gather_whole(unit: Unit, own: torch.Tensor) -> torch.Tensor:
+    """The whole flat tensor (``[padded_numel]``) of which each rank has ``own`` (``[shard_numel]``), on the device that
+    computes. All ranks of the unit call it together.
+
+    Where nothing is cut and ``own`` is there already, ``own`` itself.
+    """
+    shard = unit.grid.shard
+    with torch.inference_mode(False), torch.no_grad():
+        if shard is None:
+            return own.to(unit.spec.device if unit.parks else own.device)
+        whole = torch.empty(unit.layout.padded_numel, dtype=own.dtype, device=unit.spec.device)
+        mine = own_part(unit, whole)
+        mine.copy_(own)
+        shard.all_gather(whole, mine).wait()
+    return whole
+
+
+def own_part(unit: Unit, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's elements (``[shard_numel]``) of ``whole`` (``[padded_numel]``), as a view."""
+    return whole.narrow(0, unit.grid.shard_rank * unit.layout.shard_numel, unit.layout.shard_numel)
+
+
+def write_back(unit: Unit, whole: torch.Tensor) -> None:
+    """Keep this rank's part of what stands under the parameters' names, which were views of ``whole``, in the master.
+
+    ``whole``: ``[padded_numel]``, in the master's dtype; gets what was assigned in the place of its views.
+
+    Raises:
+        ParameterChangedError: something of another shape was assigned.
+    """
+    with torch.no_grad():
+        for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
+            module, key = parameter.sites[0]
+            current = module._parameters.get(key)
+            view = view_of(whole, slot.shape, slot.stride, slot.offset)
+            if current is None or current.shape != view.shape:
+                got = None if current is None else tuple(current.shape)
+                raise ParameterChangedError(
+                    f"Cannot writeback when the parameter shape changes\nExpects {slot.shape} but got {got} for "
+                    f"'{parameter.names[0]}' on rank {unit.grid.world.rank}. Keep the whole shape."
+                )
+            if current.data_ptr() != view.data_ptr():
+                view.copy_(current)
+        if whole.data_ptr() != unit.master.data_ptr():
+            unit.master.copy_(own_part(unit, whole))
+
+
+def _expose_whole(unit: Unit) -> torch.Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        flat = gather_whole(unit, unit.master)
+        if flat.data_ptr() == unit.master.data_ptr():
+            # What is written without writeback must not reach the master.
+            flat = flat.clone()
+        for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
+            become(parameter.original, view_of(flat, slot.shape, slot.stride, slot.offset))
+    return flat
+
+
+def _refuse_gradient(parameter: ManagedParameter, rank: int, _: torch.Tensor) -> None:
+    # Modules that are no unit, and plain uses of a parameter, have no output that a module state watches.
+    if _torch_private.will_accumulate(parameter.original):
+        raise StateError(
+            f"A backward inside unsharded() on rank {rank} reached '{parameter.names[0]}': its gradient would be whole "
+            "and this rank's alone. Run forward and backward outside of unsharded(), or use "
+            "torch.autograd.grad."
+        )
+
+
+# What ``state_dict`` and ``load_state_dict`` mean for a module with sharded parameters: whole ones, or an error.
+#
+# This rank's pieces under the names of whole parameters look like a model to whoever saves them. They are given to those
+# alone who ask for pieces.
+
+
+_of_pieces: ContextVar[bool] = ContextVar("polyshard_state_dicts_of_pieces", default=False)
+
+
+@contextmanager
+def state_dicts_of_pieces() -> Iterator[None]:
+    """Inside, on this thread, state dicts of sharded modules are of this rank's pieces."""
+    token = _of_pieces.set(True)
+    try:
+        yield
+    finally:
+        _of_pieces.reset(token)
+
+
+def guard_state_dicts(units: Iterable[Unit]) -> None:
+    """Let state dicts of the modules that hold parameters of ``units`` be whole, or refused."""
+    for unit in units:
+        slots: dict[nn.Module, dict[str, int]] = {}
+        for index, parameter in enumerate(unit.parameters):
+            for module, key in parameter.sites:
+                slots.setdefault(module, {})[key] = index
+        for module, held in slots.items():
+            guard = _Guard(unit, held)
+            module.register_state_dict_pre_hook(guard.before_state_dict)  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(guard.before_load)  # type: ignore[no-untyped-call]
+
+
+@dataclass(eq=False, slots=True)
+class _Guard:
+    """Hooks of one module, for its parameters of one unit."""
+
+    unit: Unit
+    slots: Mapping[str, int]
+
+    def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if self._shows_pieces:
+            first = self._parameter(next(iter(self.slots.values())))
+            raise StateError(
+                f"state_dict() found '{first}' sharded (rank {self._rank}): it would hold this rank's pieces under the "
+                "names of whole parameters. Save with polyshard.checkpoint.save, or with polyshard.huggingface.save as "
+                "save_pretrained would; call polyshard.state.get_model_state_dict, or this inside of 'with "
+                "polyshard.unsharded(model)', for whole parameters, or polyshard.local_state_dict(model) for the "
+                "pieces of this rank."
+            )
+
+    def before_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Leave this rank's piece of each whole parameter in ``state_dict``, which is ``load_state_dict``'s own."""
+        if self._is_left_alone:
+            return
+        pieces = {piece.slot: piece for piece in self.unit.pieces}
+        for key, index in self.slots.items():
+            value: Any = state_dict.get(prefix + key)
+            slot, piece = self.unit.layout.slots[index], pieces.get(index)
+            gathers = _is_dtensor(value)
+            # Whatever else there is will not fit, and torch says so.
+            if not gathers and (type(value) is not torch.Tensor and type(value) is not nn.Parameter):
+                continue
+            if not self._shows_pieces:
+                if gathers:
+                    state_dict[prefix + key] = value.detach().full_tensor()
+                continue
+            if tuple(value.shape) != slot.shape:
+                raise StateError(
+                    f"load_state_dict() got '{self._parameter(index)}' in shape {tuple(value.shape)}, "
+                    f"and the whole parameter has {slot.shape} (rank {self._rank}). Give whole parameters, which each "
+                    "rank takes its part of, or load what polyshard.local_state_dict returned with "
+                    "polyshard.load_local_state_dict."
+                )
+            # Of any mesh, cut otherwise than the parameter. All ranks come by here.
+            whole = value.detach().full_tensor() if gathers else value.detach()
+            if whole.stride() != slot.stride:
+                whole = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device=value.device).copy_(
+                    whole
+                )
+            start, stop = (piece.start, piece.stop) if piece is not None else (0, 0)
+            own = whole.as_strided(*slot.shown(stop - start), whole.storage_offset() + start)
+            # What was gathered is nobody else's, and would be kept alive by a piece that is assigned.
+            state_dict[prefix + key] = own.clone() if gathers else own
+
+    # A module that is copied or pickled by itself holds pieces as before, and may not drag the model along.
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Guard:
+        return self
+
+    def __reduce__(self) -> tuple[type[_NoGuard], tuple[()]]:
+        return _NoGuard, ()
+
+    @property
+    def _shows_pieces(self) -> bool:
+        root = self.unit.step
+        assert isinstance(root, Root)
+        return not (self.unit.grid.shard is None or root.unsharded or self._is_left_alone)
+
+    @property
+    def _is_left_alone(self) -> bool:
+        root = self.unit.step
+        assert isinstance(root, Root)
+        return root.answers_state_dicts or _of_pieces.get()
+
+    def _parameter(self, index: int) -> str:
+        return self.unit.parameters[index].names[0]
+
+    @property
+    def _rank(self) -> int:
+        return self.unit.grid.world.rank
+
+
+def _is_dtensor(value: object) -> bool:
+    # Where nobody has imported them, which takes long, there are none.
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(value, tensors.DTensor)
+
+
+class _NoGuard:
+    """Stands for a ``_Guard`` where its module was pickled by itself."""
+
+    def before_state_dict(self, *_: Any) -> None:
+        """Let every state dict through."""
+
+    before_load = before_state_dict

@@ -1,0 +1,272 @@
+"""What plugins answered about a unit, checked against their contracts: what they may not answer is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ..errors import PluginContractError
+from ..interfaces import (
+    Collectives,
+    CollectivesCapabilities,
+    OffloadCapabilities,
+    OffloadManager,
+    PrecisionCapabilities,
+    PrecisionCaster,
+    UnitDtypes,
+    UnitSpec,
+    WireSpec,
+    Work,
+)
+
+#: A ``WireSpec`` sends a multiple of these bytes.
+_WIRE_ALIGNMENT = 16
+
+
+def refuse_unable(plugin: PrecisionCaster | OffloadManager | Collectives, rank: int) -> None:
+    """Refuse a plugin whose capabilities are none.
+
+    Raises:
+        PluginContractError: saying what its contract asks for.
+    """
+    wanted = next(of for contract, of in _CAPABILITIES.items() if isinstance(plugin, contract))
+    answer: Any = plugin.capabilities
+    if not isinstance(answer, wanted):
+        raise PluginContractError(
+            f"capabilities of {plugin_name(plugin)} are {answer!r} (rank {rank}), which are no {wanted.__name__}. "
+            f"Answer a {wanted.__name__}."
+        )
+    for field in dataclasses.fields(wanted):
+        value = getattr(answer, field.name)
+        # Annotations are text here: what is said to be a bool is asked as one, and a tensor or a string would pass.
+        if field.type == "bool" and not isinstance(value, bool):
+            raise PluginContractError(
+                f"capabilities of {plugin_name(plugin)} have {field.name}={value!r} (rank {rank}). Answer True "
+                "or False."
+            )
+
+
+_CAPABILITIES: dict[type, type[Any]] = {
+    PrecisionCaster: PrecisionCapabilities,
+    OffloadManager: OffloadCapabilities,
+    Collectives: CollectivesCapabilities,
+}
+
+
+def dtypes_of(caster: PrecisionCaster, unit: UnitSpec, rank: int) -> UnitDtypes:
+    """What ``caster`` answers for the dtypes of ``unit``.
+
+    Raises:
+        PluginContractError: no ``UnitDtypes``, a dtype that parameters cannot compute in or gradients be reduced in, or
+            a reduction narrower than what travels.
+    """
+    answer = caster.dtypes(unit)
+    where = _answered(caster, "dtypes", answer, f"unit '{unit.label}'", rank)
+    if not isinstance(answer, UnitDtypes):
+        raise PluginContractError(f"{where}, which is no UnitDtypes. Return one.")
+    for field in dataclasses.fields(answer):
+        dtype = getattr(answer, field.name)
+        if field.name == "buffer" and dtype is None:
+            continue
+        computes = isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
+        # Buffers of complex modules are cast by themselves: only floating-point ones are.
+        fits = computes and (field.name == "buffer" or dtype.is_complex == unit.master_dtype.is_complex)
+        if not fits:
+            kind = "complex" if unit.master_dtype.is_complex and field.name != "buffer" else "floating-point"
+            raise PluginContractError(
+                f"{where}: {field.name} is {dtype!r}, but the unit holds {unit.master_dtype}. Answer a {kind} dtype."
+            )
+    if answer.wire is not answer.reduce and answer.wire.itemsize >= answer.reduce.itemsize:
+        raise PluginContractError(
+            f"{where}: gradients that travel in {answer.wire} cannot be accumulated in {answer.reduce}. Answer a "
+            "reduce dtype that holds what travels."
+        )
+    return answer
+
+
+def wire_of(caster: PrecisionCaster, unit: UnitSpec, rank: int) -> WireSpec | None:
+    """How ``unit`` travels in gathers; None for as its compute dtype.
+
+    Raises:
+        PluginContractError: something else than a ``WireSpec`` of a positive multiple of 16 bytes or None, or a
+            ``WireSpec`` of a caster whose capabilities do not say that it encodes.
+    """
+    answer = caster.wire(unit)
+    if answer is None:
+        return None
+    where = _answered(caster, "wire", answer, f"unit '{unit.label}'", rank)
+    if not isinstance(answer, WireSpec):
+        raise PluginContractError(f"{where}, which is no WireSpec. Return one, or None.")
+    if not caster.capabilities.encodes:
+        raise PluginContractError(
+            f"{where}, but its capabilities do not say that it encodes. Set PrecisionCapabilities(encodes=True)."
+        )
+    nbytes: Any = answer.nbytes_per_rank
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes <= 0 or nbytes % _WIRE_ALIGNMENT:
+        raise PluginContractError(f"{where}. Answer a positive multiple of {_WIRE_ALIGNMENT} bytes.")
+    return answer
+
+
+def leaves_alone(caster: PrecisionCaster, module: torch.nn.Module, name: str, rank: int) -> bool:
+    """Whether ``module``, of the fully-qualified ``name``, keeps full precision.
+
+    Raises:
+        PluginContractError: neither True nor False.
+    """
+    return _yes_or_no(caster, "leaves_alone", caster.leaves_alone(module), f"'{name}'", rank)
+
+
+def callable_or_none(caster: PrecisionCaster, question: str, unit: UnitSpec, rank: int) -> Any:
+    """The ``input_cast`` or ``output_cast`` of ``unit``.
+
+    Raises:
+        PluginContractError: it cannot be called.
+    """
+    answer = getattr(caster, question)(unit)
+    if answer is not None and not callable(answer):
+        where = _answered(caster, question, answer, f"unit '{unit.label}'", rank)
+        raise PluginContractError(f"{where}, which cannot be called. Return what casts, or None.")
+    return answer
+
+
+def full_precision_in_eval_of(caster: PrecisionCaster, unit: UnitSpec, rank: int) -> bool:
+    """Whether ``unit`` computes in its master dtype in eval mode.
+
+    Raises:
+        PluginContractError: neither True nor False.
+    """
+    answer = caster.full_precision_in_eval(unit)
+    return _yes_or_no(caster, "full_precision_in_eval", answer, f"unit '{unit.label}'", rank)
+
+
+def parked_of(offload: OffloadManager, units: Sequence[UnitSpec], rank: int) -> frozenset[UnitSpec]:
+    """Which of ``units``, all that ``offload`` serves, it parks.
+
+    Raises:
+        PluginContractError: something else than a collection of some of them.
+    """
+    if not offload.capabilities.parks:
+        return frozenset()
+    answer: object = offload.units_to_park(units)
+    if not isinstance(answer, Collection) or isinstance(answer, str):
+        raise PluginContractError(
+            f"units_to_park of {plugin_name(offload)} returned {answer!r} (rank {rank}), which is no collection of "
+            "units. Return those of the given units that are parked."
+        )
+    known = frozenset(units)
+    for each in answer:
+        if not isinstance(each, UnitSpec) or each not in known:
+            raise PluginContractError(
+                f"units_to_park of {plugin_name(offload)} returned {each!r} (rank {rank}), which is none of the units "
+                "that it was given. Return the given objects."
+            )
+    return known & frozenset(answer)
+
+
+def place(offload: OffloadManager, unit: UnitSpec, shard: torch.Tensor, rank: int) -> torch.Tensor:
+    """Where ``offload`` parks ``shard`` (``[shard_numel]``, master dtype), checked before a parameter views it.
+
+    Raises:
+        PluginContractError: it is no plain, dense, contiguous tensor of the shard's shape and dtype with memory.
+    """
+    with torch.inference_mode(False):
+        parked = offload.place(unit, shard)
+    fault = _fault(parked, shard.shape, shard.dtype)
+    if fault:
+        raise PluginContractError(
+            f"place of {plugin_name(offload)} returned {fault} for unit '{unit.label}' (rank {rank}). The optimizer "
+            f"updates that tensor in place: return a contiguous {tuple(shard.shape)} of {shard.dtype}."
+        )
+    return parked
+
+
+def refuse_shared_memory(parked: Iterable[tuple[OffloadManager, UnitSpec, torch.Tensor]], rank: int) -> None:
+    """Refuse masters of two units that lie in the same memory: each step of the optimizer would overwrite one.
+
+    Raises:
+        PluginContractError: naming both units.
+    """
+    ranges = sorted(
+        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, unit.label, plugin_name(offload))
+        for offload, unit, tensor in parked
+        if tensor.numel()
+    )
+    for (device, _, end, first, _), (other, start, _, second, plugin) in pairwise(ranges):
+        if device == other and start < end:
+            raise PluginContractError(
+                f"place of {plugin} returned the same memory for the units '{first}' and '{second}' (rank {rank}). "
+                "Give each unit's master memory of its own."
+            )
+
+
+def refuse_gradient(
+    offload: OffloadManager, unit: UnitSpec, stored: Any, like: torch.Tensor, device: torch.device | None, rank: int
+) -> None:
+    """Refuse what ``store_grad`` returned where ``.grad`` could not view it.
+
+    ``like``: the reduced gradient; ``device``: where the master is, None for nowhere in particular.
+
+    Raises:
+        PluginContractError: it is no plain, dense, contiguous tensor of the gradient's shape and dtype, or is not
+            beside the master.
+    """
+    fault = _fault(stored, like.shape, like.dtype)
+    if not fault and device is not None and stored.device != device:
+        fault = f"a tensor on {stored.device}"
+    if fault:
+        raise PluginContractError(
+            f"store_grad of {plugin_name(offload)} returned {fault} for unit '{unit.label}' (rank {rank}). '.grad' "
+            f"views that tensor: return a contiguous {tuple(like.shape)} of {like.dtype} beside the master."
+        )
+
+
+def issued(work: Any, operation: str, collectives: Collectives, unit: str) -> Work:
+    """``work``, which ``operation`` of ``collectives`` returned, if it can be waited for. ``unit``: empty for several.
+
+    Raises:
+        PluginContractError: naming the collectives, the operation, the unit and the rank.
+    """
+    if not hasattr(work, "wait"):
+        about = f" for unit '{unit}'" if unit else ""
+        raise PluginContractError(
+            f"{operation} of {plugin_name(collectives)} returned {work!r}{about} (rank {collectives.rank}), which "
+            "cannot be waited for. Return a Work, COMPLETED where nothing is left to do."
+        )
+    done: Work = work
+    return done
+
+
+def _fault(tensor: Any, shape: torch.Size, dtype: torch.dtype) -> str:
+    """What is wrong with ``tensor`` in the place of a contiguous one with memory; empty for nothing."""
+    if not isinstance(tensor, torch.Tensor):
+        return f"{tensor!r}"
+    if tensor.layout is not torch.strided:
+        return f"a {tensor.layout} tensor"
+    if tensor.shape != shape or tensor.dtype is not dtype:
+        return f"a tensor {tuple(tensor.shape)} of {tensor.dtype}"
+    if not tensor.is_contiguous():
+        return f"a tensor with strides {tensor.stride()}, which is not contiguous,"
+    if tensor.is_meta:
+        return "a tensor on the meta device, which holds no values,"
+    if tensor.is_inference():
+        return "a tensor made in inference mode, which cannot be trained,"
+    return ""
+
+
+def _yes_or_no(caster: PrecisionCaster, question: str, answer: Any, about: str, rank: int) -> bool:
+    if not isinstance(answer, bool):
+        raise PluginContractError(f"{_answered(caster, question, answer, about, rank)}. Return True or False.")
+    return answer
+
+
+def _answered(caster: PrecisionCaster, question: str, answer: object, about: str, rank: int) -> str:
+    return f"{question} of {plugin_name(caster)} answered {answer!r} for {about} (rank {rank})"
+
+
+def plugin_name(plugin: object) -> str:
+    """Where the class of ``plugin`` is, for messages."""
+    return f"{type(plugin).__module__}:{type(plugin).__qualname__}"

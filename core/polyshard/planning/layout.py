@@ -1,0 +1,285 @@
+"""Where each parameter lies in a unit's flat buffer, and how ranks cut it. Pure arithmetic."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ConfigError, PluginContractError
+from ..interfaces import Arrangement, Layout, ParameterGeometry, UnitGeometry
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter's place in the flat buffer."""
+
+    offset: int
+    """First element, counted from the start of the unit."""
+    numel: int
+    """Number of elements."""
+    shape: tuple[int, ...]
+    """Shape of the whole parameter."""
+    stride: tuple[int, ...]
+    """Strides of the whole parameter; a permutation of contiguous ones, so that it fills its range without gaps."""
+    by_rows: bool = False
+    """Whether it is cut between rows of dimension 0 only, and its pieces are shown as such."""
+
+    @property
+    def end(self) -> int:
+        """One past the last element."""
+        return self.offset + self.numel
+
+    def shown(self, numel: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and strides of a piece of so many elements: ``(rows, ...)`` where it is whole rows, else 1-D."""
+        if not self.by_rows:
+            return (numel,), (1,)
+        row = product(self.shape[1:])
+        return (numel // row if row else 0, *self.shape[1:]), self.stride
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of one parameter that lies in one rank's shard."""
+
+    slot: int
+    """Index of the parameter."""
+    start: int
+    """First element within the parameter, in storage order."""
+    stop: int
+    """One past the last element within the parameter."""
+    shard_offset: int
+    """Where the part starts within the rank's shard, in elements."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """A unit's flat buffer of ``world_size`` equal shards.
+
+    Invariants: slots are in order and do not overlap; every slot ends at or before ``numel``;
+    ``numel <= padded_numel == world_size * shard_numel``.
+    """
+
+    slots: tuple[Slot, ...]
+    numel: int
+    """Elements up to the end of the last parameter, gaps for alignment included."""
+    shard_numel: int
+    world_size: int
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the whole buffer, padding at the end included."""
+        return self.shard_numel * self.world_size
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """The non-empty parts of parameters in ``rank``'s shard, in order.
+
+        Raises:
+            IndexError: ``rank`` is not in ``range(world_size)``.
+        """
+        if not 0 <= rank < self.world_size:
+            raise IndexError(f"rank {rank} is not in range({self.world_size})")
+        begin = rank * self.shard_numel
+        return self.pieces_in(begin, begin + self.shard_numel - 1)
+
+    def range_of(self, slot: int, rank: int) -> tuple[int, int]:
+        """First and one past the last element of parameter ``slot`` in ``rank``'s shard; ``(0, 0)`` for none."""
+        offset, end = self.slots[slot].offset, self.slots[slot].end
+        begin = rank * self.shard_numel
+        low, high = max(offset, begin), min(end, begin + self.shard_numel)
+        return (low - offset, high - offset) if low < high else (0, 0)
+
+    def pieces_in(self, start: int, end: int) -> tuple[Piece, ...]:
+        """The non-empty parts of parameters in elements ``start`` to ``end`` (inclusive) of the whole buffer."""
+        first = bisect.bisect_right(self.slots, start, key=lambda slot: slot.end)
+        found = []
+        for index in range(first, len(self.slots)):
+            slot = self.slots[index]
+            low, high = max(slot.offset, start), min(slot.end, end + 1)
+            if slot.offset > end:
+                break
+            if low < high:
+                found.append(Piece(index, low - slot.offset, high - slot.offset, low - start))
+        return tuple(found)
+
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """``(offset, numel)`` of every range that belongs to no parameter."""
+        found, cursor = [], 0
+        for slot in self.slots:
+            if not slot.numel:
+                # One may lie inside of a gap, which is one all the same.
+                continue
+            if slot.offset > cursor:
+                found.append((cursor, slot.offset - cursor))
+            cursor = slot.end
+        if self.padded_numel > cursor:
+            found.append((cursor, self.padded_numel - cursor))
+        return tuple(found)
+
+
+def laid_out(parameters: Sequence[ParameterGeometry], arrangement: Arrangement, shards: int) -> FlatLayout:
+    """The buffer of ``arrangement``, whose indices are those of ``parameters``, in so many equal ``shards``."""
+    slots = []
+    for index, offset in zip(arrangement.order, arrangement.offsets, strict=True):
+        each = parameters[index]
+        slots.append(Slot(offset, each.numel, each.shape, each.stride, index in arrangement.by_rows))
+    return FlatLayout(tuple(slots), slots[-1].end, arrangement.shard_numel, shards)
+
+
+def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """``stride`` where the elements fill a range without gaps or overlaps (channels_last, say), else contiguous."""
+    expected = 1
+    for size, step in sorted(zip(shape, stride, strict=True), key=lambda pair: (pair[1], pair[0])):
+        if size == 1:
+            continue
+        if step != expected:
+            return contiguous_stride(shape)
+        expected *= size
+    return tuple(stride)
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides of ``shape``."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def product(sizes: Sequence[int]) -> int:
+    """Product of ``sizes``; 1 where there are none."""
+    result = 1
+    for size in sizes:
+        result *= size
+    return result
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is not below ``value``."""
+    return -(-value // multiple) * multiple
+
+
+# What a layout answered for a unit, checked before anything is cut by it, and refused by name.
+
+
+@dataclass(frozen=True, slots=True)
+class NamedLayout:
+    """A layout, and how messages name it."""
+
+    layout: Layout
+    described: str
+    """The plugin, its group and the package that it is from."""
+
+    def arrange(self, unit: UnitGeometry, rank: int) -> tuple[tuple[tuple[int, ...], FlatLayout], ...]:
+        """The buffers of ``unit``: indices of its parameters, in the order in which they lie, and where.
+
+        Raises:
+            ConfigError: the layout did, for what the user asked of it.
+            PluginContractError: the layout failed, or answered what its contract does not allow.
+        """
+        where = f"{self.described} for unit '{unit.name}' of {unit.shards} shards (rank {rank})"
+        try:
+            answer: Any = self.layout.arrange(unit)
+            buffers: Any = tuple(answer) if isinstance(answer, Sequence) else None
+        except KeyboardInterrupt:
+            raise
+        except ConfigError as error:
+            raise ConfigError(f"arrange() of {where} refused: {error}") from error
+        # SystemExit too: one rank would end in silence, and the others wait for it.
+        except BaseException as error:
+            raise PluginContractError(f"arrange() of {where} failed: {type(error).__name__}: {error}") from error
+        fault = _fault(unit, answer, buffers)
+        if fault:
+            raise PluginContractError(f"arrange() of {where} answered {fault}.")
+        return tuple((each.order, laid_out(unit.parameters, each, unit.shards)) for each in buffers)
+
+
+def _fault(unit: UnitGeometry, answer: Any, buffers: Any) -> str:
+    """What of ``answer``, ``buffers`` as a tuple, the contract does not allow, and what to answer instead; empty for
+    nothing."""
+    if buffers is None or not all(isinstance(each, Arrangement) for each in buffers):
+        return f"{answer!r}, which is no sequence of Arrangements. Return one for each buffer, nearly always one"
+    taken: set[int] = set()
+    for each in buffers:
+        known = len(unit.parameters)
+        if not _are_numbers(each.order) or max(each.order, default=-1) >= known:
+            return f"the order {each.order!r}, of {known} parameters. Answer a tuple of their indices, from 0"
+        for index in each.order:
+            if index in taken:
+                return f"'{unit.parameters[index].name}' twice. Let each parameter lie in one buffer, once"
+            taken.add(index)
+    missing = [each.name for index, each in enumerate(unit.parameters) if index not in taken]
+    if missing:
+        return f"no place for '{missing[0]}'. Let each parameter lie in one buffer, empty ones too"
+    return next((fault for fault in (_fault_of(unit, each) for each in buffers) if fault), "")
+
+
+def _are_numbers(values: Any) -> bool:
+    """Whether ``values`` is a tuple of ints that are not negative, and not bools."""
+    return isinstance(values, tuple) and {*map(type, values)} <= {int} and min(values, default=0) >= 0
+
+
+def _fault_of(unit: UnitGeometry, arrangement: Arrangement) -> str:
+    size, offsets = arrangement.shard_numel, arrangement.offsets
+    if not _are_numbers(offsets) or not _are_numbers((size,)):
+        return f"{arrangement!r}, whose offsets and sizes are not all numbers of elements. Answer with ints in a tuple"
+    if not arrangement.order or len(offsets) != len(arrangement.order):
+        return f"{len(offsets)} offsets for {len(arrangement.order)} parameters in one buffer. Answer one for each"
+    end, before, alignment = 0, "", unit.alignment
+    for index, offset in zip(arrangement.order, offsets, strict=True):
+        parameter = unit.parameters[index]
+        if offset < end:
+            return (
+                f"the offset {offset} for '{parameter.name}', but '{before}' ends at {end}: they overlap, or are "
+                "not in the order of their offsets"
+            )
+        if offset % alignment:
+            return (
+                f"the offset {offset} for '{parameter.name}', which is no multiple of {alignment} elements. Align each "
+                "parameter to UnitGeometry.alignment"
+            )
+        end, before = offset + parameter.numel, parameter.name
+    if end > size * unit.shards:
+        return (
+            f"slices of {size} elements, {size * unit.shards} together, but '{before}' ends at {end}. Make slices "
+            "longer"
+        )
+    if size != unit.aligned_slice(size) and not arrangement.exact:
+        return (
+            f"slices of {size} elements, which is no multiple of {unit.slice_alignment(size)}. Round it up by "
+            "UnitGeometry.aligned_slice"
+        )
+    return "" if arrangement.by_rows == frozenset() else _fault_of_rows(unit, arrangement)
+
+
+def _fault_of_rows(unit: UnitGeometry, arrangement: Arrangement) -> str:
+    by_rows: Any = arrangement.by_rows
+    if not isinstance(by_rows, frozenset) or not by_rows.issubset(arrangement.order):
+        return f"by_rows {by_rows!r}. Answer a frozenset of indices of parameters of that buffer"
+    size = arrangement.shard_numel
+    for index, offset in zip(arrangement.order, arrangement.offsets, strict=True):
+        if index not in arrangement.by_rows:
+            continue
+        parameter = unit.parameters[index]
+        row = parameter.row_numel
+        if row is None:
+            return f"'{parameter.name}' by rows, but its rows do not lie together in memory"
+        if row and any((end - offset) % row for end in _cuts(offset, parameter.numel, size)):
+            return (
+                f"'{parameter.name}' by rows of {row} elements, but slices of {size} cut one of them: it begins at "
+                f"{offset}"
+            )
+    return ""
+
+
+def _cuts(offset: int, numel: int, size: int) -> Sequence[int]:
+    """The ends of slices inside of a parameter. Behind the second one their distances to it repeat."""
+    first = (offset // size + 1) * size if size else numel
+    return range(first, offset + numel, size)[:2] if size else ()

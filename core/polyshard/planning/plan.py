@@ -1,0 +1,481 @@
+"""Which parameters form which units. Reads the model, changes nothing.
+
+[Note: split modules]
+Modules that no policy chose stay with the module around them: in a language model the embedding before the blocks, the
+norm and the head behind them. As one unit all of that would be gathered before the first block computes, when nothing
+hides it, held until the end of the step, and reduced behind the last gradient, when again nothing hides it. So a large
+module on either side is split off: compute waits for the embedding alone, the head is gathered beside the blocks, and
+each is released like any unit.
+
+Nobody asked for a split module, so it may not change what a forward may do. Where its parameters are used outside of
+its own forward (``F.linear(x, self.head.weight)``) its units go back to its parent for good, which
+``runtime/bindings.py`` notices. A module that some ranks run and others do not cannot be undone so: the others never
+gather it. Several large modules on one side, such as heads for several tasks, make that likely, and none is split off.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from .. import _torch_private
+from ..errors import (
+    AlreadyShardedError,
+    ConfigError,
+    DeviceError,
+    EmptyUnitError,
+    ParameterError,
+    PluginContractError,
+)
+from ..interfaces import UNIT_OVERRIDES, UnitPlan
+from . import thresholds
+
+
+@dataclass(eq=False, slots=True)
+class ManagedParameter:
+    """A parameter of the user's model, and every place that refers to it.
+
+    One object for whoever knows the parameter: ``names`` change where its model becomes part of a larger one.
+    """
+
+    original: nn.Parameter
+    """The user's own object, which outside compute views the master shard."""
+    names: tuple[str, ...]
+    """Every fully-qualified name; more than one for a shared parameter."""
+    sites: tuple[tuple[nn.Module, str], ...]
+    """Every (module, attribute) that holds it."""
+
+
+def names_behind(prefix: str, parameter: ManagedParameter) -> tuple[str, ...]:
+    """Its names where the module that they are relative to is called ``prefix``; empty for the outermost."""
+    return tuple(f"{prefix}.{name}" if prefix else name for name in parameter.names)
+
+
+def find_split_modules(
+    parent: nn.Module,
+    inner: Collection[nn.Module],
+    owned: Mapping[nn.Parameter, Sequence[tuple[nn.Module, str]]],
+) -> list[nn.Module]:
+    """The modules to split off ``parent``: at most one before and one behind all of ``inner``.
+
+    Each is the only one on its side that can be called, contains none of ``inner``, holds ``SMALLEST_SPLIT`` elements
+    of the parent's, and shares none of them with a module outside of it. Sides are those of ``parent.modules()``. See
+    [Note: split modules].
+
+    Args:
+        parent: A module that owns parameters.
+        inner: The modules inside ``parent`` that own units, at least one.
+        owned: The parameters of ``parent``, with every (module, attribute) that holds them.
+    """
+    found = _separable(parent, inner, owned)
+    place = {module: index for index, module in enumerate(parent.modules())}
+    begin, end = min(place[module] for module in inner), max(place[module] for module in inner)
+    sides = (
+        [module for module in found if place[module] < begin],
+        [module for module in found if place[module] > end],
+    )
+    return [side[0] for side in sides if len(side) == 1]
+
+
+def _separable(
+    parent: nn.Module,
+    inner: Collection[nn.Module],
+    owned: Mapping[nn.Parameter, Sequence[tuple[nn.Module, str]]],
+) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    seen: set[nn.Module] = set(inner)
+    waiting = list(parent.children())[::-1]
+    while waiting:
+        module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        inside = set(module.modules())
+        if not _can_be_called(module) or not inside.isdisjoint(inner):
+            waiting += list(module.children())[::-1]
+            continue
+        held = {p for each in inside for p in each._parameters.values() if p is not None and p in owned}
+        large = sum(parameter.numel() for parameter in held) >= thresholds.SMALLEST_SPLIT
+        if large and all(user in inside for parameter in held for user, _ in owned[parameter]):
+            found.append(module)
+    return found
+
+
+def _can_be_called(module: nn.Module) -> bool:
+    # A container such as ModuleList has no forward, and so no moment at which its parameters could be gathered.
+    return type(module).forward is not nn.Module.forward
+
+
+# Which parameters form which units. Reads the model, changes nothing.
+
+
+#: Attribute under which a sharded module holds its module state.
+MODULE_STATE_ATTRIBUTE = "_polyshard_module_state"
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleParameters:
+    """A module that will own units, and the parameters that are its own."""
+
+    name: str
+    """Fully-qualified name; empty for the root."""
+    module: nn.Module
+    modules: tuple[nn.Module, ...]
+    """``module``, and the modules inside it that are inside of no other one of these."""
+    groups: tuple[tuple[ManagedParameter, ...], ...]
+    """Parameters of one dtype each, all trained or all frozen."""
+    overrides: Mapping[str, Any]
+    """Settings that differ from the model's."""
+    dtype: torch.dtype
+    """Of its own parameters or, without any, of those split off it; torch's default where there are neither."""
+    parent: nn.Module | None
+    """The module that this one was split off; None where it was chosen."""
+
+    @property
+    def governing(self) -> nn.Module:
+        """The module whose mode and dtypes count: those of a split module are its parent's."""
+        return self.module if self.parent is None else self.parent
+
+
+@dataclass(slots=True)
+class _Uses:
+    """Of one parameter."""
+
+    owners: list[nn.Module]
+    """The chosen modules that contain all of them, the innermost last."""
+    sites: list[tuple[nn.Module, str]]
+    names: list[str]
+
+
+def plan_modules(
+    root: nn.Module,
+    chosen: UnitPlan,
+    *,
+    ignored_modules: Collection[nn.Module] = (),
+    ignored_parameters: Collection[nn.Parameter] = (),
+    rank: int = 0,
+    divides: bool = False,
+) -> list[ModuleParameters]:
+    """Assign every parameter of ``root`` to the innermost chosen module that contains all of its uses.
+
+    Args:
+        root: The model.
+        chosen: What the policy chose, and the settings that differ there.
+        ignored_modules: Modules that stay as they are, with all inside them.
+        ignored_parameters: Parameters that stay as they are.
+        rank: Of this process, for messages.
+        divides: Whether large modules before and behind the chosen ones may be split off ``root``.
+
+    Returns:
+        ``root`` first, with or without parameters of its own; the others in module order, less those without any.
+
+    Raises:
+        EmptyUnitError: ``root`` has no parameter at all, sharded ones included.
+        AlreadyShardedError: a parameter belongs to a unit already.
+        DeviceError: parameters are on several devices.
+        PluginContractError: ``chosen`` is not a plan for ``root``.
+    """
+    names = {module: name for name, module in root.named_modules()}
+    overrides = _checked(chosen, names, rank)
+    ignored = _inside(ignored_modules)
+    skipped = set(ignored_parameters)
+    claimed = {
+        managed.original
+        for module in names
+        if MODULE_STATE_ATTRIBUTE in module.__dict__
+        for unit in module.__dict__[MODULE_STATE_ATTRIBUTE].units
+        for managed in unit.parameters
+    }
+    uses: dict[nn.Parameter, _Uses] = {}
+    for prefix, module, chain in _walk(root, overrides, ignored):
+        for key, parameter in module._parameters.items():
+            # Hashing a parameter runs Python: models of many are asked about what is empty nearly always.
+            if parameter is None or (skipped and parameter in skipped):
+                continue
+            name = f"{prefix}.{key}" if prefix else key
+            if claimed and parameter in claimed:
+                raise AlreadyShardedError(
+                    f"Parameter '{name}' is shared with a module that is sharded already (rank {rank}). "
+                    "Shard the module that contains all of its uses in one call."
+                )
+            site = (module, key)
+            there = uses.get(parameter)
+            if there is None:
+                uses[parameter] = _Uses(list(chain), [site], [name])
+                continue
+            there.owners = [owner for owner in there.owners if owner in chain]
+            if site not in there.sites:
+                there.sites.append(site)
+            there.names.append(name)
+    if not uses and not claimed:
+        raise EmptyUnitError(
+            f"There is nothing to shard: {type(root).__name__} has no parameters (rank {rank}). "
+            "Pass a module that has some, or leave it as it is."
+        )
+    _check_device(uses, rank)
+    inner = {module for module in names if module is not root and MODULE_STATE_ATTRIBUTE in module.__dict__}
+    inner |= {found.owners[-1] for found in uses.values() if found.owners[-1] is not root}
+    owned = {parameter: found.sites for parameter, found in uses.items() if found.owners[-1] is root}
+    split = find_split_modules(root, inner, owned) if divides and inner else []
+    for module in split:
+        for user in module.modules():
+            for parameter in user._parameters.values():
+                if parameter in owned:
+                    uses[parameter].owners.append(module)
+    groups: dict[nn.Module, dict[tuple[torch.dtype, bool], list[ManagedParameter]]] = {}
+    for parameter, found in uses.items():
+        managed = ManagedParameter(parameter, tuple(found.names), tuple(found.sites))
+        kind = (parameter.dtype, parameter.requires_grad)
+        groups.setdefault(found.owners[-1], {}).setdefault(kind, []).append(managed)
+    owners = {module for module in names if module is root or module in groups}
+    outside = owners | set(ignored_modules)
+    planned = []
+    for module, name in names.items():
+        if module not in owners:
+            continue
+        kinds = groups.get(module, {})
+        ordered = sorted(kinds.items(), key=lambda item: not item[0][1])
+        parent = root if module in split else None
+        dtypes = [dtype for dtype, _ in kinds] or [each.dtype for each in owned]
+        planned.append(
+            ModuleParameters(
+                name,
+                module,
+                _own_modules(module, outside),
+                tuple(tuple(group) for _, group in ordered),
+                overrides.get(parent or module, {}),
+                dtypes[0] if dtypes else torch.get_default_dtype(),
+                parent,
+            )
+        )
+    return planned
+
+
+def _own_modules(module: nn.Module, others: Collection[nn.Module]) -> tuple[nn.Module, ...]:
+    own, waiting = [], [module]
+    while waiting:
+        inner = waiting.pop()
+        own.append(inner)
+        waiting += [
+            child for child in inner.children() if child not in others and MODULE_STATE_ATTRIBUTE not in child.__dict__
+        ]
+    return tuple(own)
+
+
+def parameters_to_shard(
+    root: nn.Module,
+    *,
+    ignored_modules: Collection[nn.Module] = (),
+    ignored_parameters: Collection[nn.Parameter] = (),
+) -> dict[nn.Parameter, str]:
+    """What would be sharded, under its first name: all of ``root`` but what is ignored or inside of a module state."""
+    skipped = set(ignored_parameters)
+    found: dict[nn.Parameter, str] = {}
+    for prefix, module, _ in _walk(root, {}, _inside(ignored_modules)):
+        for key, parameter in module._parameters.items():
+            if parameter is not None and not (skipped and parameter in skipped):
+                found.setdefault(parameter, f"{prefix}.{key}" if prefix else key)
+    return found
+
+
+def refuse_unshardable(
+    root: nn.Module,
+    *,
+    ignored_modules: Collection[nn.Module] = (),
+    ignored_parameters: Collection[nn.Parameter] = (),
+    rank: int = 0,
+) -> None:
+    """Raise if a parameter of ``root`` cannot be sharded. To be called before a policy looks at them.
+
+    Raises:
+        ParameterError: saying which, and what to do.
+    """
+    seen = set(ignored_parameters)
+    for prefix, module, _ in _walk(root, {}, _inside(ignored_modules)):
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ParameterError(
+                f"'{prefix}' makes sparse gradients, which cannot be reduced in a flat buffer (rank {rank}). "
+                "Construct it with sparse=False, or pass it in ignored_modules."
+            )
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter not in seen:
+                seen.add(parameter)
+                known = _torch_private.rnn_references(module, parameter) if isinstance(module, nn.RNNBase) else 0
+                _check_parameter(f"{prefix}.{key}" if prefix else key, parameter, rank, known)
+
+
+def _check_parameter(name: str, parameter: nn.Parameter, rank: int, known_references: int) -> None:
+    where = f"'{name}' on rank {rank}"
+    if isinstance(parameter, (UninitializedParameter, UninitializedBuffer)):
+        raise ParameterError(f"The parameter {where} is not initialized. Run a forward of the lazy module first.")
+    if parameter.layout is not torch.strided:
+        raise ParameterError(f"Cannot flatten {parameter.layout} tensors: {where}. Make the parameter dense.")
+    if not (parameter.dtype.is_floating_point or parameter.dtype.is_complex):
+        raise ParameterError(
+            f"Cannot flatten integer dtype tensors: {where} has dtype {parameter.dtype}. "
+            "Register it as a buffer, or pass it in ignored_parameters."
+        )
+    if type(parameter.data) is not torch.Tensor:
+        raise ParameterError(
+            f"The parameter {where} is a {type(parameter.data).__name__}, not a plain tensor. "
+            "Pass it in ignored_parameters."
+        )
+    own = _state_of_its_own(parameter)
+    if own:
+        raise ParameterError(
+            f"The parameter {where} is a {type(parameter).__name__} with state of its own ({', '.join(own[:4])}), "
+            "which the views that compute would not have. Pass it in ignored_parameters, or shard a model that is not "
+            "quantized."
+        )
+    if _torch_private.tensor_hooks(parameter):
+        raise ParameterError(
+            f"The parameter {where} has a hook from register_hook, which would never fire on a sharded parameter. "
+            "Remove it, and use register_post_accumulate_grad_hook, which runs after the reduction."
+        )
+    if parameter.grad is not None:
+        raise ParameterError(f"The parameter {where} has a gradient already. Call zero_grad(set_to_none=True) first.")
+    if parameter.is_meta and weakref.getweakrefcount(parameter) > known_references:
+        raise ParameterError(
+            f"The meta parameter {where} is weakly referenced, so it cannot be materialized in place. "
+            "Drop the reference, or materialize the model before sharding it."
+        )
+
+
+def _state_of_its_own(parameter: nn.Parameter) -> list[str]:
+    """Attributes of a parameter of another class than torch's, as quantized ones need to compute."""
+    return [] if type(parameter) is nn.Parameter else list(vars(parameter))
+
+
+def _walk(
+    root: nn.Module, chosen: Mapping[nn.Module, Any], ignored: Collection[nn.Module]
+) -> list[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
+    # Every path to every module, shared ones too: a parameter belongs to a module that contains all of its uses.
+    found: list[tuple[str, nn.Module, tuple[nn.Module, ...]]] = []
+
+    def visit(prefix: str, module: nn.Module, chain: tuple[nn.Module, ...], above: frozenset[nn.Module]) -> None:
+        if module in ignored or module in above:
+            return
+        if module is not root and MODULE_STATE_ATTRIBUTE in module.__dict__:
+            return
+        if module is root or module in chosen:
+            chain = (*chain, module)
+        found.append((prefix, module, chain))
+        if not module._modules:
+            return
+        around = above | {module}
+        for key, child in module._modules.items():
+            if child is not None:
+                visit(f"{prefix}.{key}" if prefix else key, child, chain, around)
+
+    visit("", root, (), frozenset())
+    return found
+
+
+def names_in(root: nn.Module) -> Callable[[ManagedParameter], tuple[str, ...]]:
+    """What tells all names that a parameter has in ``root``, in module order, whatever paths lead to its modules."""
+    paths: dict[nn.Module, list[tuple[int, str]]] = {}
+
+    def visit(prefix: str, module: nn.Module, above: frozenset[nn.Module]) -> None:
+        if module in above:
+            return
+        paths.setdefault(module, []).append((len(order), prefix))
+        order.append(module)
+        if not module._modules:
+            return
+        around = above | {module}
+        for key, child in module._modules.items():
+            if child is not None:
+                visit(f"{prefix}.{key}" if prefix else key, child, around)
+
+    order: list[nn.Module] = []
+    visit("", root, frozenset())
+
+    def names_of(parameter: ManagedParameter) -> tuple[str, ...]:
+        found = sorted((*path, key) for module, key in parameter.sites for path in paths[module])
+        return tuple(f"{path}.{key}" if path else key for _, path, key in found)
+
+    return names_of
+
+
+def modules_in(root: nn.Module) -> list[nn.Module]:
+    """``root`` and all modules inside it, each once, in no order: without names, for a fraction of what these cost."""
+    found = {root: None}
+    waiting = [root]
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and child not in found:
+                found[child] = None
+                waiting.append(child)
+    return list(found)
+
+
+def refuse_sharded(root: nn.Module, rank: int) -> None:
+    """Raise if ``root`` or anything inside it is sharded already.
+
+    Raises:
+        AlreadyShardedError: naming the first such module.
+    """
+    if not any(MODULE_STATE_ATTRIBUTE in module.__dict__ for module in modules_in(root)):
+        return
+    for name, module in root.named_modules():
+        if MODULE_STATE_ATTRIBUTE in module.__dict__:
+            raise AlreadyShardedError(
+                f"A model can be sharded once, but '{name or '(root)'}' of this {type(root).__name__} is sharded "
+                f"already (rank {rank}). Shard the whole model in one call, or compose it from the inside out with "
+                "fully_shard."
+            )
+
+
+def _checked(chosen: UnitPlan, names: Mapping[nn.Module, str], rank: int) -> dict[nn.Module, Mapping[str, Any]]:
+    if not isinstance(chosen, Mapping):
+        raise PluginContractError(
+            f"A wrap policy must return a mapping of modules to overrides, but it returned {chosen!r} (rank {rank}). "
+            "Return {module: {}} for each module that becomes a unit."
+        )
+    for module, overrides in chosen.items():
+        if not isinstance(module, nn.Module) or not isinstance(overrides, Mapping):
+            raise PluginContractError(
+                f"A wrap policy must return a mapping of modules to overrides, but it has the entry "
+                f"{module!r}: {overrides!r} (rank {rank}). Return {{module: {{}}}} for each module that becomes a unit."
+            )
+        if module not in names:
+            raise PluginContractError(
+                f"A wrap policy chose a {type(module).__name__} that is not inside the model (rank {rank}). "
+                "Choose from root.modules()."
+            )
+        unknown = sorted(set(overrides) - set(UNIT_OVERRIDES))
+        if unknown:
+            raise ConfigError(
+                f"A wrap policy overrides {', '.join(unknown)} for '{names[module]}' (rank {rank}), which no unit has. "
+                f"A unit has: {', '.join(UNIT_OVERRIDES)}."
+            )
+        releases = overrides.get("reshard_after_forward")
+        if releases is not None and not isinstance(releases, bool):
+            raise ConfigError(
+                f"A wrap policy overrides reshard_after_forward for '{names[module]}' by {releases!r} (rank {rank}). "
+                "Give True, False or None."
+            )
+    return dict(chosen)
+
+
+def _inside(modules: Collection[nn.Module]) -> set[nn.Module]:
+    return {inner for module in modules for inner in module.modules()}
+
+
+def _check_device(uses: Mapping[nn.Parameter, _Uses], rank: int) -> None:
+    kinds: dict[str, str] = {}
+    for parameter, found in uses.items():
+        if not parameter.is_meta:
+            kinds.setdefault(str(parameter.device), found.names[0])
+    if len(kinds) > 1:
+        listed = ", ".join(f"'{name}' on {device}" for device, name in kinds.items())
+        raise DeviceError(
+            f"polyshard only supports single device modules but got params on several: {listed} (rank {rank}). "
+            "Move the model to one device first."
+        )

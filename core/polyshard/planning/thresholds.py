@@ -1,0 +1,31 @@
+"""Sizes from which on the engine takes one way rather than another, each with what speaks for it.
+
+What they gain is in docs/performance.md.
+"""
+
+from __future__ import annotations
+
+#: Elements from which a part is made: 4 MiB in a 16-bit dtype. Gathers of less take as long as their latency, so that
+#: dividing them would only add one (docs/performance.md, "Gathers and reductions alone").
+SMALLEST_SPLIT = 1 << 21
+#: The most module states that are gathered together. Fewer launches than one for so many save the host little.
+LARGEST_BATCH = 16
+#: Bytes merged at most. Longer reductions gain little from each other, and hold all of their memory while they wait;
+#: the last one of a backward has nothing left to run beside.
+MERGED_NBYTES = 16 * 2**20
+#: A unit is merged with others if at least so many inputs of its size fit. Larger ones gain less than the second copy
+#: costs.
+FEWEST_MERGED = 4
+#: Bytes that go in one launch at most. A unit of more than half of them computes for longer than launching takes, and
+#: waiting would hold the gradients of two.
+GROUPED_NBYTES = 64 * 2**20
+#: Bytes of gradients up to which they are held until they were reduced. More are copied where they were computed, and
+#: give their memory back at once, as do those of units that are not sharded, of which any number may be on their way.
+HELD_NBYTES = 64 * 2**20
+#: Elements of a weight from which on its gradient is computed in the reduction's input. Copying fewer costs less than
+#: Python in their forward and backward.
+DIRECT_NUMEL = 1 << 22
+#: Ranks up to which each rank's part of an input is copied by itself. One launch takes some 64 copies.
+ROWS_TOGETHER = 8
+#: Elements at whose multiples each unit begins among merged ones: optimizers and NCCL read in wide accesses there.
+MERGED_ALIGNMENT = 128

@@ -1,0 +1,249 @@
+"""Planned modules laid out: what each unit will be, and everything that plugins say about it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..events import Events
+from ..interfaces import (
+    InputCast,
+    Observer,
+    OffloadManager,
+    OutputCast,
+    ParameterGeometry,
+    PrecisionCaster,
+    UnitDtypes,
+    UnitGeometry,
+    UnitSpec,
+    WireSpec,
+)
+from ..registry import Constructed
+from .answers import callable_or_none, dtypes_of, full_precision_in_eval_of, parked_of, wire_of
+from .layout import FlatLayout, NamedLayout, dense_stride
+from .plan import ManagedParameter, ModuleParameters
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedUnit:
+    """A unit before any memory is taken for it."""
+
+    spec: UnitSpec
+    layout: FlatLayout
+    dtypes: UnitDtypes
+    wire: WireSpec | None
+    """How it travels; None for as it computes."""
+    observers: tuple[Observer, ...]
+    parked: bool
+    """Whether the offload manager keeps its master and gradient; ``decide_parking`` knows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedModule(ModuleParameters):
+    """A planned module with its units, before any memory is taken for them.
+
+    Plugins were asked everything about it, and their answers checked: only memory, and ``OffloadManager.place``, can
+    fail from here on.
+    """
+
+    plugins: ModulePlugins
+    units: tuple[PlannedUnit, ...]
+    """One for each of ``groups``."""
+    buffer_dtype: torch.dtype | None
+    """Of floating-point buffers; None leaves them alone."""
+    input_cast: InputCast | None
+    output_cast: OutputCast | None
+    full_precision_in_eval: bool
+    reads_in_backward: bool
+    """Whether its units are gathered in backward."""
+
+    @property
+    def parks(self) -> bool:
+        """Whether any of its units is parked."""
+        return any(unit.parked for unit in self.units)
+
+    @property
+    def has_meta_parameters(self) -> bool:
+        """Whether any of its parameters has no values yet."""
+        return any(parameter.original.is_meta for group in self.groups for parameter in group)
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePlugins:
+    """The plugins that serve one module: the model's, or those that its policy named for it."""
+
+    caster: PrecisionCaster
+    offload: OffloadManager
+    layout: NamedLayout
+    overrides: Mapping[str, Constructed[Any]]
+    """Those that the policy named, by setting."""
+
+
+def plan_units(
+    planned: ModuleParameters,
+    plugins: ModulePlugins,
+    shards: int,
+    device: torch.device,
+    events: Events,
+    travelled: dict[torch.dtype, int],
+    *,
+    is_root: bool,
+    rank: int,
+) -> PlannedModule:
+    """Lay out the units of ``planned`` for so many ``shards``, and ask plugins everything there is to ask.
+
+    Args:
+        planned: A module and the parameters that it owns.
+        plugins: What serves it.
+        shards: Ranks that share a unit.
+        device: The device that computes.
+        events: The listeners.
+        travelled: Bytes in which an element of a dtype travelled in the modules planned before; updated.
+        is_root: Whether it is the outermost module, or split off that.
+        rank: Of this process, for messages.
+
+    Raises:
+        PluginContractError: a plugin answered what its contract does not allow.
+    """
+    caster, layout = plugins.caster, plugins.layout
+    units: list[PlannedUnit] = []
+    groups: list[tuple[ManagedParameter, ...]] = []
+    for group in planned.groups:
+        suffix = _suffix(group) if units else ""
+        # Alignment follows from what travels, which the caster tells from a spec. Most units travel as the one before
+        # them: a layout for that saves asking, checking and laying out twice.
+        dtype = group[0].original.dtype
+        itemsize = travelled.get(dtype, dtype.itemsize)
+        geometry = _geometry(planned, group, suffix, shards, itemsize)
+        buffers = layout.arrange(geometry, rank)
+        dtypes = dtypes_of(caster, _spec(planned, group, buffers[0][1], device, suffix, is_root), rank)
+        travels = min(dtypes.compute.itemsize, dtypes.wire.itemsize)
+        travelled[dtype] = travels
+        if travels != itemsize:
+            buffers = layout.arrange(dataclasses.replace(geometry, itemsize=travels), rank)
+        for number, (order, flat) in enumerate(buffers):
+            members = tuple(group[index] for index in order)
+            spec = _spec(planned, members, flat, device, _numbered(group, number) if number else suffix, is_root)
+            wire = wire_of(caster, spec, rank) if shards > 1 else None
+            # Asked again when the unit is built: a caster that cannot answer must say so while the model is whole.
+            full_precision_in_eval_of(caster, spec, rank)
+            observers = events.observers(spec) if events.active else ()
+            own = dtypes if len(buffers) == 1 else dtypes_of(caster, spec, rank)
+            units.append(PlannedUnit(spec, flat, own, wire, observers, parked=False))
+            groups.append(members)
+    if units:
+        first, buffer_dtype = units[0].spec, units[0].dtypes.buffer
+    else:
+        first = UnitSpec(planned.name, type(planned.governing), (), 0, 0, planned.dtype, device, is_root)
+        buffer_dtype = dtypes_of(caster, first, rank).buffer
+    # A split module's inputs and outputs stay inside the module around it.
+    casts = planned.parent is None
+    return PlannedModule(
+        name=planned.name,
+        module=planned.module,
+        modules=planned.modules,
+        groups=tuple(groups),
+        overrides=planned.overrides,
+        dtype=planned.dtype,
+        parent=planned.parent,
+        plugins=plugins,
+        units=tuple(units),
+        buffer_dtype=buffer_dtype,
+        input_cast=callable_or_none(caster, "input_cast", first, rank) if casts else None,
+        output_cast=callable_or_none(caster, "output_cast", first, rank) if casts else None,
+        full_precision_in_eval=full_precision_in_eval_of(caster, first, rank),
+        reads_in_backward=reads_in_backward(planned.module),
+    )
+
+
+def decide_parking(plans: Sequence[PlannedModule], rank: int) -> tuple[PlannedModule, ...]:
+    """``plans``, of one model in its order, with each unit marked that its offload manager parks.
+
+    A manager is asked once, of all the units that it serves.
+
+    Raises:
+        PluginContractError: a manager answered what its contract does not allow.
+    """
+    served: dict[int, tuple[OffloadManager, list[UnitSpec]]] = {}
+    for plan in plans:
+        manager = plan.plugins.offload
+        served.setdefault(id(manager), (manager, []))[1].extend(unit.spec for unit in plan.units)
+    parked = {key: parked_of(manager, tuple(specs), rank) for key, (manager, specs) in served.items()}
+    return tuple(_with_parked(plan, parked[id(plan.plugins.offload)]) for plan in plans)
+
+
+def _with_parked(plan: PlannedModule, parked: frozenset[UnitSpec]) -> PlannedModule:
+    if not parked:
+        return plan
+    units = tuple(dataclasses.replace(unit, parked=unit.spec in parked) for unit in plan.units)
+    return dataclasses.replace(plan, units=units)
+
+
+def reads_in_backward(module: nn.Module) -> bool:
+    """Whether its backward may need whole parameters: torch's embedding makes its gradient from indices alone.
+
+    Asked at the wrap, and compared by ranks: what one rank gathers all of them gather.
+    """
+    return (
+        # Of a subclass too, unless it computes otherwise.
+        type(module).forward is not nn.Embedding.forward
+        or module.max_norm is not None
+        or "forward" in module.__dict__
+        # They may compute with the weight.
+        or bool(module._forward_hooks or module._forward_pre_hooks)
+    )
+
+
+def _spec(
+    planned: ModuleParameters,
+    group: Sequence[ManagedParameter],
+    flat: FlatLayout,
+    device: torch.device,
+    suffix: str,
+    is_root: bool,
+) -> UnitSpec:
+    return UnitSpec(
+        name=f"{planned.name}{suffix}",
+        module_class=type(planned.governing),
+        parameter_names=tuple(parameter.names[0] for parameter in group),
+        numel=flat.padded_numel,
+        shard_numel=flat.shard_numel,
+        master_dtype=group[0].original.dtype,
+        device=device,
+        is_root=is_root,
+        suffix=suffix,
+        trained=group[0].original.requires_grad,
+    )
+
+
+def _geometry(
+    planned: ModuleParameters, group: Sequence[ManagedParameter], suffix: str, shards: int, itemsize: int
+) -> UnitGeometry:
+    parameters = []
+    for each in group:
+        shape = tuple(each.original.shape)
+        stride = dense_stride(shape, each.original.stride())
+        parameters.append(
+            ParameterGeometry(each.names[0], shape, stride, each.original.dtype, each.original.requires_grad)
+        )
+    return UnitGeometry(f"{planned.name or '(root)'}{suffix}", tuple(parameters), shards, itemsize)
+
+
+def _suffix(group: Sequence[ManagedParameter]) -> str:
+    # All that parameters of one module are divided by: no two of its units have the same.
+    return f"[{_kind(group)}]"
+
+
+def _numbered(group: Sequence[ManagedParameter], number: int) -> str:
+    # Where the layout wants several buffers for them.
+    return f"[{_kind(group)}, {number + 1}]"
+
+
+def _kind(group: Sequence[ManagedParameter]) -> str:
+    frozen = "" if group[0].original.requires_grad else ", frozen"
+    return f"{str(group[0].original.dtype).removeprefix('torch.')}{frozen}"

@@ -1,0 +1,416 @@
+"""One unit's gradients: what a backward leaves of them, and their way into ``.grad`` once they are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+from operator import attrgetter, is_
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.weak import TensorWeakRef
+
+from .. import _torch_private
+from ..errors import StateError
+from ..interfaces import Observer, OffloadManager, UnitDtypes, UnitSpec
+from ..planning import thresholds
+from ..planning.answers import refuse_gradient
+from ..planning.groups import RankGrid
+from ..planning.layout import FlatLayout, contiguous_stride
+from ..planning.plan import ManagedParameter
+from .parameters import Recipient
+from .reduce import CommHook, Contribution, Reducer, ReductionInput
+from .streams import CommStreams
+
+_gradient_of = attrgetter("grad")
+_is_trained = attrgetter("requires_grad")
+
+
+class Reducible(Protocol):
+    """What gradients need of their unit, asked anew each time: it may become part of a larger model."""
+
+    spec: UnitSpec
+    grid: RankGrid
+    observers: tuple[Observer, ...]
+
+
+class Gradients:
+    """Collects one unit's gradients, contributes them to reductions, and delivers its shard to the optimizer.
+
+    Under ``no_sync`` they gather in the reduction dtype, and ``.grad`` of the originals stays as it is.
+    """
+
+    def __init__(
+        self,
+        unit: Reducible,
+        layout: FlatLayout,
+        dtypes: UnitDtypes,
+        recipients: Sequence[Recipient],
+        keeper: OffloadManager | None,
+    ) -> None:
+        """``keeper``: what parks the reduced gradient; None where it stays on the device that computes."""
+        self.unit = unit
+        self._layout = layout
+        self._dtypes = dtypes
+        self._keeper = keeper
+        wire = dtypes.wire
+        shard = unit.grid.shard
+        if shard is None or not (shard.capabilities.widening and wire in shard.capabilities.dtypes):
+            # Nothing widens on the way, so what travels is as wide as what accumulates.
+            wire = dtypes.reduce
+        self.input = ReductionInput(layout, wire, dtypes.reduce, unit.spec.device)
+        #: Which parameters had no gradient on this rank in the backward that runs.
+        self.missed: frozenset[int] = frozenset()
+        #: Which of them have their ``.grad`` here, and had none before.
+        self.bare: frozenset[int] = frozenset()
+        #: Which had a gradient on no rank, when that was asked last.
+        self.unused: frozenset[int] = frozenset()
+        #: Of one ``.grad`` for all parameters, which have zeros in it because no rank has had a gradient of them since
+        #: it was None. An optimizer moves them, where it would leave a parameter without a gradient alone.
+        self.unfilled: frozenset[int] = frozenset()
+        #: What the mean over ranks is multiplied by; None for nothing.
+        self.scale: float | None = None
+        self._reduced_once = False
+        # Where the gradients that are reduced next were computed, and those that wait for them kept.
+        self._places: list[object] = []
+        # The last reduced gradient, which lives as long as any ``.grad`` that views it: ``zero_grad`` frees its memory.
+        self._delivered: TensorWeakRef | None = None
+        self._shown: list[int] = []
+        self._addresses: list[int] = []
+        self.deliver_to(recipients)
+
+    def deliver_to(self, recipients: Sequence[Recipient]) -> None:
+        """Which parameters receive which parts of the reduced gradient, in order of offset."""
+        self._delivered = None
+        self._recipients = tuple(recipients)
+        self._owners = [recipient.parameter for recipient in recipients]
+        self._owner_of = {recipient.index: recipient.parameter for recipient in recipients}
+        # One call makes all parts, and one more each part of more dimensions.
+        rows = [(each.shape, each.stride) for each in recipients if len(each.shape) != 1]
+        self._strided = any(stride != contiguous_stride(shape) for shape, stride in rows)
+        self._shapes = [each.shape if len(each.shape) != 1 else None for each in recipients] if rows else []
+        self._sizes: list[int] = []
+        self._picks: list[int] = []
+        cursor = 0
+        for recipient in recipients:
+            if recipient.offset > cursor:
+                self._sizes.append(recipient.offset - cursor)
+            self._picks.append(len(self._sizes))
+            self._sizes.append(recipient.numel)
+            cursor = recipient.offset + recipient.numel
+        if cursor < self._layout.shard_numel:
+            self._sizes.append(self._layout.shard_numel - cursor)
+
+    @property
+    def widens(self) -> bool:
+        """Whether gradients are cast on their way into the reduction, or reduced whole."""
+        return self.unit.grid.shard is None or self.input.dtype != self._dtypes.compute
+
+    @property
+    def unreduced(self) -> bool:
+        """Whether gradients of earlier microbatches wait for a synchronising backward."""
+        # Those that wait in a bucket have found theirs.
+        return self.input.has_sum and self.input.gradients is None
+
+    @property
+    def comm_hook(self) -> CommHook | None:
+        """What stands in the place of the mean over ranks; None for nothing."""
+        return None
+
+    def computed_at(self, places: Iterable[object]) -> None:
+        """``places``, as ``CommStreams.here`` says, are where the gradients that come next were computed."""
+        for place in places:
+            if place not in self._places:
+                self._places.append(place)
+
+    def claim(self, index: int, reducer: Reducer) -> torch.Tensor | None:
+        """Where in the reduction's input the gradient of parameter ``index`` may be written, as a new tensor.
+
+        None where it has to come as a tensor of its own.
+        """
+        here = reducer.streams.here()
+        if not self.input.claimed:
+            if not self.input.free:
+                return None
+            reducer.open(self._contribution(()))
+            self.computed_at((here,))
+        return self.input.claim(index, here)
+
+    def keep(self, gradients: list[torch.Tensor | None], streams: CommStreams) -> None:
+        """Add ``gradients`` to those that wait for a synchronising backward."""
+        self.computed_at((streams.here(),))
+        with streams.between(self._places):
+            self.input.accumulate(gradients)
+
+    def reduce(self, gradients: list[torch.Tensor | None], reducer: Reducer) -> None:
+        """Reduce ``gradients``, and those that waited, over ranks.
+
+        ``.grad`` has the result after ``Reducer.flush`` and ``CommStreams.drain``.
+        """
+        reducer.reduce(self.contribute(gradients, reducer.streams), gradients)
+
+    def contribute(self, gradients: list[torch.Tensor | None], streams: CommStreams) -> Contribution:
+        """The part that ``gradients``, and those that waited, have in the reduction that is to follow."""
+        self._note_missed(self.input.missing(gradients))
+        self.computed_at((streams.here(),))
+        contribution = self._contribution(tuple(self._places))
+        self._places.clear()
+        return contribution
+
+    def _contribution(self, places: Sequence[object]) -> Contribution:
+        unit = self.unit
+        return Contribution(unit.spec, unit.grid, self.input, places, unit.observers, self.comm_hook, self._deliver)
+
+    def _note_missed(self, missed: frozenset[int]) -> None:
+        if self.unfilled:
+            self.unfilled = self.unfilled & missed if self._owner_of[None].grad is not None else frozenset()
+        if self._reduced_once:
+            self.missed &= missed
+            self.bare &= missed
+            return
+        self._reduced_once = True
+        self.missed = missed
+        if missed:
+            self.bare = frozenset(filter(self._is_bare, missed))
+
+    def _is_bare(self, index: int) -> bool:
+        owner = self._owner_of.get(None if None in self._owner_of else index)
+        return owner is not None and owner.requires_grad and (owner.grad is None or index in self.unfilled)
+
+    def _forget_missed(self) -> None:
+        self.missed = self.bare = frozenset()
+        self._reduced_once = False
+
+    def drop(self, indices: frozenset[int]) -> None:
+        """Take ``.grad`` away from parameters for which no rank had a gradient."""
+        if None not in self._owner_of:
+            for index in indices:
+                self._owner_of[index].grad = None
+            return
+        # One for all of them, which are here together or not at all.
+        filled = {index for index, slot in enumerate(self._layout.slots) if slot.numel}
+        self.unfilled = indices & filled
+        if self.unfilled == filled:
+            self._owner_of[None].grad = None
+            self.unfilled = frozenset()
+
+    def discard(self) -> None:
+        """Release what a backward that failed left behind."""
+        self._forget_missed()
+        self._places.clear()
+        self.input.discard()
+
+    def let_go(self) -> None:
+        """Forget what a backward left that reduced nothing of it."""
+        if self.input.claimed:
+            # Written to, and then not part of any reduction.
+            self.discard()
+        if not self.input.has_sum:
+            # Of gradients that were none: a backward that accumulates nowhere.
+            self._places.clear()
+
+    def end_backward(self) -> None:
+        """Run the hooks that the user put on the originals: there, autograd accumulates nothing that would."""
+        self._forget_missed()
+        for owner in self._owners:
+            if owner.grad is not None:
+                for hook in _torch_private.post_accumulate_grad_hooks(owner):
+                    hook(owner)
+
+    def _deliver(self, result: torch.Tensor) -> None:
+        if result.dtype != self._dtypes.grad:
+            result = result.to(self._dtypes.grad)
+        if self.scale is not None:
+            result.mul_(self.scale)
+        whole = self.delivered
+        if whole is not None and self._keeper is None:
+            whole.add_(result)
+            return
+        present = list(map(_gradient_of, self._owners))
+        fresh = whole is not None or all(map(is_, present, repeat(None)))
+        if self._keeper is not None:
+            spec = self.unit.spec
+            stored = self._keeper.store_grad(spec, result, whole)
+            # A rank that holds no element has no owner, and nothing views the gradient.
+            device = self._owners[0].device if self._owners else None
+            refuse_gradient(self._keeper, spec, stored, result, device, self.unit.grid.world.rank)
+            if stored is whole:
+                return
+            if not fresh:
+                self._keeper.sync_for_step()
+            result = stored
+        if fresh:
+            self._assign(result)
+            return
+        # The user replaced or kept some gradients: add to what is there, parameter by parameter.
+        for owner, current, view in zip(self._owners, present, self._split(result), strict=True):
+            if not owner.requires_grad:
+                continue
+            if current is None:
+                owner.grad = view
+            elif current.shape != view.shape:
+                raise StateError(
+                    f"Cannot writeback when the gradient shape changes\nExpects {view.shape} but got {current.shape} "
+                    f"in unit '{self.unit.spec.label}' on rank {self.unit.grid.world.rank}. Set .grad to a tensor "
+                    "of the shard's shape."
+                )
+            else:
+                current.add_(view)
+        self._delivered = None
+
+    @property
+    def delivered(self) -> torch.Tensor | None:
+        """The reduced gradient (``[shard_numel]``) if every ``.grad`` is still the part of it that it was made."""
+        flat = None if self._delivered is None else self._delivered()
+        if flat is None:
+            return None
+        present = list(map(_gradient_of, self._owners))
+        # Objects of other gradients may come to have the same ids, but not while they lie in this memory. And the same
+        # objects may stand on other memory: a user may set ``.grad.data``.
+        same = list(map(id, present)) == self._shown and list(map(torch.Tensor.data_ptr, present)) == self._addresses
+        return flat if same else None
+
+    def _assign(self, flat: torch.Tensor) -> None:
+        # Views keep their base alive, and that of a view's view is not the view.
+        if flat._is_view():
+            flat = flat.data
+        views = self._split(flat)
+        self._delivered = None
+        if all(map(_is_trained, self._owners)):
+            for owner, view in zip(self._owners, views, strict=True):
+                owner.grad = view
+            self._delivered = TensorWeakRef(flat)
+            self._shown = list(map(id, views))
+            self._addresses = list(map(torch.Tensor.data_ptr, views))
+            return
+        for owner, view in zip(self._owners, views, strict=True):
+            if owner.requires_grad:
+                owner.grad = view
+
+    def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        if self._strided or self.unit.grid.shard is None:
+            start = flat.storage_offset()
+            return [flat.as_strided(each.shape, each.stride, start + each.offset) for each in self._recipients]
+        parts = torch.split_with_sizes(flat, self._sizes)
+        picked = [parts[index] for index in self._picks]
+        if not self._shapes:
+            return picked
+        return [part if shape is None else part.view(shape) for part, shape in zip(picked, self._shapes, strict=True)]
+
+
+# Weight gradients of large linear layers, computed where their reduction reads them.
+
+
+#: Attribute of a module under which ``_Direct`` stands.
+_DIRECT = "_polyshard_direct"
+
+
+class DirectLinear(torch.autograd.Function):
+    """``functional.linear`` whose weight gradient is written where ``direct.claim`` says.
+
+    Autograd keeps the tensor that backward returns as the leaf's ``.grad`` when nothing else holds it, so the gradient
+    is produced in its place and neither copied nor held twice.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, direct: _Direct, unfilled: bool
+    ) -> torch.Tensor:
+        """``x``: ``[*, in]``; ``weight``: ``[out, in]``; ``bias``: ``[out]`` or None; returns ``[*, out]``.
+
+        ``unfilled``: the output is memory without values.
+        """
+        ctx.save_for_backward(x, weight)
+        ctx.claim = direct.claim
+        output = x.new_empty((*x.shape[:-1], weight.shape[0])) if unfilled else functional.linear(x, weight, bias)
+        direct.output = output
+        return output
+
+    @staticmethod
+    def backward(
+        ctx: Any, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None]:
+        """Of ``x``, ``weight`` and ``bias``, where they need one."""
+        x, weight = ctx.saved_tensors
+        of_x = of_weight = of_bias = None
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        if ctx.needs_input_grad[0]:
+            of_x = rows.mm(weight).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            columns, inputs = rows.t(), x.reshape(-1, x.shape[-1])
+            place = ctx.claim()
+            of_weight = columns.mm(inputs) if place is None else torch.mm(columns, inputs, out=place)
+        if ctx.needs_input_grad[2]:
+            of_bias = rows.sum(0)
+        return of_x, of_weight, of_bias, None, None
+
+
+def write_directly(
+    parameters: Sequence[ManagedParameter], layout: FlatLayout, claim: Callable[[int], torch.Tensor | None]
+) -> None:
+    """Let the large linear layers that hold one of ``parameters`` write its gradient into the reduction's input.
+
+    ``claim``: answers for an index of ``parameters``, which lie as ``layout`` says, with the memory that the gradient
+    belongs in, or None where it needs memory of its own.
+
+    Layers whose forward is somebody else's (a subclass, a replaced method) stay as they are.
+    """
+    for index, parameter in enumerate(parameters):
+        if len(parameter.sites) > 1 or layout.slots[index].numel < thresholds.DIRECT_NUMEL:
+            continue
+        module, attribute = parameter.sites[0]
+        if type(module) is nn.Linear and attribute == "weight" and "forward" not in module.__dict__:
+            module.__dict__[_DIRECT] = _Direct(partial(claim, index))
+            # One function for all: torch.compile compiles anew wherever it meets another object.
+            module.__dict__["forward"] = MethodType(_forward, module)
+
+
+@dataclass(slots=True)
+class _Direct:
+    """What the direct forward of one linear layer needs to know."""
+
+    claim: Callable[[], torch.Tensor | None]
+    # A checkpoint ends its recomputation at the last tensor that was saved, by an exception. torch's own product saves
+    # its inputs before it computes, ours after: what ends here would be computed in vain.
+    ends_recomputation: bool = False
+    # That exception is raised as autograd saves, and lets go of the output on its way. While the CUDA allocator records
+    # its history with Python stacks, memory that is freed under an exception loses it (pytorch#179536, seen in torch
+    # 2.11): so the output is held until the exception has been caught.
+    output: torch.Tensor | None = None
+
+
+def _forward(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    """The forward of a linear layer: direct where autograd records it and nothing else looks inside."""
+    if torch.compiler.is_compiling():
+        return functional.linear(input, module.weight, module.bias)
+    weight, bias = module.weight, module.bias
+    if (
+        not (torch.is_grad_enabled() and weight.requires_grad)
+        or type(input) is not torch.Tensor
+        # There is no autocast on the meta device, and asking raises.
+        or (not input.is_meta and torch.is_autocast_enabled(input.device.type))
+        or _torch_private.in_transform()
+    ):
+        return functional.linear(input, weight, bias)
+    direct: _Direct = module.__dict__[_DIRECT]
+    recomputes = _torch_private.in_backward()
+    unfilled = recomputes and direct.ends_recomputation
+    try:
+        output: torch.Tensor = DirectLinear.apply(  # type: ignore[no-untyped-call]
+            input, weight, bias, direct, unfilled
+        )
+    except BaseException:
+        direct.ends_recomputation |= recomputes
+        raise
+    finally:
+        direct.output = None
+    if unfilled:
+        direct.ends_recomputation = False
+        with torch.no_grad():
+            output.copy_(functional.linear(input, weight, bias))
+    return output

@@ -1,0 +1,211 @@
+"""A sharded model under CUDA graphs: whether a step can be recorded, and whether the model is still as it was then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..interfaces import Collectives
+from .root import Root
+from .streams import streams_for
+from .unit import Unit
+
+_address_of = torch.Tensor.data_ptr
+_is_trained = attrgetter("requires_grad")
+_state_of = attrgetter("state")
+_master_of = attrgetter("master")
+_waits = attrgetter("gradients.unreduced")
+
+
+def groups_of(root: Root) -> Iterable[Collectives]:
+    """All groups of ranks that the model communicates over, each once."""
+    groups = {id(root.collectives): root.collectives}
+    for unit in root.units:
+        for group in (unit.grid.shard, unit.grid.replicate):
+            if group is not None:
+                groups[id(group)] = group
+    return groups.values()
+
+
+def capture_obstacle(root: Root) -> str | None:
+    """Why no step of this model can be recorded, alike on all ranks; None where steps can be."""
+    for group in groups_of(root):
+        if not group.capabilities.capturable:
+            return f"{type(group).__name__} cannot be recorded in a graph. Choose collectives that can, such as 'nccl'."
+    for unit in root.units:
+        if unit.parks:
+            return (
+                f"{type(unit.offload).__name__} keeps the parameters of '{unit.name}' away from the device, and the "
+                "host waits for them in each step. Shard with offload='none'."
+            )
+        if unit.caster.capabilities.encodes:
+            return (
+                f"{type(unit.caster).__name__} encodes what travels, and prepares that on the host before each "
+                "forward. Choose a precision that casts only."
+            )
+    if root.events.active or any(unit.observers for unit in root.units):
+        return "The model has listeners, which a replay would not call. Shard it without listeners."
+    return None
+
+
+def step_obstacle(root: Root) -> str | None:
+    """Why the next step cannot be recorded or replayed, as the engine stands, or None."""
+    if not root.synchronises:
+        return (
+            "It was called under no_sync(). Enter no_sync() inside train_step, around the backwards that do not reduce."
+        )
+    if any(map(_waits, root.units)):
+        return (
+            "Gradients of earlier backwards under no_sync() wait to be reduced. Let train_step reduce what it computed."
+        )
+    return None
+
+
+def prepare_recording(root: Root) -> None:
+    """Do everything that a forward does before its first operation, and release all buffers.
+
+    Raises:
+        ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
+    """
+    root.take_up_changes()
+    release_buffers(root)
+
+
+def release_buffers(root: Root) -> None:
+    """Take all gather buffers' memory, and order the current stream after everything that was issued."""
+    for unit in root.units:
+        unit.reshard()
+    root.streams.drain()
+
+
+def recover_from_recording(root: Root) -> None:
+    """Back to the state between steps, behind a recording that failed."""
+    # The old streams' events belong to a recording that is gone: waiting for one would fail.
+    root.use_streams(streams_for(root.collectives))
+    root.abandon()
+
+
+class RecordedState:
+    """The model as it was when a step was recorded, its buffers released.
+
+    Compared by lists that are made and compared at C speed: a launch-bound step waits for the answer.
+    """
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+        self._module = root.module_states[0].module
+        self._training = self._module.training
+        self._units = list(root.units)
+        self._masters = _addresses(self._units)
+        self._states = list(map(_state_of, self._units))
+        self._tensors = HeldTensors(self._module, [(unit.name, unit.receivers) for unit in self._units])
+
+    @property
+    def released(self) -> bool:
+        """Whether no buffer has got memory since."""
+        return list(map(_state_of, self._units)) == self._states
+
+    def obstacle(self) -> tuple[str, bool] | None:
+        """Why the recording cannot be replayed, and whether that lasts until it is recorded anew; None where it can."""
+        reason = step_obstacle(self._root)
+        if reason is not None:
+            return reason, False
+        if self._module.training is not self._training:
+            mode = "train" if self._training else "eval"
+            return f"The model was in {mode} mode when the step was captured. Call {mode}() before the step.", False
+        if _addresses(self._units) != self._masters:
+            return "Parameters moved since the step was captured. Call reset() to capture again.", True
+        changed = self._tensors.changed()
+        if changed is not None:
+            return f"{changed} since the step was captured. Call reset() to capture again.", True
+        return None
+
+
+def _addresses(units: list[Unit]) -> list[int]:
+    return list(map(torch.Tensor.data_ptr, map(_master_of, units)))
+
+
+class _Site(NamedTuple):
+    name: str
+    holder: dict[str, Any]
+    key: str
+    value: torch.Tensor | nn.Module | None
+
+
+class HeldTensors:
+    """Notices a tensor or a module that was replaced or added, and a tensor that was moved, frozen or unfrozen.
+
+    Asked before each replay about every one. What modules hold is compared as dicts, where identity decides at 10 ns an
+    entry; addresses and ``requires_grad`` take 85 ns a parameter together: 0.1 ms a replay for a thousand parameters.
+    """
+
+    def __init__(self, module: nn.Module, others: Iterable[tuple[str, Sequence[torch.Tensor]]]) -> None:
+        """``others``: named tensors beside those that ``module`` and the modules inside it hold."""
+        self._sites = [
+            _Site(f"{prefix}.{key}" if prefix else key, holder, key, value)
+            for prefix, inner in module.named_modules()
+            for holder in (inner._parameters, inner._buffers, inner._modules)
+            for key, value in dict.items(holder)
+        ]
+        tensors = [(site, site.value) for site in self._sites if isinstance(site.value, torch.Tensor)]
+        self._holders: list[dict[str, Any]] = list({id(site.holder): site.holder for site in self._sites}.values())
+        self._held = list(map(dict.copy, self._holders))
+        # Tensors of one element compare as equal where their values are.
+        single = [(site, tensor) for site, tensor in tensors if tensor.numel() <= 1]
+        self._single_holders = [site.holder for site, _ in single]
+        self._single_keys = [site.key for site, _ in single]
+        self._single = [tensor for _, tensor in single]
+        named = {tensor: site.name for site, tensor in tensors}
+        for name, several in others:
+            for tensor in several:
+                named.setdefault(tensor, f"flat parameter of {name}")
+        self._addressed = [tensor for tensor in named if _has_address(tensor)]
+        self._addresses = list(map(_address_of, self._addressed))
+        self._parameters = [tensor for tensor in named if isinstance(tensor, nn.Parameter)]
+        self._trained = list(map(_is_trained, self._parameters))
+        self._named = named
+
+    def changed(self) -> str | None:
+        """What no longer is as it was, as the begin of a sentence; None where all is."""
+        if (
+            self._is_replaced()
+            or list(map(_is_trained, self._parameters)) != self._trained
+            or list(map(_address_of, self._addressed)) != self._addresses
+        ):
+            return self._describe()
+        return None
+
+    def _is_replaced(self) -> bool:
+        return differ(self._holders, self._held) or not all(
+            map(is_, map(dict.get, self._single_holders, self._single_keys), self._single)
+        )
+
+    def _describe(self) -> str:
+        for name, holder, key, value in self._sites:
+            if dict.get(holder, key) is not value:
+                return f"'{name}' was replaced"
+        for tensor, address in zip(self._addressed, self._addresses, strict=True):
+            if tensor.data_ptr() != address:
+                return f"'{self._named[tensor]}' was given other data"
+        for tensor, trained in zip(self._parameters, self._trained, strict=True):
+            if tensor.requires_grad is not trained:
+                return f"'{self._named[tensor]}' was {'frozen' if trained else 'unfrozen'}"
+        return "A parameter, a buffer or a module was added to the model"
+
+
+def _has_address(tensor: torch.Tensor) -> bool:
+    # What is ignored may be of any kind.
+    return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
+
+
+def differ(these: list[Any], those: list[Any]) -> bool:
+    """Whether two lists of lists or dicts hold other tensors, compared at C speed: what is identical is equal."""
+    try:
+        return these != those
+    except RuntimeError:
+        # Two tensors were compared, so they are not the same.
+        return True

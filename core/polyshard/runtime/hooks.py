@@ -1,0 +1,547 @@
+"""The hooks of one module state: what a module's forward calls, and what gradients call in its backward.
+
+[Note: one module state's forward and backward]
+Left to right; each arrow is one hook::
+
+    pre_forward ──► forward ──► post_forward ··· pre_backward ──► backward ──► post_backward
+    gather, show                hide, reshard    gather, show                  reshard, reduce
+
+``pre_backward`` runs before the first of the module's autograd nodes. The root begins its backward there, and does what
+the backward order has before that point; then the module state gathers. ``post_backward`` runs once the gradients of
+the module's inputs are there, and so all others: the root does what is left before that point, and the module state
+releases and reduces. Where no input needs a gradient, the root calls it when the backward comes to the module state
+before this one, or ends.
+
+Activation checkpointing runs forwards again inside a backward. Their ``pre_forward`` and ``post_forward`` show
+parameters and leave everything else to ``pre_backward`` and ``post_backward``. Where ``torch.utils.checkpoint`` called
+them first, they are on the record of that forward ([Note: recomputation]). Forwards that another function runs again
+are on no record, since no forward that other ranks know of called them: all of their gradients have come when the
+inputs of each have theirs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from operator import attrgetter, is_, methodcaller
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import nn
+
+from .. import _torch_private
+from ..errors import StateError, UnshardedUseError
+from ..nested import distinct_tensors, iter_hidden_tensors, iter_tensors, map_tensors
+from .activation_checkpoint import Checkpointed, Region, running
+from .module_state import ModuleState, StateKind, show_whole, unshard_ahead
+from .order import BackwardAction, ForwardRecord, Point
+from .root import root_of
+from .step import Phase, Step
+from .unit import refuse_escape
+
+T = TypeVar("T")
+Hook = Callable[..., None]
+
+_detached = methodcaller("detach")
+#: Attributes of every module, which are nobody's results.
+_TORCHS = frozenset(nn.Module().__dict__)
+
+
+class ForwardHooks:
+    """The hooks of one module state's forward."""
+
+    def __init__(self, module_state: ModuleState) -> None:
+        self.module_state = module_state
+        # Id of the exception that was being handled when the forward began: another one behind it is the forward's own.
+        # The exception itself would keep its frames, and these their tensors.
+        self._outer_error = id(None)
+        # Id of the hook that calls ``post_forward``.
+        self._post_forward_id = 0
+        self.side_outputs = SideOutputs(self._own_modules)
+
+    def attach(self) -> None:
+        """Put the hooks on the module."""
+        # First and last in line: the user's own hooks, but for forward hooks added later, see whole parameters. The
+        # last one is called on errors too, so that nothing stays gathered.
+        module = self.module_state.module
+        module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+        self._post_forward_id = module.register_forward_hook(self.post_forward, with_kwargs=True, always_call=True).id
+
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Gather the parameters, and let the module see them whole."""
+        if torch.compiler.is_compiling():
+            return _hidden_pre_forward(self, args, kwargs)
+        return self._pre_forward(args, kwargs)
+
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Release the parameters, and watch for a backward where there can be one."""
+        if torch.compiler.is_compiling():
+            return _hidden_post_forward(self, output)
+        return self._post_forward(output)
+
+    def _pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        module_state, step = self.module_state, self.module_state.step
+        assert step is not None
+        if step.unsharded:
+            return args, kwargs
+        recomputes = _torch_private.in_backward()
+        records = torch.is_grad_enabled()
+        if not recomputes:
+            ahead, kept = self._begin(step, records), False
+        else:
+            ahead, kept = [], self._begin_recomputation(records)
+        show_whole(module_state.units, module_state.governing.training, recomputes=recomputes, kept=kept)
+        if not module_state.reads_in_backward:
+            module_state.keep_gathered(self._computes_otherwise())
+        unshard_ahead(ahead)
+        if module_state.input_cast is not None and not module_state.in_full_precision:
+            args, kwargs = module_state.input_cast(args, kwargs)
+        if records and module_state.kind is StateKind.SHARDED and (not recomputes or self._has_graph()):
+            args, kwargs = self._watch_inputs(args, kwargs)
+        return args, kwargs
+
+    def _computes_otherwise(self) -> bool:
+        """Whether an embedding's forward may save parameters for backward, since something was put on it."""
+        module = self.module_state.module
+        return (
+            "forward" in module.__dict__
+            or type(module).forward is not nn.Embedding.forward
+            or module.max_norm is not None
+            # Behind ``pre_forward``, in front of ``post_forward``: other hooks see pieces.
+            or len(module._forward_pre_hooks) > 1
+            or next(iter(module._forward_hooks), self._post_forward_id) != self._post_forward_id
+        )
+
+    def _begin(self, step: Step, records: bool) -> list[list[ModuleState]]:
+        """Note that the module state is entered; returns the batches to prefetch."""
+        module_state = self.module_state
+        # In a backward that raised, too: none runs.
+        if step.phase is not Phase.FORWARD:
+            root_of(module_state).begin_forward(module_state, module_state.module)
+        self._outer_error = id(sys.exception())
+        module_state.entered += 1
+        if records:
+            module_state.enters_first = step.forward_record is not module_state.forward_record
+            module_state.forward_record, module_state.post_backward_at = step.forward_record, module_state.entry
+        if module_state.kind is StateKind.MERGED:
+            return []
+        call = running()
+        if call is not None and call.region.recorded:
+            self._enter_region(call.region, step.forward_record)
+        elif records:
+            step.forward_record.points.append(module_state.entry)
+        return module_state.execution_order.enter(module_state)
+
+    def _enter_region(self, region: Region, forward_record: ForwardRecord[ModuleState]) -> None:
+        """Note that a checkpoint computes the module state, and will compute it again."""
+        module_state = self.module_state
+        numbers = region.enter(forward_record)
+        alone = region.differentiated
+        if alone is None:
+            forward_record.points.append(module_state.entry)
+        elif not alone.several:
+            forward_record.points.append(module_state.point_in(BackwardAction.POST_BACKWARD, alone.number))
+        forward_record.points += [module_state.point_in(BackwardAction.RECOMPUTE, number) for number in numbers]
+
+    def _recomputed_call(self) -> Checkpointed | None:
+        """The checkpointed call that a backward runs again, if the forward that it was called in is known."""
+        call = running()
+        again = None if call is None else call.again
+        if again is None or again.region.forward_record is None or again.region.several:
+            return None
+        outermost = again.region.forward_record.outermost
+        # One checkpoint may call several models.
+        return again if isinstance(outermost, ModuleState) and outermost.step is self.module_state.step else None
+
+    def _begin_recomputation(self, records: bool) -> bool:
+        """Note that a backward enters the module state; returns whether its post-backward came on other ranks."""
+        module_state, again = self.module_state, self._recomputed_call()
+        root = root_of(module_state)
+        # Also where no gradient comes of it: what it gathers is released when the backward ends.
+        root.enter_backward()
+        if again is None:
+            root.accumulate_reentrantly()
+            if records:
+                module_state.forward_record, module_state.enters_first, module_state.post_backward_at = (
+                    None,
+                    True,
+                    module_state.entry,
+                )
+            return False
+        region = again.region
+        assert region.forward_record is not None
+        comes_first = root.arrive(region.forward_record, module_state.point_in(BackwardAction.RECOMPUTE, region.number))
+        if records and region.reentrant:
+            module_state.enters_first = module_state not in again.entered
+            again.entered.add(module_state)
+            module_state.forward_record, module_state.post_backward_at = (
+                region.forward_record,
+                module_state.point_in(BackwardAction.POST_BACKWARD, region.number),
+            )
+        return not comes_first
+
+    def _has_graph(self) -> bool:
+        """Whether a backward goes through what it computes again, and not through what the forward computed."""
+        again = self._recomputed_call()
+        return not self.module_state.awaits_backward if again is None else again.region.reentrant
+
+    def _post_forward(self, output: Any) -> Any:
+        module_state, step = self.module_state, self.module_state.step
+        assert step is not None
+        records = torch.is_grad_enabled()
+        if step.unsharded:
+            # What torch.func differentiates adds to no parameter's gradient.
+            return self._watch_output(output)[0] if records and not _torch_private.in_transform() else output
+        recomputes = _torch_private.in_backward()
+        if output is None:
+            error = sys.exception()
+            if error is not None and id(error) != self._outer_error:
+                if step.active is module_state and not recomputes:
+                    step.recorder.tell(error)
+                self._give_up(step, recomputes)
+                return None
+        if module_state.output_cast is not None and not module_state.in_full_precision:
+            output = module_state.output_cast(output)
+        watched = False
+        if records and module_state.kind is not StateKind.RESIDENT and (not recomputes or self._has_graph()):
+            output, watched = self._watch_output(output)
+        if recomputes:
+            self._computed(True)
+        else:
+            self._end(step, output)
+        module_state.awaits_backward |= watched
+        if not recomputes:
+            self._end_record(step)
+            if step.active is module_state and not module_state.entered:
+                root_of(module_state).end_forward(output)
+        return output
+
+    def _end(self, step: Step, output: Any) -> None:
+        """The module state is left, and keeps what its backward follows at once for."""
+        module_state = self.module_state
+        module_state.entered -= 1
+        if module_state.entered:
+            return
+        outermost = step.active is module_state
+        turns = outermost or module_state.execution_order.turns_at(module_state)
+        for unit in module_state.units:
+            for observer in unit.observers:
+                observer.computed(unit.spec, False)
+            if unit.permanent or not unit.releases(turns):
+                unit.hide()
+                continue
+            try:
+                refuse_escape((unit,), output, module_state.name)
+            except UnshardedUseError:
+                unit.hide()
+                if outermost:
+                    # No hook of an outer module will see this error and clean up.
+                    root_of(module_state).abandon()
+                raise
+            unit.reshard()
+
+    def _end_record(self, step: Step) -> None:
+        module_state = self.module_state
+        if module_state.kind in (StateKind.MERGED, StateKind.RESIDENT) or not torch.is_grad_enabled():
+            return
+        step.forward_record.points.append(module_state.exit)
+        if module_state.reads_in_backward:
+            module_state.execution_order.leave(module_state)
+
+    def _give_up(self, step: Step, recomputes: bool) -> None:
+        module_state = self.module_state
+        if recomputes:
+            # Usually no error: a checkpoint stops a recomputation as soon as it has what it needs.
+            self._computed(True)
+            return
+        # Nothing was entered where the error came from beginning the forward.
+        module_state.entered = max(0, module_state.entered - 1)
+        # Other ranks may have come through. A module around this one may go on without it.
+        self._end_record(step)
+        if module_state.entered:
+            return
+        if step.active is module_state:
+            root_of(module_state).abandon()
+        else:
+            # Whoever catches this goes on with the other ranks, which keep what is kept for a backward.
+            module_state.awaits_backward |= module_state.kind is StateKind.SHARDED and torch.is_grad_enabled()
+            module_state.reshard(module_state.execution_order.turns_at(module_state))
+
+    def _computed(self, backward: bool) -> None:
+        for unit in self.module_state.units:
+            for observer in unit.observers:
+                observer.computed(unit.spec, backward)
+
+    def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not self.module_state.enters_first:
+            # Further forwards have had their gradients when the first one's inputs get theirs.
+            return args, kwargs
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) and args[0].requires_grad:
+            return pass_through(input_hook(self.module_state), list(args)), kwargs
+        found = distinct_tensors((args, kwargs), attrgetter("requires_grad"))
+        if not found:
+            # The end of the backward takes over: an integer input, or the first unit of the model.
+            return args, kwargs
+        return pass_through_in(input_hook(self.module_state), (args, kwargs), found)
+
+    def _watch_output(self, output: Any) -> tuple[Any, bool]:
+        hook = output_hook(self.module_state)
+        output, watched = watch_output(output, hook)
+        return output, self.side_outputs.watch(hook) or watched
+
+    def _own_modules(self) -> list[nn.Module]:
+        """The module state's module and those inside it that are inside of no other module state's."""
+        staged = {module_state.module for module_state in root_of(self.module_state).module_states}
+        found: list[nn.Module] = []
+        waiting = [self.module_state.module]
+        while waiting:
+            module = waiting.pop()
+            found.append(module)
+            waiting += [child for child in module.children() if child not in staged]
+        return found
+
+
+# torch.compile does not look inside these. Eager steps go around them, and so never import the compiler.
+@_torch_private.hidden_from_compile
+def _hidden_pre_forward(
+    forward: ForwardHooks, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return forward._pre_forward(args, kwargs)
+
+
+@_torch_private.hidden_from_compile
+def _hidden_post_forward(forward: ForwardHooks, output: Any) -> Any:
+    return forward._post_forward(output)
+
+
+class Recomputation:
+    """A forward inside a backward; alive as long as its graph, which holds the hook of its inputs."""
+
+
+def output_hook(module_state: ModuleState) -> Callable[..., None]:
+    """The hook for gradients of an output of the forward of ``module_state`` that runs."""
+    if root_of(module_state).unsharded:
+        return partial(_refuse, module_state)
+    if module_state.kind is StateKind.MERGED:
+        assert module_state.parent is not None
+        return output_hook(module_state.parent)
+    if not module_state.full_precision_in_eval:
+        return partial(pre_backward, module_state, module_state.forward_record, module_state.post_backward_at)
+    return partial(
+        _pre_backward_in_mode,
+        module_state,
+        module_state.governing.training,
+        module_state.forward_record,
+        module_state.post_backward_at,
+    )
+
+
+def input_hook(module_state: ModuleState) -> Callable[[], None]:
+    """The hook for the time when the inputs of the forward that begins have their gradients."""
+    if module_state.forward_record is not None:
+        return partial(post_backward, module_state, module_state.forward_record, module_state.post_backward_at)
+    call = Recomputation()
+    module_state.recomputations.add(call)
+    return partial(_recomputation_done, module_state, call)
+
+
+def pre_backward(
+    module_state: ModuleState,
+    forward_record: ForwardRecord[ModuleState] | None,
+    post_backward_at: Point[ModuleState],
+    *_: Any,
+) -> None:
+    """A gradient reached an output of a forward.
+
+    Args:
+        module_state: Whose forward.
+        forward_record: The record of that forward; None for a recomputation that is on none.
+        post_backward_at: Point of the module state's post-backward on it.
+    """
+    if torch.is_grad_enabled():
+        raise StateError(
+            f"polyshard does not support gradients of gradients: backward(create_graph=True) reached "
+            f"'{module_state.label}' on rank {module_state.rank}. Differentiate twice outside of sharded modules."
+        )
+    root = root_of(module_state)
+    root.enter_backward()
+    if forward_record is None:
+        # On no record that other ranks know of: they must recompute, too.
+        module_state.joins_reduction = True
+    elif post_backward_at is not module_state.entry:
+        # Gathered where the checkpoint entered it again, on all ranks alike.
+        module_state.pre_backward(prefetches=False)
+        return
+    elif not root.arrive(forward_record, module_state.exit):
+        # Done already, on the way to an inner module that returned the same tensor: prefetches are on their way.
+        module_state.pre_backward(prefetches=False)
+        return
+    module_state.pre_backward()
+
+
+def post_backward(
+    module_state: ModuleState, forward_record: ForwardRecord[ModuleState], post_backward_at: Point[ModuleState]
+) -> None:
+    """The gradients of the inputs of the first forward on ``forward_record`` are there, and so are all others."""
+    if not module_state.in_backward:
+        module_state.refuse_unseen_backward()
+    if root_of(module_state).arrive(forward_record, post_backward_at) or module_state.in_backward:
+        module_state.post_backward()
+
+
+def _recomputation_done(module_state: ModuleState, call: Recomputation) -> None:
+    if not module_state.in_backward:
+        module_state.refuse_unseen_backward()
+    module_state.recomputations.discard(call)
+    if not module_state.recomputations:
+        module_state.post_backward()
+
+
+def _pre_backward_in_mode(
+    module_state: ModuleState,
+    training: bool,
+    forward_record: ForwardRecord[ModuleState] | None,
+    post_backward_at: Point[ModuleState],
+    *_: Any,
+) -> None:
+    # Autograd saved views of the buffer that this forward computed with; the mode may have changed since.
+    if module_state.in_backward and training is not module_state.trained_in_forward:
+        raise StateError(
+            f"One backward reached '{module_state.label}' through a forward in training mode and one in eval "
+            f"mode, which compute in different dtypes (rank {module_state.rank}). Run a backward for each."
+        )
+    module_state.trained_in_forward = training
+    for unit in module_state.units:
+        unit.choose_buffer(training)
+    pre_backward(module_state, forward_record, post_backward_at)
+
+
+def _refuse(module_state: ModuleState, *_: Any) -> NoReturn:
+    raise StateError(
+        f"A backward reached an output of '{module_state.label}' whose forward ran inside unsharded() on rank "
+        f"{module_state.rank}: its gradients would be whole and this rank's alone. Run that forward outside of "
+        "unsharded(), or inside torch.no_grad()."
+    )
+
+
+class Boundary(torch.autograd.Function):
+    """Passes tensors through and calls ``callback`` in backward, before passing their gradients on.
+
+    On a unit's inputs it runs once everything on the way to them has its gradient: autograd executes ready nodes in
+    the reverse order of their creation, and this node was created before any of the unit's own. On an output it runs
+    before any of the unit's nodes, and, unlike a tensor hook, survives in-place changes of an output that is a view.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, callback: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """``tensors`` as new tensors over the same memory: an in-place first operation on an input itself raises."""
+        ctx.callback = callback
+        ctx.set_materialize_grads(False)
+        return tuple(map(_detached, tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Call back, then pass every gradient on."""
+        ctx.callback()
+        return (None, *gradients)
+
+
+def pass_through(callback: Callable[[], None], tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """``tensors``, with ``callback`` called in backward before their gradients leave."""
+    passed: tuple[torch.Tensor, ...] = Boundary.apply(callback, *tensors)  # type: ignore[no-untyped-call]
+    return passed
+
+
+def pass_through_in(callback: Callable[[], None], value: T, tensors: list[torch.Tensor]) -> T:
+    """``value`` with ``tensors``, which are distinct, passed through: each stays one tensor wherever it occurs."""
+    passed = dict(zip(map(id, tensors), pass_through(callback, tensors), strict=True))
+    return map_tensors(lambda tensor: passed.get(id(tensor), tensor), value)
+
+
+def watch_output(output: Any, hook: Hook) -> tuple[Any, bool]:
+    """``output``, with ``hook`` called before a backward goes through any tensor in it; and whether it can.
+
+    Tensors are found in containers, and in the attributes of objects that are none. Through a leaf no backward goes on,
+    and a hook on it would outlive the step.
+    """
+    if isinstance(output, torch.Tensor):
+        if not _has_graph(output):
+            return output, False
+        if not output._is_view():
+            _torch_private.on_gradient(output, hook)
+            return output, True
+    hidden = [tensor for tensor in iter_hidden_tensors(output) if _has_graph(tensor)]
+    found = distinct_tensors(output, _has_graph)
+    for tensor in hidden:
+        _torch_private.on_gradient(tensor, hook)
+    if not any(tensor._is_view() for tensor in found):
+        for tensor in found:
+            _torch_private.on_gradient(tensor, hook)
+        return output, bool(found or hidden)
+    # An in-place change of a view rewrites its history and would drop a hook on it, and backward would then read
+    # released memory. The boundary's output is no view.
+    return pass_through_in(hook, output, found), True
+
+
+class SideOutputs:
+    """Tensors that a forward leaves in attributes of its modules: the losses of a mixture's routers, say.
+
+    A backward may enter the unit through them as through its output. Which attributes of ``modules()`` they are is
+    found after the first forward, and again when there are others than then, or something in the place of nothing.
+    Forwards look at those alone; whether others have come is compared at C speed.
+    """
+
+    def __init__(self, modules: Callable[[], Iterable[nn.Module]]) -> None:
+        self._modules = modules
+        self._places: list[tuple[dict[str, Any], str]] = []
+        # The attributes of each module, and how many there were.
+        self._attributes: list[dict[str, Any]] = []
+        self._sizes = [-1]
+        # Those that were nothing: where they stand, under which name, and what they were.
+        self._holders: list[dict[str, Any]] = []
+        self._keys: list[str] = []
+        self._blank: list[Any] = []
+
+    def watch(self, hook: Hook) -> bool:
+        """Call ``hook`` before a backward goes through any of them; whether there is one."""
+        if list(map(len, self._attributes)) != self._sizes or (
+            self._keys and not all(map(is_, map(dict.get, self._holders, self._keys), self._blank))
+        ):
+            self._find()
+        watched = False
+        for attributes, key in self._places:
+            for tensor in iter_tensors(attributes.get(key)):
+                if _has_graph(tensor):
+                    _torch_private.on_gradient(tensor, hook)
+                    watched = True
+        return watched
+
+    def _find(self) -> None:
+        modules = list(self._modules())
+        buffers = [module._buffers for module in modules if module._buffers]
+        self._attributes = [*(module.__dict__ for module in modules), *buffers]
+        self._sizes = list(map(len, self._attributes))
+        found = [(each, key, value) for each in self._attributes for key, value in each.items() if key not in _TORCHS]
+        blank = [each for each in found if each[2] is None or (type(each[2]) in (int, float) and not each[2])]
+        # Buffers are many, and nearly always stay the tensors that they are.
+        held = {id(value) for each in buffers for value in each.values() if value is not None and not _has_graph(value)}
+        blank += [each for each in found if id(each[2]) in held]
+        self._places = [(each, key) for each, key, value in found if id(value) not in held and _may_hold_a_graph(value)]
+        self._holders = [each for each, _, _ in blank]
+        self._keys = [key for _, key, _ in blank]
+        self._blank = [value for _, _, value in blank]
+
+
+def _may_hold_a_graph(value: Any) -> bool:
+    """Whether it does, or is a tensor or a container that may next time."""
+    if isinstance(value, torch.Tensor) or (isinstance(value, list | dict | set | deque) and not value):
+        return True
+    return any(_has_graph(tensor) for tensor in iter_tensors(value))
+
+
+def _has_graph(tensor: torch.Tensor) -> bool:
+    return tensor.grad_fn is not None

@@ -1,0 +1,425 @@
+"""A module that owns units: its hooks' work in forward and backward, and its state between them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NoReturn
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from ..errors import StateError, UnshardedUseError
+from ..interfaces import InputCast, OutputCast
+from ..planning.groups import RankGrid
+from ..planning.plan import ManagedParameter, names_behind
+from .order import BackwardAction, ExecutionOrder, ForwardRecord, Point
+from .step import Step
+from .unit import Unit, UnitState, unshard_due, unshard_together
+
+
+class StateKind(enum.Enum):
+    """How much a module state's hooks have to do."""
+
+    NOTHING = "nothing"
+    """It has no units, or none that its backward must gather or reduce; modules inside it have some."""
+    MERGED = "merged"
+    """It was split off its parent, which has its units now."""
+    RESIDENT = "resident"
+    """One rank and no casts: autograd works on the originals, and the hooks do nothing in backward."""
+    SHARDED = "sharded"
+    """At least one unit is gathered, cast or reduced."""
+
+
+class BackwardState(enum.Enum):
+    """How far the backward that runs has come in a module state.
+
+    =============  =============  =========================================================
+    from           to             by
+    =============  =============  =========================================================
+    NOT_REACHED    PRE_BACKWARD   ``pre_backward``: a gradient reaches one of its outputs
+    PRE_BACKWARD   POST_BACKWARD  ``post_backward``
+    POST_BACKWARD  PRE_BACKWARD   another gradient: of an earlier call, or a recomputation
+    any            NOT_REACHED    ``reset``: the backward ended, or was given up
+    =============  =============  =========================================================
+
+    ``post_backward`` in NOT_REACHED takes part in a reduction for other ranks' sake, and in POST_BACKWARD reduces
+    gradients that arrived late. Neither changes the state.
+    """
+
+    NOT_REACHED = "not reached"
+    """None of its outputs has a gradient."""
+    PRE_BACKWARD = "pre-backward"
+    """Its parameters are whole, and its gradients are being computed."""
+    POST_BACKWARD = "post-backward"
+    """Its parameters are released, and its gradients on their way."""
+
+
+class ModuleState:
+    """A module with hooks, and the units of the parameters that are its own.
+
+    Usually one unit; more where parameters differ in dtype, or in whether they are trained. ``hooks.py`` calls it from
+    the module's forward, and from the gradients of its outputs and inputs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        units: Sequence[Unit],
+        *,
+        input_cast: InputCast | None = None,
+        output_cast: OutputCast | None = None,
+        full_precision_in_eval: bool = False,
+        signature: object = None,
+        parent: ModuleState | None = None,
+        reads_in_backward: bool = True,
+    ) -> None:
+        """``parent``: the module state that this one was split off, see [Note: split modules]."""
+        self.name = name
+        self.module = module
+        self.parent = parent
+        #: The module whose mode counts, and whose inputs and outputs are cast: the parent's of a split module.
+        self.governing = module if parent is None else parent.module
+        #: Whether its backward gathers. The same on every rank, whatever hooks come later on one of them.
+        self.reads_in_backward = reads_in_backward
+        self.step: Step | None = None
+        #: The root's: in which order module states are entered and prefetched.
+        self.execution_order: ExecutionOrder[ModuleState]
+        self.input_cast = input_cast
+        self.output_cast = output_cast
+        self.full_precision_in_eval = full_precision_in_eval
+        #: Module states of equal signature can share collectives.
+        self.signature = signature
+        self.own(units)
+        #: Forwards of it that run: more than one where it calls itself.
+        self.entered = 0
+        #: Points of the backward order: where a forward left the module state, and where it first entered it.
+        self.exit: Point[ModuleState] = Point(self, BackwardAction.PRE_BACKWARD)
+        self.entry: Point[ModuleState] = Point(self, BackwardAction.POST_BACKWARD)
+        #: Points where checkpoints entered it, by action and number of the checkpoint.
+        self._checkpointed: dict[tuple[BackwardAction, int], Point[ModuleState]] = {}
+        #: Record of the forward that entered it last, and whether that was the first entry in it.
+        self.forward_record: ForwardRecord[ModuleState] | None = None
+        self.enters_first = True
+        #: Point of its post-backward: its first entry, or that of a re-entrant checkpoint.
+        self.post_backward_at: Point[ModuleState] = self.entry
+        #: Whether a checkpoint entered it in the forward that the backward goes back through.
+        self.recomputed = False
+        #: Its recomputed forwards whose backward is still to come. Weak: a graph that is dropped takes its own along.
+        self.recomputations: WeakSet[object] = WeakSet()
+        #: Whether an output may bring a backward; until its gradients were taken.
+        self.awaits_backward = False
+        self.backward_state = BackwardState.NOT_REACHED
+        #: Whether the module was training in the forward that the backward goes back through.
+        self.trained_in_forward = True
+        #: Whether other ranks may have gradients where this one has none, so that it reduces with them.
+        self.joins_reduction = False
+
+    def own(self, units: Sequence[Unit]) -> None:
+        """Hold ``units`` from now on, and no others."""
+        self.units = tuple(units)
+        if not self.units:
+            self.kind = StateKind.NOTHING if self.parent is None else StateKind.MERGED
+        else:
+            self.kind = StateKind.RESIDENT if all(unit.resident for unit in self.units) else StateKind.SHARDED
+
+    def join(
+        self,
+        name: str,
+        grid: RankGrid | None,
+        names_of: Callable[[ManagedParameter], tuple[str, ...]] | None = None,
+    ) -> None:
+        """Become part of a larger model, under ``name``, with its collectives where ``grid`` is given.
+
+        ``names_of``: all names of a parameter there; None where the larger model puts one prefix before all of them.
+        """
+        before, self.name = self.name, name
+        prefix = name.removesuffix(before).rstrip(".") if before else name
+        for unit in self.units:
+            own = unit.spec.module_name
+            # Units that were merged keep the name of their module.
+            module_name = name if own == before else f"{prefix}.{own}" if prefix else own
+            unit.join(module_name, names_of or partial(names_behind, prefix), grid)
+
+    @property
+    def label(self) -> str:
+        """Its name in messages."""
+        return self.name or "(root)"
+
+    @property
+    def rank(self) -> int:
+        """This process's rank among all that share the model."""
+        assert self.step is not None
+        return self.step.rank
+
+    @property
+    def is_split(self) -> bool:
+        """Whether it was split off its parent, and is not merged."""
+        return self.parent is not None and self.kind is not StateKind.MERGED
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward computes its gradients."""
+        return self.backward_state is BackwardState.PRE_BACKWARD
+
+    @property
+    def in_full_precision(self) -> bool:
+        """Whether it computes in the master dtype, and casts nothing."""
+        return self.full_precision_in_eval and not self.governing.training
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of all units' gather buffers."""
+        return sum(unit.gathered_nbytes for unit in self.units)
+
+    def point_in(self, action: BackwardAction, checkpoint: int) -> Point[ModuleState]:
+        """The point where ``checkpoint``, by its number in the forward, entered the module state."""
+        found = self._checkpointed.get((action, checkpoint))
+        if found is None:
+            found = self._checkpointed[action, checkpoint] = Point(self, action, checkpoint)
+        return found
+
+    def unshard(self) -> None:
+        """Issue the gathers of all units, as one communication."""
+        unshard_due(self.units)
+
+    def reshard(self, turns: bool) -> None:
+        """Release units behind a forward, as their policies say. ``turns``: the backward is expected at once."""
+        for unit in self.units:
+            if unit.releases(turns):
+                unit.reshard()
+            else:
+                unit.hide()
+
+    def end_forward(self) -> None:
+        """The outermost forward ended: release units that no backward comes back to."""
+        self.entered = 0
+        for unit in self.units:
+            if self.awaits_backward and self.reads_in_backward and unit.state is not UnitState.GATHERING:
+                unit.hide()
+            else:
+                unit.reshard()
+
+    def pre_backward(self, *, prefetches: bool = True) -> None:
+        """Gather the parameters again, before the first of the module's autograd nodes runs.
+
+        ``prefetches``: whether to gather the module states that come next, too.
+        """
+        if self.backward_state is BackwardState.PRE_BACKWARD:
+            for unit in self.units:
+                # This output may have been computed on another stream than the first.
+                unit.wait()
+            return
+        self.backward_state = BackwardState.PRE_BACKWARD
+        for unit in self.units:
+            unit.refuse_changes()
+        if self.reads_in_backward:
+            unshard_due(self.units)
+        for unit in self.units:
+            if self.reads_in_backward:
+                unit.wait()
+                # A checkpoint inside the module's own forward recomputes from its parameters.
+                unit.show()
+            for observer in unit.observers:
+                observer.compute(unit.spec, True)
+        if prefetches:
+            self.prefetch(self.execution_order.enter_backward(self))
+
+    def gather_for_others(self) -> None:
+        """Gather with the other ranks, whose backward may come through here where this one's does not."""
+        if self.backward_state is BackwardState.PRE_BACKWARD:
+            return
+        if self.reads_in_backward:
+            self.unshard()
+        self.prefetch(self.execution_order.enter_backward(self))
+
+    def prefetch(self, batches: Sequence[Sequence[ModuleState]]) -> None:
+        """Gather the module states that come next in the backward."""
+        unshard_ahead(batches)
+
+    def post_backward(self) -> None:
+        """Take the gradients, release the parameters, start the reductions."""
+        step = self.step
+        assert step is not None
+        self.recomputations.clear()
+        # Not reached here, but a recomputation for another module state may still come through.
+        keeps, self.recomputed = self.recomputed and self.backward_state is not BackwardState.PRE_BACKWARD, False
+        if self.backward_state is BackwardState.PRE_BACKWARD:
+            self.backward_state = BackwardState.POST_BACKWARD
+        self.awaits_backward = False
+        joins, self.joins_reduction = self.joins_reduction, False
+        reduced: list[tuple[Unit, list[torch.Tensor | None]]] = []
+        for unit in self.units:
+            if unit.resident:
+                continue
+            for observer in unit.observers:
+                observer.computed(unit.spec, True)
+            gradients = unit.take_gradients() if unit.trainable else []
+            arrived = bool(gradients) and (
+                gradients[0] is not None or any(gradient is not None for gradient in gradients)
+            )
+            # Before the reduction takes its buffers: the two are never alive together. A forward around this backward
+            # goes on with the parameters.
+            if keeps:
+                unit.keep()
+            elif not self.entered:
+                unit.reshard()
+            if arrived:
+                step.accumulates = True
+            elif step.synchronises and step.accumulates and unit.gradients.unreduced:
+                # Earlier microbatches left gradients that nothing else would reduce.
+                pass
+            elif not (unit.trainable and joins and step.accumulates) or unit.grid.alone:
+                # Not part of this step, or autograd.grad, which accumulates nowhere: no rank has anything to reduce.
+                continue
+            if step.synchronises:
+                reduced.append((unit, gradients))
+                unit.reduced = True
+            else:
+                unit.gradients.keep(gradients, step.streams)
+        if len(reduced) == 1:
+            unit, gradients = reduced[0]
+            unit.gradients.reduce(gradients, step.reducer)
+        elif reduced:
+            step.reducer.reduce_together(
+                [(unit.gradients.contribute(gradients, step.streams), gradients) for unit, gradients in reduced]
+            )
+
+    def late_post_backward(self) -> None:
+        """``post_backward`` where no gradient called it: the backward ended, or does not come through here."""
+        if self.backward_state is BackwardState.NOT_REACHED and any(unit.pending for unit in self.units):
+            self.refuse_unseen_backward()
+        self.post_backward()
+
+    def lacks_post_backward(self) -> bool:
+        """Whether gradients arrived after ``post_backward``, or nothing called it."""
+        step = self.step
+        assert step is not None
+        if self.backward_state is BackwardState.PRE_BACKWARD:
+            return True
+        reduces = step.synchronises and step.accumulates
+        return any((reduces and unit.gradients.unreduced) or (unit.trainable and unit.pending) for unit in self.units)
+
+    def reset(self) -> None:
+        """Back to the state between steps, whatever went wrong."""
+        self.entered = 0
+        self.recomputations.clear()
+        self.backward_state = BackwardState.NOT_REACHED
+        self.awaits_backward = False
+        self.joins_reduction = self.recomputed = False
+        for unit in self.units:
+            unit.reshard()
+
+    def keep_gathered(self, keeps: bool) -> None:
+        """Whether gathered parameters keep their memory and values when they are released.
+
+        For a backward that gathers nothing, and may need them on this rank.
+
+        Raises:
+            StateError: the memory is the backend's, which gives it to others meanwhile.
+        """
+        for unit in self.units:
+            if not keeps:
+                unit.buffer.let_go()
+            elif not unit.buffer.keep() and not unit.permanent:
+                raise StateError(
+                    f"Something was put on '{self.label}' after it was sharded that may compute with its parameters on "
+                    f"rank {self.rank}: a hook that runs inside of its forward, or another forward. Its backward "
+                    "gathers nothing, and these collectives keep no parameters for it. Put it there before sharding, "
+                    "on every rank."
+                )
+
+    def refuse_unseen_backward(self) -> None:
+        """Raise if gradients came while the parameters were not whole.
+
+        Raises:
+            StateError: a backward came through no tensor that the forward returned.
+        """
+        if all(unit.permanent or unit.state is UnitState.UNSHARDED for unit in self.units):
+            return
+        raise StateError(
+            f"A backward went through '{self.label}' on rank {self.rank} without coming through a tensor "
+            "that its forward returned, so its parameters were not gathered and its gradients are not right. Return "
+            "every tensor that leaves the forward, in a tuple, list, dict, dataclass or plain object."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise StateError(
+            f"A sharded module cannot be deep-copied ({self._label_and_rank}). Copy the model before sharding it, or "
+            "exchange values through a state dict: polyshard.checkpoint, or state_dict() inside polyshard.unsharded. "
+            "For averaged weights, as of AveragedModel, use polyshard.optim.AveragedWeights."
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise StateError(
+            f"A sharded module cannot be pickled ({self._label_and_rank}). Save a state dict instead: with "
+            "polyshard.checkpoint, or inside polyshard.unsharded."
+        )
+
+    @property
+    def _label_and_rank(self) -> str:
+        # Without a step only before the first use of a model that is composed.
+        where = f", rank {self.step.rank}" if self.step is not None else ""
+        return f"unit '{self.label}'{where}"
+
+
+def show_whole(units: Sequence[Unit], training: bool, *, recomputes: bool, kept: bool = False) -> None:
+    """Gather ``units``, order compute behind the gather, and let modules see whole parameters.
+
+    ``kept``: units that were kept for this recomputation are whole; other ranks do not gather them now.
+    """
+    for unit in units:
+        unit.choose_buffer(training)
+    unshard_due([unit for unit in units if not unit.kept] if kept else units)
+    for unit in units:
+        unit.wait()
+        unit.show()
+        for observer in unit.observers:
+            observer.compute(unit.spec, recomputes)
+
+
+def unshard_ahead(batches: Sequence[Sequence[ModuleState]]) -> None:
+    """Issue the gathers of ``batches``, each as one communication."""
+    for batch in batches:
+        first = batch[0]
+        if len(batch) == 1:
+            first.unshard()
+        elif any(unit.due for unit in first.units):
+            # A module state may come up twice in a batch.
+            units = dict.fromkeys(unit for module_state in batch for unit in module_state.units)
+            unshard_together([unit for unit in units if unit.due])
+
+
+def merge_on_use(module_state: ModuleState, parent: ModuleState) -> None:
+    """Give the units of a split module to ``parent`` as soon as another module computes with them.
+
+    The stand-ins under the parameters' names notice that: a split module may not change what a forward may do.
+    """
+    for unit in module_state.units:
+        unit.on_lazy_use = partial(_merge, module_state, parent)
+
+
+def _merge(module_state: ModuleState, parent: ModuleState, unit: Unit, parameter: str) -> None:
+    """Another module computes with ``parameter`` of ``unit``: from now on ``parent`` owns the units.
+
+    Raises:
+        UnshardedUseError: outside of a forward and of a backward of the parent.
+    """
+    if not (parent.entered or parent.in_backward):
+        raise UnshardedUseError(
+            f"The parameter '{parameter}' was used while it is sharded, outside of the forward of "
+            f"'{parent.label}' (rank {module_state.rank}). Compute with it inside that forward, or name the "
+            "method that does with polyshard.register_forward_method."
+        )
+    moved = module_state.units
+    module_state.own(())
+    if moved:
+        parent.own((*parent.units, *moved))
+        show_whole(moved, parent.module.training, recomputes=False)
+    else:
+        # In backward, where autograd kept a stand-in.
+        unit.unshard()
+        unit.wait()

@@ -1,0 +1,356 @@
+"""In which order modules are gathered and reduced: recorded in forwards, so that all ranks issue collectives alike.
+
+``ExecutionOrder`` answers which modules to prefetch. ``BackwardOrder`` says what a backward does, and in which order.
+Both follow from recorded order and sizes alone, never from timing.
+
+[Note: batches]
+Small neighbours are gathered together: a gather of few bytes takes as long as one of several times as many. The
+recorded order is divided into batches once, by sizes alone, so that all ranks divide alike. A batch is issued as soon
+as the batch before it is entered, and not with that one's last module: it then has as much compute to travel beside as
+it has bytes, where links are slow. Compute waits for a whole batch before it enters its first module, and a whole batch
+takes memory at once. So the number of modules in one is limited: beyond it fewer launches save the host little.
+
+[Note: routes]
+Not every forward takes the same way: an encoder and a decoder are called in turns, blocks of a mixture change places,
+an evaluation skips one. The last few recorded orders are kept. A forward is expected to take the order that last
+followed the order before it, so that orders in turns are foreseen from their first module. Where it departs, it follows
+another order that begins with the modules entered so far.
+
+[Note: backward order]
+Which modules a backward reaches differs between ranks, since each may use other outputs of one forward. Its collectives
+may not: one that a rank issues in another place meets another collective there. So a forward records where it entered
+and left each module, and a backward follows that record from its end. Wherever autograd arrives, the backward first
+does everything that the record has before that point; what is left is done when autograd has ended. Autograd runs ready
+nodes in the reverse order of creation, so a rank that uses every output arrives in the record's order anyway, and
+nothing is done early.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from ..planning import thresholds
+
+
+class Gathered(Protocol):
+    """A module, as an execution order sees it."""
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of its gather buffers."""
+
+    @property
+    def is_split(self) -> bool:
+        """Whether it was split off the module around it."""
+
+
+S = TypeVar("S", bound=Gathered)
+
+#: The most orders that are kept. A forward that departs compares its beginning with each.
+MOST_ROUTES = 8
+
+
+def batch_ends(sizes: Sequence[int], limit: int) -> list[int]:
+    """For each of ``sizes``, the index behind the last one of its batch.
+
+    Batches are neighbours whose sum is at most ``limit``, ``LARGEST_BATCH`` at most, and single ones that are larger.
+    """
+    ends: list[int] = []
+    start = total = 0
+    for index, nbytes in enumerate(sizes):
+        if index > start and (total + nbytes > limit or index - start == thresholds.LARGEST_BATCH):
+            ends += [index] * (index - start)
+            start, total = index, 0
+        total += nbytes
+    return ends + [len(sizes)] * (len(sizes) - start)
+
+
+class _Order(Generic[S]):
+    """Module states in the order in which they are expected, in batches."""
+
+    def __init__(self, module_states: Sequence[S], batch_nbytes: int) -> None:
+        self.module_states = list(module_states)
+        #: The order that the next forward took when one had taken this.
+        self.then: _Order[S] = self
+        if batch_nbytes == 0:
+            self._ends = list(range(1, len(self.module_states) + 1))
+            return
+        # The first one is entered before anything can be prefetched.
+        sizes = [module_state.gathered_nbytes for module_state in self.module_states[1:]]
+        self._ends = [1, *(1 + end for end in batch_ends(sizes, batch_nbytes))]
+
+    def behind(self, position: int, ahead: int) -> list[list[S]]:
+        """The batches of the ``ahead`` modules behind ``position``, and of one module of the next batch at least."""
+        if not ahead:
+            return []
+        last = min(max(position + ahead, self._ends[position]), len(self.module_states) - 1)
+        batches = []
+        position += 1
+        while position <= last:
+            end = self._ends[position]
+            batches.append(self.module_states[position:end])
+            position = end
+        return batches
+
+
+class ExecutionOrder(Generic[S]):
+    """Records the order of module states in forward, and answers what to prefetch.
+
+    Args:
+        forward_ahead: how many module states ahead of the computing one are prefetched in forward.
+        backward_ahead: the same in backward.
+        batch_nbytes: bytes up to which neighbouring module states are prefetched together; 0 for each by itself.
+    """
+
+    def __init__(self, forward_ahead: int, backward_ahead: int, batch_nbytes: int = 0) -> None:
+        self._forward_ahead = forward_ahead
+        self._backward_ahead = backward_ahead
+        self.batch_nbytes = batch_nbytes
+        # Those that finished forwards took, the last one first. One that is kept leads to one that is kept: what came
+        # after it is more recent.
+        self._routes: list[_Order[S]] = []
+        self._backward_order: _Order[S] = _Order((), 0)
+        self._backward_stale = False
+        self._entered: list[S] = []
+        # The one that the forward follows; None where it follows none.
+        self._route: _Order[S] | None = None
+        self._left: list[S] = []
+        self._cursor = 0
+
+    @property
+    def ahead(self) -> int:
+        """The most modules whose gathers are issued before they are needed."""
+        return max(self._forward_ahead, self._backward_ahead)
+
+    @property
+    def order(self) -> tuple[S, ...]:
+        """The modules in the order in which the last finished forward entered them."""
+        return tuple(self._routes[0].module_states) if self._routes else ()
+
+    def begin_forward(self) -> None:
+        """An outermost forward starts."""
+        self._entered = []
+        self._route = self._routes[0].then if self._routes else None
+
+    def end_forward(self) -> None:
+        """The outermost forward ended; the order that it recorded is one of those expected of the next."""
+        taken = self._route
+        if taken is None or taken.module_states != self._entered:
+            taken = next((route for route in self._routes if route.module_states == self._entered), None)
+        if taken is None:
+            taken = _Order(self._entered, self.batch_nbytes)
+        if self._routes:
+            self._routes[0].then = taken
+            if self._routes[0] is taken:
+                return
+            self._routes = [route for route in self._routes if route is not taken][: MOST_ROUTES - 1]
+        self._routes.insert(0, taken)
+
+    def enter(self, module_state: S) -> list[list[S]]:
+        """``module_state`` starts its forward; returns the batches to gather now, unless they are already.
+
+        Once a forward departs from all recorded orders, nothing more is prefetched in it: a wrong guess costs a gather
+        and memory.
+        """
+        position = len(self._entered)
+        self._entered.append(module_state)
+        route = self._route
+        if route is None:
+            return []
+        if position >= len(route.module_states) or route.module_states[position] is not module_state:
+            route = self._route = self._beginning_as_entered()
+            if route is None:
+                return []
+        return route.behind(position, self._forward_ahead)
+
+    def _beginning_as_entered(self) -> _Order[S] | None:
+        count = len(self._entered)
+        return next((route for route in self._routes if route.module_states[:count] == self._entered), None)
+
+    @property
+    def turning(self) -> S | None:
+        """The inner module whose backward is expected to follow its forward at once; None before the first forward.
+
+        The last one entered, if it was split off the outermost module, or if that has nothing to gather: else the
+        outermost module's backward comes in between.
+        """
+        return _turning(self._routes[0].module_states) if self._routes else None
+
+    def turns_at(self, module_state: S) -> bool:
+        """Whether ``module_state``, whose forward ends, is the ``turning`` one of the order that is followed."""
+        route = self._route
+        return (
+            route is not None
+            and len(self._entered) == len(route.module_states)
+            and _turning(route.module_states) is module_state
+        )
+
+    def leave(self, module_state: S) -> None:
+        """``module_state`` ended a forward that has a backward."""
+        self._left.append(module_state)
+        self._backward_stale = True
+        self._cursor = len(self._left)
+
+    def enter_backward(self, module_state: S) -> list[list[S]]:
+        """``module_state`` starts its backward; returns the batches to gather now, as ``enter`` does.
+
+        A backward visits modules in the reverse of the order in which forwards left them. The cursor moves down only,
+        so that a backward over part of the graph skips modules.
+        """
+        position = self._cursor - 1
+        while position >= 0 and self._left[position] is not module_state:
+            position -= 1
+        if position < 0:
+            return []
+        self._cursor = position
+        if self._backward_stale:
+            self._backward_stale = False
+            left = self._left[::-1]
+            if self._backward_order.module_states != left:
+                self._backward_order = _Order(left, self.batch_nbytes)
+        return self._backward_order.behind(len(self._left) - 1 - position, self._backward_ahead)
+
+    def end_backward(self) -> None:
+        """The backward ended; the next one starts from fresh forwards."""
+        self._left.clear()
+        self._backward_stale = True
+        self._cursor = 0
+
+
+def _turning(module_states: Sequence[S]) -> S | None:
+    if not module_states:
+        return None
+    first, last = module_states[0], module_states[-1]
+    return last if last.is_split or not first.gathered_nbytes else None
+
+
+T = TypeVar("T")
+
+
+class BackwardAction(enum.Enum):
+    """What a backward does at a point of its order."""
+
+    PRE_BACKWARD = "pre-backward"
+    """Where the forward left the module: gather its parameters."""
+    POST_BACKWARD = "post-backward"
+    """Where the forward first entered the module: release its parameters, and reduce its gradients."""
+    RECOMPUTE = "recompute"
+    """Where a checkpoint entered the module: gather all that the checkpoint computes again."""
+
+
+@dataclass(eq=False, slots=True)
+class Point(Generic[T]):
+    """One action at one module. A module keeps its points for good: records are compared by identity, at C speed."""
+
+    module_state: T
+    action: BackwardAction
+    checkpoint: int = 0
+    """The number of the checkpoint in that forward; 0 for the forward itself."""
+
+
+@dataclass(eq=False, slots=True)
+class ForwardRecord(Generic[T]):
+    """Where one outermost forward entered and left modules with gradients on."""
+
+    outermost: object
+    """The module whose forward it is."""
+    points: list[Point[T]] = field(default_factory=list)
+    """In the order of the forward."""
+    followed: bool = False
+    """Whether a backward that accumulates has followed it."""
+    checkpoints: int = 0
+    """How many checkpoints entered a module."""
+    reentrant: bool = False
+    """Whether any of them was re-entrant."""
+
+
+class BackwardOrder(Generic[T]):
+    """The order of one backward, along the records of the forwards that it goes through, and how far it has come."""
+
+    def __init__(self) -> None:
+        self._record: ForwardRecord[T] | None = None
+        # Records that this backward is done with.
+        self._left: set[ForwardRecord[T]] = set()
+        self._order: list[Point[T]] = []
+        self._index: dict[Point[T], int] = {}
+        self._recomputed: set[T] = set()
+        self._done = 0
+        # The points that ``_order`` was made of: steps repeat.
+        self._ordered: list[Point[T]] = []
+
+    @property
+    def begun(self) -> bool:
+        """Whether this backward follows a record."""
+        return self._record is not None
+
+    def follows(self, forward_record: ForwardRecord[T]) -> bool:
+        """Whether this backward follows ``forward_record``, or is done with it."""
+        return forward_record is self._record or forward_record in self._left
+
+    def begin(self, forward_record: ForwardRecord[T]) -> None:
+        """Follow ``forward_record`` from its end. ``rest`` of the record before must have been done."""
+        if self._record is not None:
+            self._left.add(self._record)
+        self._record = forward_record
+        self._done = 0
+        if self._ordered != forward_record.points:
+            self._ordered = list(forward_record.points)
+            self._order = backward_order(self._ordered)
+            self._index = {point: index for index, point in enumerate(self._order)}
+            self._recomputed = {point.module_state for point in self._order if point.action is BackwardAction.RECOMPUTE}
+
+    def until(self, forward_record: ForwardRecord[T], point: Point[T]) -> Sequence[Point[T]] | None:
+        """The points to do before ``point``, which counts as done from now on; None where it was done already."""
+        index = self._index.get(point, -1)
+        if forward_record is not self._record or index < self._done:
+            return None
+        before = self._order[self._done : index]
+        self._done = index + 1
+        return before
+
+    def rest(self) -> Sequence[Point[T]]:
+        """The points that are left; they count as done from now on."""
+        if self._record is None:
+            return ()
+        left = self._order[self._done :]
+        self._done = len(self._order)
+        return left
+
+    def recomputes(self, module_state: T) -> bool:
+        """Whether a checkpoint entered ``module_state``."""
+        return module_state in self._recomputed
+
+    def end(self) -> None:
+        """The backward has ended."""
+        self._record = None
+        self._left.clear()
+
+
+def backward_order(points: Sequence[Point[T]]) -> list[Point[T]]:
+    """``points`` from the last to the first, each once.
+
+    A module that was entered several times is gathered for the last entry, and reduced at the first, where all of its
+    gradients are there. Modules that a checkpoint entered are gathered in the order of the forward, before any of them
+    is reduced.
+    """
+    kept: list[Point[T]] = []
+    entered: set[Point[T]] = set()
+    recomputed: dict[int, list[Point[T]]] = {}
+    for point in points:
+        if point.action is BackwardAction.POST_BACKWARD:
+            if point in entered:
+                continue
+            entered.add(point)
+        elif point.action is BackwardAction.RECOMPUTE:
+            recomputed.setdefault(point.checkpoint, []).append(point)
+        kept.append(point)
+    order: dict[Point[T], None] = {}
+    for point in reversed(kept):
+        if point.action is BackwardAction.RECOMPUTE:
+            order.update(dict.fromkeys(recomputed.pop(point.checkpoint, ())))
+        else:
+            order.setdefault(point)
+    return list(order)

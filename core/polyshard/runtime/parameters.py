@@ -1,0 +1,335 @@
+"""The user's own parameters: which part of the master they view, and what the user did to them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter, is_
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from .. import _torch_private
+from ..errors import ParameterChangedError, ParameterMovedError, StateError, UnsupportedError
+from ..planning.layout import FlatLayout, Piece, product
+from ..planning.plan import ManagedParameter
+from .gather import view_of
+
+_address_of = torch.Tensor.data_ptr
+_is_trained = attrgetter("requires_grad")
+_dtype_of = attrgetter("dtype")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipient:
+    """A parameter that receives a part of the reduced gradient."""
+
+    parameter: nn.Parameter
+    offset: int
+    """First element within this rank's shard."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    index: int | None = None
+    """Which parameter of the layout it is; None where it is all of them."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return product(self.shape)
+
+
+class MasterViews(ABC):
+    """The parameters that the user and the optimizer see of one unit, as views of its master."""
+
+    tensors: list[nn.Parameter]
+    """Every such parameter, once."""
+
+    @property
+    @abstractmethod
+    def recipients(self) -> list[Recipient]:
+        """Which of them receive which part of this rank's gradient, in order of offset."""
+
+    @property
+    @abstractmethod
+    def trained(self) -> list[bool]:
+        """Whether each parameter of the layout is trained."""
+
+    @abstractmethod
+    def expose(self) -> None:
+        """Make them views of the master."""
+
+    @abstractmethod
+    def take_up_changes(self) -> bool:
+        """Honour what the user did since the last forward; returns whether any ``requires_grad`` changed."""
+
+    @abstractmethod
+    def retrained(self) -> bool:
+        """Whether any ``requires_grad`` changed since the last call."""
+
+    @abstractmethod
+    def refuse_changes(self, *, held: bool) -> None:
+        """Refuse parameters replaced between forward and backward. ``held``: modules hold them now."""
+
+
+class Originals(MasterViews):
+    """Keeps the originals of one unit views of its master.
+
+    Users replace parameters, their data or their ``requires_grad`` between steps. Whether anything changed is found by
+    comparing lists that are made at C speed: 0.1 µs a parameter instead of 0.5 for a loop.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[ManagedParameter],
+        layout: FlatLayout,
+        pieces: Sequence[Piece],
+        master: torch.Tensor,
+        *,
+        whole: bool,
+        rank: int,
+    ) -> None:
+        self._parameters = tuple(parameters)
+        self._layout = layout
+        self._pieces = {piece.slot: piece for piece in pieces}
+        self._master = master
+        self._whole = whole
+        self._rank = rank
+        self.tensors = [parameter.original for parameter in parameters]
+        # Where modules hold the originals: which dict, under which name, and which one.
+        sites = [(module._parameters, key, each.original) for each in parameters for module, key in each.sites]
+        self._holders: list[dict[str, Any]] = [holder for holder, _, _ in sites]
+        self._keys = [key for _, key, _ in sites]
+        self._held = [original for _, _, original in sites]
+        self.expose()
+
+    @property
+    def recipients(self) -> list[Recipient]:
+        """Which originals receive which part of this rank's gradient."""
+        found = []
+        for index, piece in self._pieces.items():
+            slot = self._layout.slots[index]
+            if self._whole:
+                found.append(Recipient(self.tensors[index], slot.offset, slot.shape, slot.stride, index))
+            else:
+                found.append(Recipient(self.tensors[index], piece.shard_offset, *slot.shown(piece.numel), index))
+        return found
+
+    @property
+    def trained(self) -> list[bool]:
+        """Whether each parameter of the layout is trained."""
+        return list(map(_is_trained, self.tensors))
+
+    def expose(self) -> None:
+        """Make every original a view of this rank's part of the master (of all of it where there is one shard)."""
+        with torch.inference_mode(False):
+            for index, original in enumerate(self.tensors):
+                become(original, self._shard_of(index))
+        self._remember()
+
+    def _remember(self) -> None:
+        self._addresses = list(map(_address_of, self.tensors))
+        # An empty tensor has no address: on a rank without a part, only its dtype shows that it was replaced.
+        self._empty = [original for original in self.tensors if not original.numel()]
+        self._empty_dtypes = [self._master.dtype] * len(self._empty)
+        self._trained = list(map(_is_trained, self.tensors))
+
+    def _shard_of(self, index: int) -> torch.Tensor:
+        slot = self._layout.slots[index]
+        if self._whole:
+            return view_of(self._master, slot.shape, slot.stride, slot.offset)
+        piece = self._pieces.get(index)
+        if piece is None:
+            shape, _ = slot.shown(0)
+            return torch.empty(shape, dtype=self._master.dtype, device=self._master.device)
+        return view_of(self._master, *slot.shown(piece.numel), piece.shard_offset)
+
+    def take_up_changes(self) -> bool:
+        """Honour what the user did since the last forward; returns whether any ``requires_grad`` changed.
+
+        To be called while modules hold the originals.
+
+        Raises:
+            ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
+        """
+        if self._moved() or self._replaced():
+            for index, parameter in enumerate(self._parameters):
+                self._write_back(index, parameter)
+            before = self._trained
+            self._remember()
+            return before != self._trained
+        return self.retrained()
+
+    def retrained(self) -> bool:
+        """Whether any ``requires_grad`` changed since the last call."""
+        trained = list(map(_is_trained, self.tensors))
+        changed = trained != self._trained
+        self._trained = trained
+        return changed
+
+    def refuse_changes(self, *, held: bool) -> None:
+        """Refuse parameters replaced between forward and backward: autograd has saved the old ones.
+
+        ``held``: modules hold the originals now, and not the views that compute.
+
+        Raises:
+            ParameterMovedError: naming the parameter.
+        """
+        if not self._moved() and not (held and self._replaced()):
+            return
+        for parameter, address in zip(self._parameters, self._addresses, strict=True):
+            replaced = held and any(
+                module._parameters.get(key) is not parameter.original for module, key in parameter.sites
+            )
+            if replaced or parameter.original.data_ptr() != address:
+                raise ParameterMovedError(
+                    "Parameters cannot be changed between forward and backward: "
+                    f"'{parameter.names[0]}' was replaced on rank {self._rank}. "
+                    "Replace it before the forward or after the backward."
+                )
+
+    def _moved(self) -> bool:
+        if list(map(_address_of, self.tensors)) != self._addresses:
+            return True
+        return list(map(_dtype_of, self._empty)) != self._empty_dtypes
+
+    def _replaced(self) -> bool:
+        return not all(map(is_, map(dict.get, self._holders, self._keys), self._held))
+
+    def _write_back(self, index: int, parameter: ManagedParameter) -> None:
+        original = parameter.original
+        held = [module._parameters.get(key) for module, key in parameter.sites]
+        replacements = [tensor for tensor in held if tensor is not original]
+        same = original.data_ptr() == self._addresses[index] and original.dtype == self._master.dtype
+        if not replacements and same:
+            return
+        where = f"'{parameter.names[0]}' on rank {self._rank}"
+        if replacements and _torch_private.in_functional_call():
+            raise UnsupportedError(
+                f"torch.func.functional_call put a tensor in the place of {where}, which is sharded: it would be taken "
+                "for a new value, and kept. Call it inside of 'with polyshard.unsharded(model)', with torch.no_grad() "
+                "or torch.func around it, or on a model that is not sharded."
+            )
+        source = replacements[0] if replacements else original
+        if source is None:
+            raise ParameterChangedError(
+                f"The parameter {where} was removed from its module. Put it back before the next forward; pruning and "
+                "parametrizations, which remove it, come before sharding."
+            )
+        shard = self._shard_of(index)
+        value = source.detach()
+        if value.dtype != shard.dtype or value.device != shard.device:
+            raise ParameterChangedError(
+                f"The parameter {where} was changed to {value.dtype} on {value.device}; its unit holds "
+                f"{shard.dtype} on {shard.device}. Call to(), half() or cuda() before sharding."
+            )
+        slot = self._layout.slots[index]
+        if value.shape != shard.shape and tuple(value.shape) == slot.shape:
+            whole = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device=value.device).copy_(value)
+            piece = self._pieces.get(index)
+            start, stop = (piece.start, piece.stop) if piece is not None else (0, 0)
+            value = whole.as_strided(*slot.shown(stop - start), start)
+        if value.shape != shard.shape:
+            raise ParameterChangedError(
+                f"Cannot writeback when the parameter shape changes\nExpects {shard.shape} but got {value.shape} for "
+                f"{where}. Replace it by a tensor of the shard's shape, or of the whole parameter's."
+            )
+        shard.copy_(value)
+        if source is not original:
+            original.requires_grad_(source.requires_grad)
+        original.data = shard
+        for module, key in parameter.sites:
+            module._parameters[key] = original
+
+
+def become(parameter: nn.Parameter, data: torch.Tensor) -> None:
+    """Give ``parameter`` other data, of any shape and device, without changing which object it is."""
+    if not parameter.is_meta:
+        parameter.data = data
+        return
+    # A meta tensor refuses data of another device; swapping the two objects' insides does not.
+    replacement = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    replacement.__dict__.update(parameter.__dict__)
+    _torch_private.swap_tensors(parameter, replacement)
+
+
+# A whole unit as one parameter, for the optimizer.
+
+
+class Named(Protocol):
+    """What errors need of a unit."""
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+
+
+class FlatMaster:
+    """One parameter over a unit's whole master, for optimizers that treat all elements alike.
+
+    A step of the optimizer then costs one tensor a unit. Padding stays zero: its gradient is.
+    """
+
+    def __init__(self, originals: MasterViews, master: torch.Tensor, unit: Named, rank: int) -> None:
+        self._originals = originals
+        self._master = master
+        self._unit = unit
+        self._rank = rank
+        self._mixed = False
+        if any(original.grad is not None for original in originals.tensors):
+            raise StateError(
+                f"A parameter of {self._where} has a gradient already, which its flat parameter would not get. "
+                "Call flat_parameters() before the first backward, or after zero_grad()."
+            )
+        with torch.inference_mode(False):
+            self.parameter = nn.Parameter(self._whole(), requires_grad=False)
+        self.follow_requires_grad()
+
+    @property
+    def _where(self) -> str:
+        return f"unit '{self._unit.name}' on rank {self._rank}"
+
+    @property
+    def recipient(self) -> Recipient:
+        """It receives the whole of this rank's gradient."""
+        return Recipient(self.parameter, 0, (self._master.numel(),), (1,))
+
+    def follow_requires_grad(self) -> None:
+        """Train it where the originals are trained.
+
+        Raises:
+            StateError: only some of them are: weight decay and momentum would move the others.
+        """
+        trained = set(self._originals.trained)
+        self._mixed = len(trained) > 1
+        if self._mixed:
+            raise StateError(
+                f"Only some parameters of {self._where} are trained, but its flat parameter is updated as one. Freeze "
+                "all of them, freeze them before sharding, or give model.parameters() to the optimizer."
+            )
+        self.parameter.requires_grad_(trained == {True})
+
+    def take_up_changes(self) -> None:
+        """Honour data that the user gave the flat parameter since the last forward.
+
+        Raises:
+            ParameterChangedError: of another shape, dtype or device.
+            StateError: as ``follow_requires_grad``, until that was mended.
+        """
+        if self._mixed:
+            self.follow_requires_grad()
+        given, master = self.parameter.data, self._master
+        if given.data_ptr() == master.data_ptr() and given.shape == master.shape and given.dtype == master.dtype:
+            return
+        if given.shape != master.shape or given.dtype != master.dtype or given.device != master.device:
+            raise ParameterChangedError(
+                f"The flat parameter of {self._where} was changed to {given.dtype} {tuple(given.shape)} on "
+                f"{given.device}; its shard is {master.dtype} {tuple(master.shape)} on {master.device}. Keep shape, "
+                "dtype and device."
+            )
+        master.copy_(given)
+        self.parameter.data = self._whole()
+
+    def _whole(self) -> torch.Tensor:
+        return view_of(self._master, tuple(self._master.shape), (1,), 0)

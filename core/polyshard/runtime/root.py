@@ -1,0 +1,543 @@
+"""The root of a sharded model: what its units share, and the beginning and end of each forward and backward."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Literal, NoReturn, Protocol
+
+import torch
+from torch import nn
+
+from .. import _torch_private
+from ..errors import PolyshardError, StateError, UnshardedUseError, UnsupportedError
+from ..events import Events
+from ..interfaces import Collectives, OffloadManager, PrecisionCaster
+from .budget import Budget
+from .guards import IdleCallGuard, RegistrationGuard
+from .module_state import ModuleState, StateKind
+from .order import BackwardAction, BackwardOrder, ExecutionOrder, ForwardRecord, Point
+from .step import Phase, Step
+from .streams import CommStreams
+from .unit import UnitState, refuse_escape
+from .used_parameters import UsedParameters
+
+
+def _never() -> bool:
+    """No backward was entered yet."""
+    return False
+
+
+def root_of(module_state: ModuleState) -> Root:
+    """The root of the model that ``module_state`` is inside."""
+    root = module_state.step
+    assert isinstance(root, Root)
+    return root
+
+
+class EndsWithModel(Protocol):
+    """Work above the runtime that ends before the model's communicators do."""
+
+    def close(self, root: Root) -> None:
+        """The model is closed. Every rank calls it."""
+
+
+class Root(Step):
+    """The outermost of a model's sharded modules, and every module state inside it."""
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        module_states: Sequence[ModuleState],
+        streams: CommStreams,
+        execution_order: ExecutionOrder[ModuleState],
+        events: Events,
+        *,
+        check_ranks: bool | Literal["always"],
+    ) -> None:
+        super().__init__(collectives, streams, execution_order.batch_nbytes, check_ranks=check_ranks)
+        self.module_states = tuple(module_states)
+        #: Every unit, in module order. A merge moves one to another module state, and not in this list.
+        self.units = tuple(unit for module_state in self.module_states for unit in module_state.units)
+        self.execution_order = execution_order
+        self.events = events
+        #: Decides which units stay gathered behind forward; None where nothing is left to decide.
+        self.budget: Budget | None = None
+        self._used_parameters: UsedParameters | None = None
+        #: Whether a flat parameter's gradient may have zeros in the place of missing ones: ``Gradients.unfilled``.
+        self.unfilled = False
+        # Whether the backward that was entered last may still end.
+        self._backward_may_end: Callable[[], bool] = _never
+        # Whether other ranks know that it raised.
+        self._failure_reported = False
+        self._backward_order: BackwardOrder[ModuleState] = BackwardOrder()
+        # Since the last backward, the last record of each inner module that was called by itself with gradients on.
+        self._apart: dict[object, ForwardRecord[ModuleState]] = {}
+        self._followed = False
+        # The thread that the forward runs in that began last.
+        self._thread = 0
+        #: Whether an optimizer changed parameters inside of that forward.
+        self.outdated = False
+        #: Finds modules and parameters that came into the model later; None where nobody looks.
+        self.registrations: RegistrationGuard | None = None
+        #: Refuses calls between steps that would compute with pieces; None where there is none to refuse.
+        self.idle_guard: IdleCallGuard | None = None
+        #: Collectives that were made for this model, closed with it in this order on every rank.
+        self.owned: tuple[Collectives, ...] = ()
+        #: Whether a drop-in makes state dicts of the model and its optimizers whole.
+        self.answers_state_dicts = False
+        #: How often the host still waits to compare ranks' norms of parameters outside of units.
+        self.norms_to_compare = 3
+        #: Seconds that ranks wait for each other, by the configuration.
+        self.timeout_s = 600.0
+        #: What stands above and ends with the model.
+        self.attached: EndsWithModel | None = None
+        self.recorder.when_failed = self._keep_memory
+        for module_state in self.module_states:
+            module_state.step = self
+            module_state.execution_order = execution_order
+            for unit in module_state.units:
+                unit.step = self
+        outermost = self.module_states[0]
+        if outermost.kind is StateKind.RESIDENT and any(each.kind is StateKind.SHARDED for each in self.module_states):
+            # A backward that reaches no other module state is noticed too: gradients from no_sync wait for its end.
+            outermost.kind = StateKind.NOTHING
+        self._parking: tuple[OffloadManager, ...] = tuple(
+            {id(u.offload): u.offload for u in self.units if u.parks}.values()
+        )
+        self._encoding: tuple[PrecisionCaster, ...] = tuple(
+            {id(u.caster): u.caster for u in self.units if u.caster.capabilities.encodes}.values()
+        )
+
+    def begin_forward(self, outermost: object, module: nn.Module) -> None:
+        """The outermost forward starts."""
+        if self.phase is not Phase.IDLE:
+            self.abandon()
+            self.refuse_ended("A forward")
+        if self.recorder.peers is not None and self.recorder.peers.spoke:
+            self.recorder.peers.go_on()
+        if self.audit is not None and self.audit.done:
+            self.end_audit()
+        self.take_up_changes()
+        if _torch_private.in_transform():
+            raise UnsupportedError(
+                f"torch.func (vmap, grad, jvp) called '{type(module).__name__}', which is sharded (rank {self.rank}): "
+                "gathers and reductions cannot be a part of what it transforms. Call it inside of 'with "
+                "polyshard.unsharded(model)'."
+            )
+        for unit in self.units:
+            if not unit.prepared:
+                unit.prepare()
+            unit.expire()
+        if self.idle_guard is not None:
+            self.idle_guard.leave()
+        self.phase = Phase.FORWARD
+        self._thread = threading.get_ident()
+        self.outdated = False
+        self.active = outermost
+        self.forward_record = ForwardRecord(outermost)
+        for unit in self.units:
+            unit.hide()
+        self.begin_gathers()
+        self.execution_order.begin_forward()
+        # Not where gathers begin: a CUDA graph that replays begins some, and measures nothing.
+        if self.streams.stalls is not None:
+            self.streams.stalls.begin_forward()
+        for caster in self._encoding:
+            caster.prepare([unit.spec for unit in self.units if unit.caster is caster], self.collectives)
+        if self.events.active:
+            self.events.step_begin(module)
+
+    def take_up_changes(self, *, trains: bool | None = None, all_modules: bool = False) -> None:
+        """Take over changes that the user made to the model since the last forward.
+
+        Args:
+            trains: Whether trained parameters that came later are refused, or only noted; None: as grad mode is.
+            all_modules: Look at all modules for them, and not only where something was registered.
+
+        Raises:
+            ParameterChangedError: a parameter was removed, replaced by one of another shape, dtype or device, tied to
+                another, or came later and is trained. Other ranks are told.
+        """
+        try:
+            looks = self.registrations if self.registered or all_modules else None
+            if looks is not None:
+                for unit in self.units:
+                    # Views of what was gathered ahead are no changes.
+                    unit.hide()
+                looks.refuse_ties()
+            for unit in self.units:
+                unit.take_up_changes()
+            if looks is not None:
+                looks.refuse_newcomers(trains=torch.is_grad_enabled() if trains is None else trains, anew=all_modules)
+        except PolyshardError as error:
+            self.recorder.tell(error)
+            raise
+
+    def refuse_moved(self) -> None:
+        """Raise where modules moved, so that a name is another parameter's now.
+
+        Raises:
+            ParameterChangedError: naming one. Other ranks are told.
+        """
+        if self.registrations is not None:
+            try:
+                self.registrations.refuse_moved()
+            except PolyshardError as error:
+                self.recorder.tell(error)
+                raise
+
+    def begin_gathers(self) -> None:
+        """Let gathers from here on read the masters as they are now, whoever changed them."""
+        self.streams.begin_forward()
+        for offload in self._parking:
+            offload.begin_forward()
+
+    def end_forward(self, output: object) -> None:
+        """The outermost forward ended, and returns ``output``, which may not lie in memory of a unit."""
+        try:
+            self.refuse_escape(output)
+        except UnshardedUseError:
+            self.abandon()
+            raise
+        if self.active is not self.module_states[0]:
+            self._keep_apart(self.forward_record)
+        self.active = None
+        self.phase = Phase.IDLE
+        if self.idle_guard is not None:
+            self.idle_guard.enter()
+        self.execution_order.end_forward()
+        if self.audit is not None:
+            self.audit.done = True
+        for module_state in self.module_states:
+            module_state.end_forward()
+        if self.events.active and not any(module_state.awaits_backward for module_state in self.module_states):
+            self.events.step_end(self.module_states[0].module)
+
+    def refuse_escape(self, output: object) -> None:
+        """Raise if ``output`` lies in memory of a unit.
+
+        Raises:
+            UnshardedUseError: naming the parameter.
+        """
+        refuse_escape(self.units, output, "")
+
+    def enter_backward(self) -> None:
+        """A gradient reached one of the outputs."""
+        if self.phase is Phase.BACKWARD:
+            if self._backward_may_end():
+                return
+            # An earlier one raised.
+            self.abandon()
+        self.refuse_ended("A backward")
+        if self.outdated and self.active is not None:
+            self._refuse_outdated()
+        self.phase = Phase.BACKWARD
+        self._failure_reported = False
+        self.accumulates = any(
+            leaf.requires_grad and _torch_private.will_accumulate(leaf)
+            for module_state in reversed(self.module_states)
+            for unit in module_state.units
+            for leaf in unit.leaves
+        )
+        if self.accumulates:
+            self._refuse_replaced()
+        self._backward_may_end = _torch_private.queue_after_backward(self.end_backward)
+
+    def accumulate_reentrantly(self) -> None:
+        """Note that a re-entrant checkpoint is on the way, whose parameters are in a graph of its own."""
+        if not self.accumulates and _torch_private.may_recompute_reentrantly():
+            self.accumulates = any(unit.trainable for unit in self.units)
+
+    def _refuse_replaced(self) -> None:
+        if self.replaced is not None:
+            context, values = self.replaced
+            raise StateError(
+                f"A backward inside of {context} would give the parameters gradients of their {values} (rank "
+                f"{self.rank}). Train outside of it; torch.autograd.grad of inputs is served."
+            )
+
+    def _refuse_outdated(self) -> NoReturn:
+        raise StateError(
+            f"A backward came behind an optimizer's step inside of one forward of '{self.active_label}' (rank "
+            f"{self.rank}): what is gathered there has the values from before the step. Let each step be a call of its "
+            "own: name the method that makes one step with polyshard.register_forward_method, and not a loop over them."
+        )
+
+    @property
+    def active_label(self) -> str:
+        """The name, in messages, of the module state whose forward runs."""
+        return next(
+            (module_state.label for module_state in self.module_states if module_state is self.active), "(root)"
+        )
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether a forward of the model runs in this thread, and no backward inside of it."""
+        return self.phase is Phase.FORWARD and self._thread == threading.get_ident()
+
+    def end_inner_backward(self) -> None:
+        """A backward ended in this thread, of whatever model: inside of the forward that runs, if one does.
+
+        Gradients of modules that are entered came through no output, at which a module state would have
+        noticed it. Nothing else would take these gradients where no other backward follows, and a step of the optimizer
+        inside of the forward would not find them.
+
+        Raises:
+            StateError: they are gradients of averages or of outdated values, or are to be differentiated again.
+        """
+        if not self.runs_here:
+            return
+        pending = [unit for unit in self.units if unit.pending]
+        if not pending:
+            return
+        try:
+            self._refuse_replaced()
+            if self.outdated:
+                self._refuse_outdated()
+            for unit in pending:
+                unit.refuse_differentiable_gradients()
+        except StateError:
+            for unit in pending:
+                unit.discard_gradients()
+            raise
+        self.phase = Phase.BACKWARD
+        self.accumulates = True
+        # Ranks whose backward came through outputs follow it, too.
+        self._backward_order.begin(self.forward_record)
+        self.forward_record.followed = True
+        self.end_backward()
+
+    def arrive(self, forward_record: ForwardRecord[ModuleState], point: Point[ModuleState]) -> bool:
+        """Do everything that the backward order has before ``point``, whichever outputs this rank used.
+
+        So every rank gathers and reduces in one order. Where the backward leaves one forward for an earlier one, it
+        goes through the forwards in between too, whose outputs this rank did not use.
+
+        Returns:
+            Whether ``point`` is new: False where the backward did it already, or is on another forward.
+        """
+        backward_order = self._backward_order
+        if not backward_order.follows(forward_record):
+            self._follow(backward_order.rest())
+            if backward_order.begun:
+                self._turn()
+            for between in self._behind(forward_record):
+                self._go_through(between)
+            backward_order.begin(forward_record)
+            if forward_record.reentrant:
+                self.accumulate_reentrantly()
+            forward_record.followed |= self.accumulates
+        before = backward_order.until(forward_record, point)
+        if before is None:
+            return False
+        if before:
+            self._follow(before)
+        if point.action is BackwardAction.POST_BACKWARD:
+            point.module_state.joins_reduction = self.accumulates
+        return True
+
+    def _turn(self) -> None:
+        """A backward leaves one forward, and goes on with an earlier one. For subclasses."""
+
+    def _behind(self, forward_record: ForwardRecord[ModuleState]) -> list[ForwardRecord[ModuleState]]:
+        """Forwards of inner modules that were called after ``forward_record``, and not followed yet; latest first."""
+        found: list[ForwardRecord[ModuleState]] = []
+        if self.accumulates and forward_record in self._apart.values():
+            for other in reversed(self._apart.values()):
+                if other is forward_record:
+                    break
+                if not other.followed:
+                    found.append(other)
+        return found
+
+    def _go_through(self, forward_record: ForwardRecord[ModuleState]) -> None:
+        forward_record.followed = True
+        self._backward_order.begin(forward_record)
+        self._follow(self._backward_order.rest())
+
+    def _follow(self, points: Sequence[Point[ModuleState]]) -> None:
+        """Take part in the gathers and reductions at ``points``, which other ranks' backwards may come through."""
+        for point in points:
+            module_state = point.module_state
+            if point.action is BackwardAction.POST_BACKWARD:
+                module_state.joins_reduction = self.accumulates
+                module_state.recomputed = self._backward_order.recomputes(module_state)
+                module_state.late_post_backward()
+            elif point.action is BackwardAction.RECOMPUTE:
+                module_state.unshard()
+            else:
+                module_state.gather_for_others()
+
+    def _keep_apart(self, forward_record: ForwardRecord[ModuleState]) -> None:
+        if forward_record.points:
+            if self._followed:
+                self._apart.clear()
+                self._followed = False
+            # Behind those that came before.
+            self._apart.pop(forward_record.outermost, None)
+            self._apart[forward_record.outermost] = forward_record
+
+    def end_backward(self) -> None:
+        """All gradients of this backward have been accumulated."""
+        self._follow(self._backward_order.rest())
+        if self.accumulates:
+            for forward_record in [each for each in reversed(self._apart.values()) if not each.followed]:
+                self._go_through(forward_record)
+            self._followed = True
+        self._backward_order.end()
+        # In one order on all ranks, whichever of them had gradients.
+        for module_state in reversed(self.module_states):
+            if module_state.lacks_post_backward():
+                module_state.late_post_backward()
+        self.reducer.flush()
+        used_parameters = self._counted_parameters()
+        if used_parameters is not None:
+            if self.announce is not None:
+                with self.recorder.during("end of a backward", backward=True):
+                    self.streams.meet(self.announce, "end of a backward")
+            used_parameters.exchange(self.streams)
+        self.streams.drain()
+        for offload in self._parking:
+            offload.sync_for_step()
+        if used_parameters is not None:
+            used_parameters.settle()
+            self.unfilled = used_parameters.unfilled
+        for unit in self.units:
+            if unit.reduced:
+                unit.reduced = False
+                unit.gradients.end_backward()
+        for module_state in self.module_states:
+            if not module_state.entered:
+                module_state.reset()
+        self.execution_order.end_backward()
+        if self.budget is not None and self.active is None and self.synchronises and self.accumulates:
+            module_states = self.execution_order.order
+            # The outermost module's units are kept whatever the budget, and so are those where forward turns. Keeping
+            # an embedding would save no gather.
+            kept = (module_states[0], self.execution_order.turning)
+            order = [
+                u
+                for module_state in module_states
+                if module_state not in kept and module_state.reads_in_backward
+                for u in module_state.units
+            ]
+            if self.budget.decide(self.units, order, self.collectives):
+                self.budget = None
+        # A forward that differentiates inside itself goes on.
+        self.phase = Phase.IDLE if self.active is None else Phase.FORWARD
+        self.end_audit()
+        if self.events.active:
+            self.events.step_end(self.module_states[0].module)
+
+    def _counted_parameters(self) -> UsedParameters | None:
+        """Tells parameters that no rank used from those with a zero gradient; None where nothing is reduced."""
+        if not (self.synchronises and self.accumulates):
+            return None
+        if self._used_parameters is None:
+            self._used_parameters = UsedParameters(self.units, self.collectives)
+        return self._used_parameters
+
+    def abandon(self) -> None:
+        """Give up an unfinished forward or backward: release everything, drop its gradients.
+
+        Raises:
+            StateError: the model was closed, or a communication had failed before.
+        """
+        # A forward of a closed model is found here, and not by a check in every step.
+        if self.phase in (Phase.CLOSED, Phase.FAILED):
+            self.refuse_ended("A forward")
+        self.active = None
+        self.phase = Phase.IDLE if self.recorder.failure is None else Phase.FAILED
+        if self.idle_guard is not None:
+            self.idle_guard.enter()
+        self.execution_order.end_backward()
+        self._backward_order.end()
+        self.reducer.forget()
+        self.streams.give_up()
+        self.reducer.discard()
+        for module_state in self.module_states:
+            module_state.reset()
+            for unit in module_state.units:
+                unit.reduced = False
+                unit.discard_gradients()
+
+    def tell_failed_backward(self, error: Exception) -> None:
+        """Let other ranks know that a backward of this model raised ``error`` in this thread.
+
+        A backward of another thread, or around the one that raised, goes on; one that raised before is known.
+        """
+        if self.phase is not Phase.BACKWARD or self._failure_reported:
+            return
+        alone = self._thread == threading.get_ident() and not _torch_private.in_backward()
+        if alone or not self._backward_may_end():
+            self._failure_reported = True
+            self.recorder.tell(error)
+
+    def leave_failed_backward(self) -> None:
+        """Abandon a backward that raised: no hook ran behind it. One that still runs goes on."""
+        if self.phase is Phase.BACKWARD and not _torch_private.in_backward():
+            self.abandon()
+
+    def _keep_memory(self) -> None:
+        """A communication failed, and may still read and write: its memory stays, and no other one follows."""
+        for unit in self.units:
+            unit.keep_memory()
+        self.reducer.keep_memory()
+        if self.phase is Phase.IDLE:
+            self.phase = Phase.FAILED
+
+    def refuse_ended(self, call: str) -> None:
+        """Raise if the model was closed, or if a communication failed; ``call`` begins the message.
+
+        Raises:
+            StateError: saying so.
+        """
+        if self.phase is Phase.CLOSED:
+            raise StateError(
+                f"{call} came after polyshard.close (rank {self.rank}): the model's ranks cannot exchange anything any "
+                "more, and its parameters are this rank's pieces. Close a model behind its last use."
+            )
+        self.recorder.refuse_behind_failure(call)
+
+    def close(self) -> None:
+        """Release the gather buffers and the collectives that were made for this model.
+
+        Raises:
+            StateError: inside a forward, a backward or ``unsharded``.
+            PolyshardError: of work that ends first; everything is released all the same.
+        """
+        if self.phase is Phase.CLOSED:
+            return
+        self.leave_failed_backward()
+        if self.phase not in (Phase.IDLE, Phase.FAILED) or self.unsharded:
+            where = "polyshard.unsharded()" if self.unsharded else f"a {self.phase.value} of the model"
+            raise StateError(f"close() was called inside {where} (rank {self.rank}). Call it between steps.")
+        if self.phase is not Phase.FAILED:
+            self.abandon()
+        attached, self.attached = self.attached, None
+        try:
+            if attached is not None:
+                attached.close(self)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self.streams.here() is not None:
+            # What was issued must have run before its communicators end.
+            torch.cuda.synchronize(self.collectives.device)
+        self.phase = Phase.CLOSED
+        if self.recorder.watch is not None:
+            self.recorder.watch.stop()
+        for collectives in self.owned:
+            collectives.close()
+
+    @property
+    def budget_pending(self) -> bool:
+        """Whether it is still to be decided which units are kept: a step must not be captured before."""
+        return self.budget is not None
+
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        """Names of the units whose parameters are gathered, or on their way."""
+        return tuple(u.name for u in self.units if not u.permanent and u.state is not UnitState.SHARDED)

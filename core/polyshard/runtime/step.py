@@ -1,0 +1,118 @@
+"""The step of a model: its phase, and everything that its module states and units share in it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from ..interfaces import Collectives
+from .order import ForwardRecord
+from .peers import Audit
+from .recorder import Recorder
+from .reduce import Reducer
+from .streams import CommStreams
+
+
+class Phase(enum.Enum):
+    """Where the model stands in a step.
+
+    ========  ========  ==========================================================
+    from      to        by
+    ========  ========  ==========================================================
+    IDLE      FORWARD   the outermost forward starts
+    FORWARD   IDLE      it ends, or raises
+    IDLE      BACKWARD  a gradient reaches an output
+    BACKWARD  IDLE      the backward ends; after one that raised, the next forward
+    FORWARD   BACKWARD  a forward differentiates inside itself, and goes on after
+    IDLE      CLOSED    ``polyshard.close``; there is no way back
+    any       FAILED    a communication did not end; ``polyshard.close`` alone follows
+    ========  ========  ==========================================================
+    """
+
+    IDLE = "idle"
+    """Between forwards and backwards: parameters may be read, changed and saved."""
+    FORWARD = "forward"
+    """Inside the outermost module's forward."""
+    BACKWARD = "backward"
+    """Inside a backward."""
+    FAILED = "failed"
+    """Nothing can be gathered or reduced any more: ranks stand at different places of their order."""
+    CLOSED = "closed"
+    """Nothing can be gathered or reduced any more: the collectives were closed."""
+
+
+class Step:
+    """The step that a model is in, and its streams and reducer. The root of the model drives it."""
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        streams: CommStreams,
+        batch_nbytes: int,
+        *,
+        check_ranks: bool | Literal["always"],
+    ) -> None:
+        """``batch_nbytes``: of reductions sent together, at most. ``check_ranks``: compare ranks' collectives, in the
+        first step or always.
+        """
+        self.collectives = collectives
+        self.streams = streams
+        self.phase = Phase.IDLE
+        #: The outermost module state, while its forward runs.
+        self.active: object | None = None
+        #: Which module states that forward, or the last one, entered and left with gradients on.
+        self.forward_record: ForwardRecord[Any] = ForwardRecord(None)
+        #: Whether parameters may have come into the model that nobody reduces gradients of (``registrations.py``).
+        self.registered = False
+        #: Whether ``unsharded_parameters`` shows whole parameters now: modules then compute with these.
+        self.unsharded = False
+        #: Where masters hold other values than the trained ones: the context that the program entered, and what these
+        #: are, for messages. None elsewhere.
+        self.replaced: tuple[str, str] | None = None
+        #: False under ``no_sync``.
+        self.synchronises = True
+        #: Whether the backward that runs adds to gradients: ``autograd.grad`` does not.
+        self.accumulates = False
+        self.check_ranks = check_ranks
+        self._always = check_ranks == "always"
+        #: Compares each collective with the other ranks', always or until the first backward has ended.
+        self.audit = Audit() if check_ranks and collectives.capabilities.can_communicate else None
+        #: Called with what all ranks issue next; None where they do not compare it.
+        self.announce = collectives.announce if check_ranks and collectives.capabilities.announces else None
+        #: Remembers what was issued, and names it in errors.
+        self.recorder = streams.recorder = Recorder(collectives.rank)
+        self.recorder.sender = streams
+        #: Issues the units' reductions, those of small ones together.
+        self.reducer = Reducer(batch_nbytes, streams, audit=self.audit, announce=self.announce, recorder=self.recorder)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank among all that share the model."""
+        return self.collectives.rank
+
+    @contextmanager
+    def meeting(self, operation: str, groups: Iterable[Collectives | None], told: str = "") -> Iterator[None]:
+        """Communications between steps, in ``groups``, which are announced where that is done.
+
+        ``told``: what else must be alike on all ranks, to be announced with ``operation``.
+        """
+        with self.recorder.during(operation):
+            if self.announce is not None:
+                for group in groups:
+                    if group is not None:
+                        self.streams.meet(group.announce, f"{operation}{told}")
+            yield
+
+    def use_streams(self, streams: CommStreams) -> None:
+        """Send by ``streams`` from now on."""
+        self.streams = self.reducer.streams = streams
+        streams.recorder = self.recorder
+        self.recorder.sender = streams
+
+    def end_audit(self) -> None:
+        """Compare no more, unless always: what follows repeats what was compared."""
+        if self._always:
+            return
+        self.audit = self.reducer.audit = None

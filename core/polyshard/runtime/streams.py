@@ -1,0 +1,562 @@
+"""How long a rank's compute stood still for other ranks: what is left of a step is the rank's own time.
+
+[Note: a rank's own time]
+Ranks that train together take the same time for a step, whichever of them is slow: the others wait for it at the next
+communication. What tells them apart is how long each waited. On the host that is the time inside of calls that block;
+on streams it is what lies between an event in front of a wait and one behind it, read long after both were recorded.
+Transfers that take longer than what they are hidden behind count as waiting, too, on all ranks alike.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import _torch_private
+from ..errors import CollectiveAbortedError, CollectiveError, CollectiveTimeoutError, PolyshardError
+from ..interfaces import Collectives, Work
+from .gather import GatherRecord, end_gather, start_gathers
+from .recorder import Issued, Recorder
+
+
+class Times(NamedTuple):
+    """Of what was measured, in seconds."""
+
+    wall_s: float
+    own_s: float
+    """Without what was spent waiting for other ranks; at least 0."""
+
+
+class Stalls(ABC):
+    """Measures from its construction to ``stop``. ``CommStreams`` tell it of their waits meanwhile."""
+
+    def __init__(self) -> None:
+        #: Forwards that began meanwhile. A step that a CUDA graph replays begins none, and its waits are not seen.
+        self.forwards = 0
+
+    def begin_forward(self) -> None:
+        """A forward begins."""
+        self.forwards += 1
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Compute waits for other ranks from here on."""
+
+    @abstractmethod
+    def waited(self) -> None:
+        """The wait that ``wait`` began has ended."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """What follows is not measured."""
+
+    @abstractmethod
+    def read(self) -> Times:
+        """What was measured. Blocks until the device has got as far as ``stop``."""
+
+
+class HostStalls(Stalls):
+    """For waits that block the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stalled = 0.0
+        self._waits_since = 0.0
+        self._begun = time.monotonic()
+        self._wall = 0.0
+
+    def wait(self) -> None:
+        self._waits_since = time.monotonic()
+
+    def waited(self) -> None:
+        self._stalled += time.monotonic() - self._waits_since
+
+    def stop(self) -> None:
+        self._wall = time.monotonic() - self._begun
+
+    def read(self) -> Times:
+        return Times(self._wall, max(0.0, self._wall - self._stalled))
+
+
+class StreamStalls(Stalls):
+    """For waits of CUDA streams, seen from the stream that is current at each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._marks: list[torch.cuda.Event] = []
+        self._first = self._last = _mark()
+
+    def begin_forward(self) -> None:
+        # What is captured does not run.
+        if not torch.cuda.is_current_stream_capturing():
+            super().begin_forward()
+
+    def wait(self) -> None:
+        # An event of a capture belongs to the graph: it is never reached here.
+        if not torch.cuda.is_current_stream_capturing():
+            self._marks.append(_mark())
+
+    waited = wait
+
+    def stop(self) -> None:
+        self._last = _mark()
+
+    def read(self) -> Times:
+        self._last.synchronize()
+        wall = self._first.elapsed_time(self._last)
+        pairs = zip(self._marks[::2], self._marks[1::2], strict=False)
+        # Two streams that waited at once are counted twice.
+        stalled = sum(before.elapsed_time(behind) for before, behind in pairs)
+        return Times(wall / 1000, max(0.0, wall - stalled) / 1000)
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+# On which streams a step's gathers, compute and reductions run, and what waits for what.
+#
+# [Note: ordering without blocking the host]
+# Gathers run on one stream, reductions on another, compute on the caller's. Memory is handed from one to the next by
+# events only:
+#
+# 1. A gather writes after every event recorded by a reshard: the memory that it reuses was last read by compute.
+# 2. Compute waits for the event of the one gather whose parameters it is about to use. Units that were gathered together
+# have one event.
+# 3. A reduction begins after compute has computed its gradients: what brings them together runs on its stream, beside
+# compute. They and its input go back to compute's memory pool after compute has been ordered behind the reduction. One
+# input is filled while another travels.
+# 4. At the start of a forward the gather stream waits for compute: the optimizer has then written the masters.
+# 5. At the end of a backward compute waits for the reductions: the optimizer may then read the gradients.
+#
+# Compute may take several streams: that of a module's forward is whichever is current when it is called, and autograd
+# runs a backward on the stream of its forward. Each rule then holds for all of them. What waits is the stream whose
+# memory it is, since only that one may be given the memory again: the one that takes a reduction's input, the one that
+# gathers. Units and gradients carry the places, a stream each, at which they were used or computed.
+#
+# What a module does on further streams before it returns is out of sight. Its forward lets them wait for the stream that
+# calls it, and that one for them. Of its backward, only what leads to the gradients of its inputs is sure to be waited
+# for before the backward ends. So what computes on a stream of its own is best a unit of its own.
+#
+# On the host's own device operations run in the order in which they are issued, and only ``Work.wait`` blocks.
+
+
+_HERE: AbstractContextManager[Any] = nullcontext()
+
+#: Reductions, or launches of several, whose inputs may be alive at once: one travels while another is filled.
+REDUCTIONS_ALIVE = 2
+
+
+class Reduction(NamedTuple):
+    """A reduction to be run; what it calls, in this order."""
+
+    issue: Callable[[], Work]
+    """Starts it."""
+    deliver: Callable[[], None]
+    """Uses its result."""
+    retire: Callable[[], None]
+    """Lets go of its input."""
+
+
+class CommStreams(ABC):
+    """Runs gathers and reductions beside compute. One instance serves all units of a root."""
+
+    def __init__(self) -> None:
+        #: Whether the host waits for other ranks, where only a time limit ends that.
+        self.waiting = False
+        # What is left to do for those that were issued and not retired, the oldest first.
+        self._reductions: deque[Any] = deque()
+        #: What was issued last in it is what is gathered or reduced next; None where nobody keeps count.
+        self.recorder: Recorder | None = None
+        #: Told of waits for other ranks; None where nobody measures.
+        self.stalls: Stalls | None = None
+
+    def begin_forward(self) -> None:
+        """Order gathers after what was issued so far (rule 4)."""
+        return None
+
+    def meet(self, call: Callable[..., None], *what: object) -> None:
+        """``call(*what)``, which may wait for the other ranks."""
+        stalls = self.stalls
+        if stalls is not None:
+            stalls.wait()
+        self.waiting = True
+        try:
+            call(*what)
+        finally:
+            self.waiting = False
+        if stalls is not None:
+            stalls.waited()
+
+    @abstractmethod
+    def measure(self) -> Stalls:
+        """Begin to measure how long compute waits for other ranks; ``stalls`` is to be set to it, and to None."""
+
+    @abstractmethod
+    def gather(self, records: Sequence[GatherRecord]) -> None:
+        """Issue the gathers of ``records``, at least one, as one communication."""
+
+    @abstractmethod
+    def arrive(self, record: GatherRecord) -> None:
+        """Order compute after the gather of ``record`` (rule 2)."""
+
+    def follow(self) -> None:
+        """Order compute here after all gathers so far, whether or not they have arrived elsewhere."""
+        return None
+
+    @abstractmethod
+    def release(self, record: GatherRecord) -> None:
+        """Give the gather buffer's memory back (rule 1)."""
+
+    @abstractmethod
+    def reduce(self, reduction: Reduction, taken_at: Sequence[object]) -> None:
+        """Run ``reduction``, whose input was given memory at the places ``taken_at``, apart from the present one."""
+
+    def make_room(self, alive: int = REDUCTIONS_ALIVE - 1) -> None:
+        """Retire reductions until at most ``alive`` are left, so that one more input may be filled (rule 3)."""
+        while len(self._reductions) > alive:
+            self._retire_oldest()
+
+    @abstractmethod
+    def _retire_oldest(self) -> None:
+        """Retire the reduction that was issued first."""
+
+    def drain(self) -> None:
+        """Order compute after every reduction, and retire them (rule 5)."""
+        self.make_room(0)
+
+    def give_up(self) -> None:
+        """Wait for all that is in flight, whatever becomes of it: whoever cleans up has an error to tell already."""
+        self.drain()
+
+    def busy(self) -> bool:
+        """Whether a device has still to run what was issued here. Asked from any thread."""
+        return False
+
+    def here(self) -> object:
+        """Where operations that are issued now are ordered: equal for equal streams, None without streams."""
+        return None
+
+    def between(self, places: Sequence[object]) -> AbstractContextManager[Any]:
+        """What is issued inside comes after all that was issued at ``places``, and before what will be."""
+        return _HERE
+
+
+class HostStreams(CommStreams):
+    """For operations that run where they are issued, or on a backend's own threads until ``Work.wait``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._gathers: dict[GatherRecord, _Batch] = {}
+
+    def gather(self, records: Sequence[GatherRecord]) -> None:
+        for record in records:
+            record.buffer.attach()
+        batch = _Batch(records, start_gathers(records), self._last)
+        for record in records:
+            self._gathers[record] = batch
+
+    def arrive(self, record: GatherRecord) -> None:
+        batch = self._gathers.get(record)
+        if batch is None:
+            return
+        waiting = [other for other in batch.records if self._gathers.get(other) is batch]
+        for other in waiting:
+            del self._gathers[other]
+        self._end(batch.works, batch.issued)
+        for other in waiting:
+            end_gather(other)
+
+    def release(self, record: GatherRecord) -> None:
+        self.arrive(record)
+        record.buffer.release()
+
+    def reduce(self, reduction: Reduction, taken_at: Sequence[object]) -> None:
+        self._reductions.append((reduction.issue(), reduction, self._last))
+
+    @property
+    def _last(self) -> Issued | None:
+        return None if self.recorder is None else self.recorder.last
+
+    def measure(self) -> Stalls:
+        return HostStalls()
+
+    def _end(self, works: Sequence[Work], entry: Issued | None) -> None:
+        stalls = self.stalls
+        if stalls is not None:
+            stalls.wait()
+        self.waiting = True
+        left = iter(works)
+        try:
+            for work in left:
+                work.wait()
+        except CollectiveError as error:
+            if not isinstance(error, CollectiveTimeoutError | CollectiveAbortedError):
+                _wait_for(left)
+            if self.recorder is None:
+                raise
+            self.recorder.refuse(error, entry)
+        except PolyshardError:
+            _wait_for(left)
+            raise
+        finally:
+            self.waiting = False
+        if stalls is not None:
+            stalls.waited()
+        if entry is not None:
+            entry.ended = time.monotonic()
+
+    def give_up(self) -> None:
+        if self.recorder is not None and self.recorder.failure is not None:
+            # They do not end in time, if ever. What they read and write stays alive until then.
+            self._reductions.clear()
+            self._gathers.clear()
+            return
+        while self._reductions:
+            work, reduction, _ = self._reductions.popleft()
+            with suppress(PolyshardError):
+                work.wait()
+            reduction.deliver()
+            reduction.retire()
+        batches = list(dict.fromkeys(self._gathers.values()))
+        self._gathers.clear()
+        for work in (work for batch in batches for work in batch.works):
+            # Their memory is written until they end.
+            with suppress(PolyshardError):
+                work.wait()
+
+    def _retire_oldest(self) -> None:
+        work, reduction, entry = self._reductions.popleft()
+        self._end((work,), entry)
+        reduction.deliver()
+        reduction.retire()
+
+
+class CudaStreams(CommStreams):
+    """For CUDA and stream-ordered collectives."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = torch.cuda.current_device() if device.index is None else device.index
+        # High priority: a collective that waits behind compute kernels delays the compute that waits for it.
+        self._gather_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._reduce_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        # When each unit was last used. An event may be recorded again while waits on its last recording are still
+        # queued, so one a unit serves for good.
+        self._used: dict[GatherRecord, torch.cuda.Event] = {}
+        self._arriving: dict[GatherRecord, _Arrival] = {}
+        # One event a stream that used gathered memory: the latest covers the earlier ones of the same stream.
+        self._released: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
+        self._filled = _event()
+        self._spare: list[torch.cuda.Event] = []
+        self._seen: dict[tuple[int, int, int], torch.cuda.Stream] = {}
+        # Which of the two streams has anything that compute was not ordered after. Inside the capture of a CUDA graph a
+        # stream takes part from its first use on, and one that does not may not be waited for.
+        self._gathers = self._reduces = False
+
+    def measure(self) -> Stalls:
+        return StreamStalls()
+
+    def begin_forward(self) -> None:
+        current = self._current()
+        self._gather_stream.wait_stream(current)
+        self._gathers = True
+        # Releases of a training step are behind this stream by now (drain). Waiting for their events again would also
+        # forbid capturing the step in a CUDA graph, inside which no earlier event may be waited for.
+        for stream, _ in self._released.values():
+            # Another forward ran there, which nothing here had to wait for. A capture begins with an idle device.
+            if stream is not current and not torch.cuda.is_current_stream_capturing():
+                self._gather_stream.wait_stream(stream)
+        self._released.clear()
+
+    def gather(self, records: Sequence[GatherRecord]) -> None:
+        stream = self._gather_stream
+        self._gathers = True
+        for _, event in self._released.values():
+            event.wait(stream)
+        self._released.clear()
+        before = self._current()
+        torch.cuda.set_stream(stream)
+        try:
+            for record in records:
+                with record.allocation:
+                    record.buffer.attach()
+            for work in start_gathers(records):
+                work.wait()
+            for record in records:
+                end_gather(record)
+            event = self._spare.pop() if self._spare else _event()
+            event.record(stream)
+        finally:
+            torch.cuda.set_stream(before)
+        arrival = _Arrival(event, len(records))
+        for record in records:
+            self._expect_no_more(record)
+            self._arriving[record] = arrival
+
+    def arrive(self, record: GatherRecord) -> None:
+        arrival = self._arriving.get(record)
+        if arrival is None:
+            return
+        current = self._current()
+        # On the stream that another unit of the batch arrived on, there is nothing left to wait for.
+        if arrival.on != current.cuda_stream:
+            stalls = self.stalls
+            if stalls is not None:
+                stalls.wait()
+            arrival.event.wait(current)
+            if stalls is not None:
+                stalls.waited()
+            arrival.on = current.cuda_stream
+        self._expect_no_more(record)
+
+    def follow(self) -> None:
+        # No event is left to wait for: that of a gather is recorded anew once all of its units have arrived.
+        if self._gathers:
+            self._current().wait_stream(self._gather_stream)
+
+    def _expect_no_more(self, record: GatherRecord) -> None:
+        arrival = self._arriving.pop(record, None)
+        if arrival is not None:
+            arrival.missing -= 1
+            if not arrival.missing:
+                # Recorded again only now: a wait is for the latest recording at the time it is issued.
+                self._spare.append(arrival.event)
+
+    def release(self, record: GatherRecord) -> None:
+        self._expect_no_more(record)
+        current = self._current()
+        event = self._used.get(record)
+        if event is None:
+            event = self._used[record] = _event()
+        event.record(current)
+        self._released[current.cuda_stream] = current, event
+        for stream in _others(record.places, current):
+            self._released[stream.cuda_stream] = stream, stream.record_event()
+        record.buffer.release()
+
+    def reduce(self, reduction: Reduction, taken_at: Sequence[object]) -> None:
+        before, stream = self._current(), self._reduce_stream
+        self._reduces = True
+        self._filled.record(before)
+        self._filled.wait(stream)
+        event = self._spare.pop() if self._spare else _event()
+        torch.cuda.set_stream(stream)
+        try:
+            reduction.issue().wait()
+            reduction.deliver()
+            event.record(stream)
+        finally:
+            torch.cuda.set_stream(before)
+            self._reductions.append((event, (before, *_others(taken_at, before)), reduction.retire))
+
+    def drain(self) -> None:
+        super().drain()
+        current = self._current()
+        for _, event in self._released.values():
+            event.wait(current)
+        self._released.clear()
+        stalls = self.stalls
+        if stalls is not None:
+            stalls.wait()
+        if self._reduces:
+            current.wait_stream(self._reduce_stream)
+        if self._gathers:
+            # Gathers that nothing used (a wrong prefetch) must not write memory that compute gets next.
+            current.wait_stream(self._gather_stream)
+        if stalls is not None:
+            stalls.waited()
+        self._gathers = self._reduces = False
+
+    def busy(self) -> bool:
+        return not (self._gather_stream.query() and self._reduce_stream.query())
+
+    def here(self) -> object:
+        return self._current()
+
+    def between(self, places: Sequence[object]) -> AbstractContextManager[Any]:
+        current = self._current()
+        others = _others(places, current)
+        return _joined(current, others) if others else _HERE
+
+    def _current(self) -> torch.cuda.Stream:
+        # Asked some six times a unit and step: making an object for each answer takes most of what asking takes.
+        key = _torch_private.current_stream_key(self._device)
+        stream = self._seen.get(key)
+        if stream is None:
+            stream = self._seen[key] = torch.cuda.current_stream(self._device)
+        return stream
+
+    def _retire_oldest(self) -> None:
+        event, takers, retire = self._reductions.popleft()
+        stalls = self.stalls
+        if stalls is not None:
+            stalls.wait()
+        for stream in takers:
+            # Not the current one: what is let go of goes back to the pools of these.
+            event.wait(stream)
+        if stalls is not None:
+            stalls.waited()
+        self._spare.append(event)
+        retire()
+
+
+def _others(places: Iterable[object], current: torch.cuda.Stream) -> list[torch.cuda.Stream]:
+    return [place for place in places if place is not current and isinstance(place, torch.cuda.Stream)]
+
+
+@contextmanager
+def _joined(current: torch.cuda.Stream, others: Sequence[torch.cuda.Stream]) -> Iterator[None]:
+    for stream in others:
+        current.wait_stream(stream)
+    yield
+    for stream in others:
+        # What was read here goes back to their memory pools.
+        stream.wait_stream(current)
+
+
+def streams_for(collectives: Collectives) -> CommStreams:
+    """What suits ``collectives``: streams where its operations are ordered by them."""
+    if collectives.capabilities.stream_ordered and collectives.device.type == "cuda":
+        return CudaStreams(collectives.device)
+    return HostStreams()
+
+
+@dataclass(eq=False, slots=True)
+class _Batch:
+    """Units that were gathered together, where waiting blocks."""
+
+    records: Sequence[GatherRecord]
+    works: Sequence[Work]
+    issued: Issued | None
+
+
+@dataclass(eq=False, slots=True)
+class _Arrival:
+    """The end of a gather on its stream."""
+
+    event: torch.cuda.Event
+    missing: int
+    """How many units still have to arrive there."""
+    on: int | None = None
+    """The stream that was last ordered after it."""
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def _wait_for(works: Iterable[Work]) -> None:
+    """Let operations end that were issued with one that failed: they write into memory that is let go of next."""
+    for work in works:
+        with suppress(PolyshardError):
+            work.wait()

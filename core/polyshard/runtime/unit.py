@@ -1,0 +1,567 @@
+"""One all-gather unit: a flat master shard, the gather buffer, and the parameters that view them."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from ..errors import CollectiveError, StateError, UnshardedUseError
+from ..interfaces import (
+    Observer,
+    OffloadManager,
+    PrecisionCaster,
+    UnitDtypes,
+    UnitSpec,
+    WireSpec,
+)
+from ..nested import iter_hidden_tensors, iter_tensors
+from ..planning.groups import RankGrid
+from ..planning.layout import FlatLayout
+from ..planning.plan import ManagedParameter
+from .bindings import Bindings, Shown
+from .gather import FlatBuffer, GatherRecord
+from .gradients import Gradients, write_directly
+from .parameters import FlatMaster, MasterViews, Originals
+from .peers import Audit
+from .step import Phase, Step
+
+_gradient_of = attrgetter("grad")
+
+
+class UnitState(enum.Enum):
+    """Where a unit's whole parameters are.
+
+    ==========  ===========  =======================================
+    from        to           by
+    ==========  ===========  =======================================
+    SHARDED     GATHERING    ``unshard``
+    GATHERING   UNSHARDED    ``wait``
+    GATHERING   SHARDED      ``reshard`` (a prefetch nobody used)
+    UNSHARDED   GATHERING    ``unshard`` after ``expire``
+    UNSHARDED   SHARDED      ``reshard``
+    ==========  ===========  =======================================
+    """
+
+    SHARDED = "sharded"
+    """Nowhere: the gather buffer has no memory, and reading a view of it would be a crash."""
+    GATHERING = "gathering"
+    """On their way; compute must wait before it reads them."""
+    UNSHARDED = "unsharded"
+    """In the gather buffer, and compute is ordered after the gather."""
+
+
+class Reshard(enum.Enum):
+    """Whether a unit is released after forward."""
+
+    ALWAYS = "always"
+    """Released, and gathered again for backward."""
+    UNLESS_TURNING = "unless_turning"
+    """Released, but for modules whose backward follows their forward at once: the outermost one, and the last one to
+    run if it was split off the outermost one, or that one has no parameters of its own."""
+    NEVER = "never"
+    """Kept until the end of its backward."""
+
+
+class Unit:
+    """Parameters that are gathered together.
+
+    Three tensors carry a parameter's values:
+
+    - the *original* ``nn.Parameter`` that the user made, from now on a view of the *master* shard (this rank's elements
+      only, 1-D or ``(rows, ...)``; the whole parameter where there is one shard); what optimizers update;
+    - the *master*: this rank's slice of the flat unit, in the original dtype;
+    - the *view* of the gather buffer, a leaf in compute dtype, which modules see during compute.
+    """
+
+    #: Whether large linear layers write their weight gradients into the reduction's input.
+    writes_gradients_directly = True
+
+    def __init__(
+        self,
+        spec: UnitSpec,
+        layout: FlatLayout,
+        parameters: Sequence[ManagedParameter],
+        grid: RankGrid,
+        master: torch.Tensor,
+        dtypes: UnitDtypes,
+        caster: PrecisionCaster,
+        offload: OffloadManager,
+        *,
+        reshard: Reshard,
+        parks: bool,
+        wire: WireSpec | None = None,
+    ) -> None:
+        """``master``: where it lives from now on, parked already if ``parks``. ``wire``: None to travel as it computes."""
+        self.spec = spec
+        self.layout = layout
+        self.parameters = tuple(parameters)
+        self.grid = grid
+        self.dtypes = dtypes
+        self.caster = caster
+        self.offload = offload
+        self.reshard_policy = reshard
+        self.observers: tuple[Observer, ...] = ()
+        self.step: Step | None = None
+        self.trainable = any(parameter.original.requires_grad for parameter in parameters)
+        #: Whether ``offload`` keeps the master and the gradient.
+        self.parks = parks
+        self.flat: FlatMaster | None = None
+        self.pieces = layout.pieces(grid.shard_rank)
+        self._expired = False
+        #: How the unit travels where its caster encodes it; None for as it computes.
+        self.wire = wire
+        self.buffer: FlatBuffer
+        #: What gathers know of the unit; made anew whenever something in it changes.
+        self.record: GatherRecord
+        self.leaves: list[torch.Tensor] = []
+        self._no_gradients: list[None] = []
+        self.bindings: Bindings
+        #: Reduced in the backward that runs.
+        self.reduced = False
+        #: Of a split module: called when another module computes with a parameter of the unit.
+        self.on_lazy_use: Callable[[Unit, str], None] | None = None
+        #: Where it was used since its gather, as ``CommStreams.here`` says: one place, but for models that compute on
+        #: several streams.
+        self.places: list[object] = []
+        #: Gathered between steps on request: the next forward uses that gather, and makes no other.
+        self.ahead = False
+        #: Whole for this rank's recomputation alone: in the ranks' common order it is released.
+        self.kept = False
+        self._use_master(master)
+
+    def _use_master(self, master: torch.Tensor) -> None:
+        """Build what depends on the master: its dtype, its place, and the parameters that view it."""
+        dtypes = self.dtypes
+        self.master = master
+        # One shard and no cast: the master itself serves compute, and nothing is ever gathered.
+        self.permanent = self.grid.shard is None and dtypes.compute == self.master.dtype and not self.parks
+        self.originals = self._make_originals()
+        self.gradients = self._make_gradients()
+        self._take_gradient_dtype(self.originals.tensors)
+        self.prepared = False
+        self._training_buffer: FlatBuffer | None = None
+        self._eval_buffer: FlatBuffer | None = None
+        self._full_precision_in_eval = (
+            not self.permanent
+            and dtypes.compute != self.spec.master_dtype
+            and self.wire is None
+            and self.caster.full_precision_in_eval(self.spec)
+        )
+        self.state = UnitState.UNSHARDED if self.permanent else UnitState.SHARDED
+
+    def _take_gradient_dtype(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        if self.dtypes.grad != self.spec.master_dtype:
+            # Autograd refuses a gradient of another dtype than its parameter's unless the parameter says so.
+            for parameter in parameters:
+                parameter.grad_dtype = self.dtypes.grad
+
+    def _make_originals(self) -> MasterViews:
+        return Originals(
+            self.parameters,
+            self.layout,
+            self.pieces,
+            self.master,
+            whole=self.grid.shard is None,
+            rank=self.grid.world.rank,
+        )
+
+    def _make_bindings(self) -> Bindings:
+        lends = (
+            None if self.on_lazy_use is None else [partial(self._lazy_view, index) for index in range(len(self.leaves))]
+        )
+        return Bindings(self.parameters, self.leaves, guarded=not self.permanent, lends=lends)
+
+    def _make_gradients(self) -> Gradients:
+        return Gradients(self, self.layout, self.dtypes, self.originals.recipients, self.keeper)
+
+    @property
+    def name(self) -> str:
+        """Its name in messages: that of its module, ``(root)`` for the outermost, and what sets it apart there."""
+        return self.spec.label
+
+    @property
+    def keeper(self) -> OffloadManager | None:
+        """The manager that the unit is parked with; None where it is not."""
+        return self.offload if self.parks else None
+
+    @property
+    def resident(self) -> bool:
+        """Whether the originals themselves compute and collect gradients: a single rank, and nothing to cast."""
+        return self.permanent and self.grid.alone
+
+    def watch(self, observers: tuple[Observer, ...]) -> None:
+        """Tell ``observers`` of gathers, compute and reductions from now on."""
+        self.observers = observers
+        self._renew_record()
+
+    def flatten(self) -> list[torch.nn.Parameter]:
+        """One 1-D parameter over the whole master, for an optimizer that treats all elements alike.
+
+        Gradients arrive there from now on, and no longer in the originals. A resident unit keeps its originals, whose
+        gradients come from autograd itself.
+
+        Raises:
+            StateError: an original has a gradient already, or only some of them are trained.
+        """
+        if self.resident:
+            return list(self.originals.tensors)
+        if self.flat is None:
+            self.flat = FlatMaster(self.originals, self.master, self, self.grid.world.rank)
+            self._take_gradient_dtype([self.flat.parameter])
+            self.gradients.deliver_to([self.flat.recipient])
+        return [self.flat.parameter]
+
+    @property
+    def receivers(self) -> Sequence[torch.nn.Parameter]:
+        """The parameters whose ``.grad`` the reduced gradient arrives in."""
+        return self.originals.tensors if self.flat is None else (self.flat.parameter,)
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of the gather buffer while it has memory; 0 where the master serves compute."""
+        return 0 if self.permanent else self.layout.padded_numel * self.dtypes.compute.itemsize
+
+    def prepare(self) -> None:
+        """Make the gather buffer and its views: before the first forward, not while the model is being cut."""
+        self._training_buffer = self._make_buffer(self.dtypes.compute)
+        self._bind(self._training_buffer)
+        if self.writes_gradients_directly and not self.gradients.widens:
+            write_directly(self.parameters, self.layout, self.claim_gradient)
+        self.prepared = True
+
+    def _make_buffer(self, dtype: torch.dtype) -> FlatBuffer:
+        if self.permanent:
+            return FlatBuffer.over(self.master, self.layout)
+        shard = self.grid.shard
+        if shard is not None and shard.capabilities.fixed_addresses:
+            return FlatBuffer.lease(self.layout, dtype, shard)
+        return FlatBuffer.allocate(self.layout, dtype, self.spec.device, rank=self.grid.shard_rank, leaves=True)
+
+    def _renew_record(self) -> None:
+        """Let gathers know of a change. Before ``prepare`` there is nothing to gather."""
+        if self._training_buffer is not None:
+            shard = self.grid.shard
+            self.record = GatherRecord(
+                self.spec,
+                shard,
+                self.master,
+                self.buffer,
+                shard or self.grid.world,
+                self.keeper,
+                self.caster,
+                self.wire,
+                self.observers,
+                self.places,
+            )
+
+    def _bind(self, buffer: FlatBuffer) -> None:
+        self.buffer = buffer
+        self._renew_record()
+        self.leaves = list[torch.Tensor](self.originals.tensors) if self.resident else buffer.views
+        self._no_gradients = [None] * len(self.leaves)
+        self.bindings = self._make_bindings()
+        self.follow_requires_grad()
+
+    def use_grid(self, grid: RankGrid) -> None:
+        """Communicate over ``grid`` from now on, whose sizes are those of the grid before."""
+        self.grid = grid
+        self._renew_record()
+
+    def join(
+        self, module_name: str, names_of: Callable[[ManagedParameter], tuple[str, ...]], grid: RankGrid | None
+    ) -> None:
+        """Become a unit of a larger model, of its module ``module_name``, and of the ranks of ``grid`` if given.
+
+        Nobody else keeps ``spec`` or ``grid``: they change here.
+        """
+        if grid is not None:
+            self.use_grid(grid)
+        for each in self.parameters:
+            each.names = names_of(each)
+        self.spec = dataclasses.replace(
+            self.spec,
+            name=f"{module_name}{self.spec.suffix}",
+            parameter_names=tuple(each.names[0] for each in self.parameters),
+            is_root=False,
+        )
+        self._renew_record()
+
+    @property
+    def pending(self) -> bool:
+        """Whether a view has a gradient that was not taken yet."""
+        if self.resident:
+            return False
+        # Compared as lists, at C speed: asked of every unit at the end of every backward.
+        return list(map(_gradient_of, self.leaves)) != self._no_gradients
+
+    def take_gradients(self) -> list[torch.Tensor | None]:
+        """The views' gradients, which they give up."""
+        self.gradients.computed_at(self.places)
+        gradients = list(map(_gradient_of, self.leaves))
+        for leaf in self.leaves:
+            leaf.grad = None
+        return gradients
+
+    def claim_gradient(self, index: int) -> torch.Tensor | None:
+        """Where the gradient of view ``index`` may be written in the backward that runs; None for memory of its own."""
+        step = self.step
+        if (
+            step is None
+            or not (step.synchronises and step.accumulates)
+            or self.buffer is not self._training_buffer
+            or self.leaves[index].grad is not None
+        ):
+            return None
+        return self.gradients.claim(index, step.reducer)
+
+    def keep_memory(self) -> None:
+        """Keep memory alive that a communication which did not end may still read and write."""
+        if self.prepared and self.buffer.attached:
+            self.buffer.keep()
+        self.gradients.input.keep_memory()
+
+    def discard_gradients(self) -> None:
+        """Drop gradients of a backward that failed."""
+        if not self.resident:
+            self.take_gradients()
+        self.gradients.discard()
+
+    def refuse_differentiable_gradients(self) -> None:
+        """Raise if a view's gradient has a graph of its own.
+
+        Raises:
+            StateError: naming the parameter.
+        """
+        for leaf, parameter in zip(self.leaves, self.parameters, strict=True):
+            if leaf.grad is not None and leaf.grad.requires_grad:
+                raise StateError(
+                    "polyshard does not support gradients of gradients: backward(create_graph=True) reached "
+                    f"'{parameter.names[0]}' on rank {self.grid.world.rank}. Differentiate twice outside of sharded "
+                    "modules."
+                )
+
+    def follow_requires_grad(self) -> None:
+        """Take over a ``requires_grad`` that the user changed on an original."""
+        if self.flat is not None:
+            self.flat.follow_requires_grad()
+        for trained, leaf in zip(self.originals.trained, self.leaves, strict=True):
+            leaf.requires_grad_(trained)
+        self.bindings.follow_requires_grad()
+        self.trainable = any(leaf.requires_grad for leaf in self.leaves)
+
+    def choose_buffer(self, training: bool) -> None:
+        """Compute in the master dtype while the module is in eval mode, where the caster wants that."""
+        if not self._full_precision_in_eval:
+            return
+        if training:
+            wanted = self._training_buffer
+        else:
+            if self._eval_buffer is None:
+                self._eval_buffer = self._make_buffer(self.spec.master_dtype)
+            wanted = self._eval_buffer
+        if wanted is not None and wanted is not self.buffer:
+            self.reshard()
+            self._bind(wanted)
+
+    @property
+    def gathered(self) -> tuple[int, torch.dtype]:
+        """Elements of a gather's result, and their dtype: bytes where the unit is encoded."""
+        if self.wire is not None:
+            return self.wire.nbytes_per_rank * self.grid.shard_size, torch.uint8
+        return self.layout.padded_numel, self.buffer.dtype
+
+    @property
+    def due(self) -> bool:
+        """Whether the parameters are to be gathered: neither there, nor on their way."""
+        return not self.permanent and (self.state is UnitState.SHARDED or self._expired)
+
+    def unshard(self) -> None:
+        """Issue the gather, unless the parameters are there or on their way."""
+        if self.due:
+            unshard_together((self,))
+
+    def wait(self) -> None:
+        """Order compute after the gather. To be called wherever the unit is used."""
+        assert self.step is not None
+        streams = self.step.streams
+        if self.state is UnitState.GATHERING:
+            for observer in self.observers:
+                observer.wait(self.spec)
+            streams.arrive(self.record)
+            if self.step.audit is not None:
+                self._compare_gathered(self.step.audit)
+            for observer in self.observers:
+                observer.waited(self.spec)
+            self.state = UnitState.UNSHARDED
+        here = streams.here()
+        if here not in self.places:
+            if self.places and not self.permanent:
+                streams.follow()
+            self.places.append(here)
+
+    def _compare_gathered(self, audit: Audit) -> None:
+        shard = self.grid.shard
+        if audit.done or shard is None or self.name in audit.gathered:
+            return
+        audit.gathered.add(self.name)
+        sent = None if self.parks or self.wire is not None else self.master
+        assert self.step is not None
+        with self.step.recorder.during("comparison of a gather", (self.spec,), self.step.phase is Phase.BACKWARD):
+            audit.compare_gathered(shard, self.name, self.buffer.flat, self.buffer.own, sent)
+
+    def show(self) -> None:
+        """Let modules see whole parameters."""
+        self.bindings.show(Shown.VIEWS)
+
+    def hide(self) -> None:
+        """Let modules see the originals again; during a forward, stand-ins that refuse to compute."""
+        if self.prepared:
+            self.bindings.hide(self.step is not None and self.step.phase is Phase.FORWARD)
+
+    def _lazy_view(self, index: int) -> torch.Tensor:
+        assert self.on_lazy_use is not None
+        self.on_lazy_use(self, self.parameters[index].names[0])
+        return self.leaves[index]
+
+    def reshard(self) -> None:
+        """Release the gather buffer."""
+        self.hide()
+        self.ahead = False
+        if self.permanent or self.state is UnitState.SHARDED:
+            return
+        assert self.step is not None
+        self.step.streams.release(self.record)
+        self.places.clear()
+        self.state = UnitState.SHARDED
+        self._expired = self.kept = False
+        for observer in self.observers:
+            observer.reshard(self.spec)
+
+    def keep(self) -> None:
+        """Keep the parameters for this rank's recomputation, where the ranks' common order releases them."""
+        self.hide()
+        if self.permanent or self.state is UnitState.SHARDED:
+            return
+        self.wait()
+        self._expired = self.kept = True
+
+    def expire(self) -> None:
+        """A new step begins: parameters that stayed gathered may be older than the master, and are gathered again."""
+        self._expired = self.state is not UnitState.SHARDED and not self.ahead
+        self.ahead = False
+        if self.permanent:
+            self.places.clear()
+        self.gradients.let_go()
+
+    def releases(self, turns: bool) -> bool:
+        """Whether the unit is released after a forward; ``turns``: its backward is expected to follow at once."""
+        return self.reshard_policy is Reshard.ALWAYS or (self.reshard_policy is Reshard.UNLESS_TURNING and not turns)
+
+    def take_up_changes(self) -> None:
+        """Take over changes that the user made to the originals since the last forward.
+
+        Raises:
+            ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
+        """
+        if self.ahead:
+            # Modules may hold views, which are no changes.
+            self.hide()
+        if self.flat is not None:
+            self.flat.take_up_changes()
+        if self.originals.take_up_changes() and self.prepared:
+            self.follow_requires_grad()
+
+    def refuse_changes(self) -> None:
+        """Refuse parameters replaced between forward and backward; take over a changed ``requires_grad``.
+
+        Raises:
+            ParameterChangedError: naming the parameter.
+        """
+        self.originals.refuse_changes(held=self.bindings.shown is Shown.ORIGINALS)
+        # Autograd asks a leaf whether it wants its gradient when that arrives.
+        if self.originals.retrained():
+            self.follow_requires_grad()
+
+    def give_up_gather(self) -> None:
+        """Release the memory of a gather that could not be issued."""
+        if self.state is UnitState.SHARDED:
+            self.buffer.release()
+        else:
+            self.reshard()
+
+    def _issued(self) -> None:
+        self.state = UnitState.GATHERING
+        self.places.clear()
+        self._expired = self.kept = False
+
+
+def unshard_due(units: Sequence[Unit]) -> None:
+    """Issue the gathers of those of ``units``, of one module state, that are due, as one communication."""
+    if len(units) == 1:
+        units[0].unshard()
+        return
+    due = [unit for unit in units if unit.due]
+    if due:
+        unshard_together(due)
+
+
+def unshard_together(units: Sequence[Unit]) -> None:
+    """Issue the gathers of ``units`` of one root, all of them due, as one communication."""
+    step = units[0].step
+    assert step is not None
+    entry = step.recorder.issue("all_gather", [unit.spec for unit in units], step.phase is Phase.BACKWARD)
+    try:
+        if step.audit is not None:
+            for unit in units:
+                step.streams.meet(step.audit.agree, unit.grid.world, unit.name, "all_gather", *unit.gathered)
+        shard = units[0].grid.shard
+        if step.announce is not None and shard is not None:
+            # Among those that gather: replicas may evaluate apart.
+            step.streams.meet(shard.announce, "all_gather of " + ", ".join(unit.name for unit in units))
+        step.streams.gather([unit.record for unit in units])
+    except BaseException as error:
+        if isinstance(error, CollectiveError):
+            step.recorder.fail(error, entry)
+        for unit in units:
+            unit.give_up_gather()
+        if isinstance(error, CollectiveError):
+            step.recorder.refuse(error, entry)
+        raise
+    for unit in units:
+        unit._issued()
+
+
+def refuse_escape(units: Sequence[Unit], output: Any, module: str) -> None:
+    """Raise if ``output`` lies in memory of ``units`` that is about to be released: reading it then is a crash.
+
+    Raises:
+        UnshardedUseError: naming the parameter.
+    """
+    held = [unit for unit in units if not unit.permanent and unit.state is UnitState.UNSHARDED]
+    if not held:
+        return
+    tensors: Iterable[torch.Tensor] = (
+        (output,) if isinstance(output, torch.Tensor) else (*iter_tensors(output), *iter_hidden_tensors(output))
+    )
+    for tensor in tensors:
+        for unit in held:
+            if tensor.device == unit.buffer.flat.device and tensor.numel() and unit.buffer.holds(tensor):
+                raise UnshardedUseError(
+                    f"The forward of '{module or '(root)'}' returned memory of the parameter '{_owner(unit, tensor)}' "
+                    f"on rank {unit.grid.world.rank}, which is released when the forward ends. Return a clone, or "
+                    "compute with it inside the forward."
+                )
+
+
+def _owner(unit: Unit, tensor: torch.Tensor) -> str:
+    offset = (tensor.data_ptr() - unit.buffer.address) // unit.buffer.flat.element_size()
+    for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
+        if slot.offset <= offset < slot.end:
+            return parameter.names[0]
+    return unit.name

@@ -1,0 +1,77 @@
+"""For which parameters any rank had a gradient in one backward.
+
+Ranks reduce what any of them may have a gradient for, with zeros where one has none. Where none has any, autograd on a
+whole model would leave ``.grad`` alone, and an optimizer tells None from zeros: it decays weights and averages for one
+and not for the other. Sums do not tell both apart, so ranks add up, once a backward, who had what.
+
+Only a rank that lacks a gradient of what it holds has to read the answer, and waits for it. For the others it is one
+more small reduction behind the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
+
+import torch
+
+from ..interfaces import Collectives, ReduceOp
+from .streams import CommStreams, Reduction
+from .unit import Unit
+
+
+class UsedParameters:
+    """Counts, for each parameter of ``units``, the ranks that had a gradient."""
+
+    def __init__(self, units: Sequence[Unit], collectives: Collectives) -> None:
+        self._units = tuple(unit for unit in units if not unit.resident)
+        self._collectives = collectives
+        self._exchanges = collectives.world_size > 1 and collectives.capabilities.can_communicate
+        *self._places, numel = accumulate((len(unit.parameters) for unit in self._units), initial=0)
+        self._counts = torch.ones(numel, dtype=torch.float32, device=collectives.device)
+        self._known = False
+        #: Whether an optimizer would find zeros in the place of gradients that no rank had (``Gradients.unfilled``).
+        self.unfilled = False
+        self._missed: list[tuple[Unit, int, frozenset[int]]] = []
+
+    def exchange(self, streams: CommStreams) -> None:
+        """Issue the sum; to be called on every rank, behind a backward's last reduction."""
+        self._missed = [
+            (unit, place, unit.gradients.missed)
+            for unit, place in zip(self._units, self._places, strict=True)
+            if unit.reduced and unit.gradients.missed
+        ]
+        counts = self._counts
+        capturing = counts.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        self._known = not capturing and counts.numel() > 0
+        if not self._known or not (self._exchanges or self._missed):
+            return
+        counts.fill_(1.0)
+        if self._missed:
+            absent = [place + index for _, place, missed in self._missed for index in missed]
+            counts.index_fill_(0, torch.tensor(absent, device=counts.device), 0.0)
+        if self._exchanges:
+            total = partial(self._collectives.all_reduce, counts, op=ReduceOp.SUM)
+            streams.reduce(Reduction(total, _nothing, _nothing), ())
+
+    def settle(self) -> None:
+        """Take away gradients that no rank had a part in; to be called behind ``CommStreams.drain``.
+
+        Inside the capture of a CUDA graph nothing can be read: what the last step before it found holds for the graph.
+        """
+        bare = [(unit, place) for unit, place, _ in self._missed if unit.gradients.bare]
+        if bare and self._known:
+            found = self._counts.tolist()
+            for unit, place in bare:
+                counts = found[place : place + len(unit.parameters)]
+                unit.gradients.unused = frozenset(index for index, count in enumerate(counts) if not count)
+        for unit, _ in bare:
+            unit.gradients.drop(unit.gradients.bare & unit.gradients.unused)
+        if bare or self.unfilled:
+            self.unfilled = any(unit.gradients.unfilled for unit in self._units)
+        self._missed = []
+
+
+def _nothing() -> None:
+    """Called when the sum has been issued, and when it has ended."""

@@ -1,0 +1,392 @@
+"""Ranks compare what they are about to do before the first collective, and fail together."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from .. import _torch_private
+from ..config import ShardConfig
+from ..errors import RankMismatchError, words
+from ..interfaces import Collectives
+from ..planning.groups import group_of
+from ..runtime.peers import scope_of
+from .differences import Reported, told
+
+#: Seconds of a rank's first wait for the others. Each wait is twice as long as the one before, up to the longest: few
+#: requests to the store, and a program that can be interrupted.
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 4.0, 64.0
+#: Seconds that ranks which know of a failure give the others to come, so that all failures are told at once.
+_GRACE_S = 1.0
+#: Seconds for what a rank tells about a difference, and that a store's host stays for others to read it.
+_DETAILS_S = 10.0
+#: How many ranks are listed, and how many different reports are read: of thousands, the others say the same.
+_LISTED, _READ = 64, 8
+#: Characters of a failure that other ranks are told.
+_LONGEST_FAILURE = 8192
+#: Bytes of one value in the store, which refuses those of more than 8 MiB.
+_CHUNK = 1 << 20
+
+
+class Agreement:
+    """The ranks that shard one model together: each phase of it ends alike on all of them.
+
+    The launcher's store serves where there is one, so that a rank whose backend could not be loaded reports too, or one
+    whose backend only pretends to communicate; otherwise the backend itself does. A rank that pretends without a
+    launcher, or in a pretended process group, stands alone.
+    """
+
+    def __init__(self, config: ShardConfig) -> None:
+        _, self._process_group, _ = group_of(config)
+        self._timeout = timedelta(seconds=config.timeout_s)
+        self._checks = bool(config.check_ranks)
+        #: The resolved backend; None until it is.
+        self.collectives: Collectives | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no rank to compare with."""
+        return stands_alone(self.collectives, self._process_group)
+
+    @contextmanager
+    def phase(self) -> Iterator[list[Any]]:
+        """Leave the body when every rank has left it, with equal reports; raise on every rank otherwise.
+
+        Yields a list for the report: rows of JSON values, which begin with a title. The first rank that has waited for
+        the timeout of the configuration ends the phase for all. With ``check_ranks=False`` ranks neither wait nor
+        compare.
+
+        Raises:
+            Exception: that of the body, once the other ranks can know of it.
+            RankMismatchError: another rank failed, reports something else, or did not come.
+        """
+        report: list[Any] = []
+        error: Exception | None = None
+        try:
+            yield report
+        except Exception as raised:
+            error = raised
+        if self._checks and not self.alone:
+            self._meet(report, error)
+        if error is not None:
+            raise error
+
+    def _meet(self, report: Sequence[Any], error: Exception | None) -> None:
+        store = _store_of(self.collectives, self._process_group)
+        if store is None:
+            assert self.collectives is not None
+            _through_collectives(self.collectives, report, error)
+            return
+        group = self._process_group if isinstance(self._process_group, torch.distributed.ProcessGroup) else None
+        ranks = torch.distributed.get_process_group_ranks(group)
+        meeting = Meeting(store, ranks, torch.distributed.get_rank(), self._timeout)
+        try:
+            meeting.come(report, error)
+            meeting.end()
+        except torch.distributed.DistNetworkError as lost:
+            if error is None:
+                raise meeting.without_store() from lost
+
+
+def stands_alone(collectives: Collectives | None, process_group: Any | None) -> bool:
+    """Whether there is no rank to compare with."""
+    communicates = collectives is not None and collectives.capabilities.can_communicate
+    return not communicates and _store_of(collectives, process_group) is None
+
+
+def _store_of(collectives: Collectives | None, process_group: Any | None) -> Any | None:
+    """The launcher's store, where the ranks that share the model are those of ``torch.distributed``."""
+    if collectives is not None and collectives.process_group is None:
+        if collectives.capabilities.can_communicate:
+            # Ranks of the backend's own.
+            return None
+        if process_group is not None and not isinstance(process_group, torch.distributed.ProcessGroup):
+            # An object that stands for a group of ranks that are not there.
+            return None
+    store = _torch_private.default_store()
+    # Torch's pretended process groups come with a store that holds nothing.
+    return None if store is None or torch.distributed.get_backend() == "fake" else store
+
+
+class _Verdict(enum.Enum):
+    """How an agreement ended, for all ranks alike."""
+
+    SAME = "same"
+    """Every rank came and reported the same."""
+    FAILED = "failed"
+    """A rank raised."""
+    DIFFERENT = "different"
+    """A rank reported something else than the first that came."""
+    ABSENT = "absent"
+    """A rank did not come in time."""
+
+
+class Meeting:
+    """One agreement of one rank with others, through a store that all of them reach.
+
+    [Note: agreement through the store]
+    Each rank counts its own agreements in the store, so that the n-th of one is compared with the n-th of the others.
+    The first rank that comes to one leaves the digest of its report (``first``, set by an atomic compare-and-set), each
+    further one compares its own with that, and all are counted (``came``). The last one settles the verdict SAME. A
+    rank that failed, reports another digest or has waited too long settles another one, at once. ``verdict`` is set by
+    compare-and-set, too: it never changes, whenever a rank comes to read it, so all ranks end alike and their counts
+    stay equal.
+
+    That takes five requests a rank and a few hundred bytes, whatever the number of ranks. What the reports say is sent
+    only where their digests differ, by one rank of each kind and of few kinds; the rank that settled that verdict reads
+    them and leaves the message that all ranks raise.
+    """
+
+    def __init__(self, store: Any, ranks: Sequence[int], rank: int, timeout: timedelta) -> None:
+        """``ranks``: who agrees, this ``rank`` among them; ``timeout``: how long to wait for the others."""
+        self._store = store
+        self._ranks = ranks
+        self._rank = rank
+        self._timeout_s = timeout.total_seconds()
+        self._scope = f"polyshard/agree/{scope_of(ranks)}"
+        self._turn = 0
+        self._report: Sequence[Any] = ()
+        self._failed = False
+        self._deadline = 0.0
+        self._came = 0
+        self._settled = False
+        """Whether this rank set the verdict."""
+        self._first = rank
+        """The first rank that came with a report."""
+        self._number = 0
+        """Which of the ranks that differ from the first one this is, counted from 1; 0 for none of them."""
+
+    def come(self, report: Sequence[Any], error: Exception | None = None) -> None:
+        """Leave this rank's ``report``, or what went wrong on it, without waiting for others.
+
+        Raises:
+            torch.distributed.DistNetworkError: the store is gone.
+        """
+        self._report, self._failed = report, error is not None
+        self._deadline = time.monotonic() + self._timeout_s
+        self._turn = self._store.add(f"{self._scope}/turns/{self._rank}", 1)
+        if error is not None:
+            self._leave_failure(words(error))
+        else:
+            self._compare()
+        self._came = self._store.add(self._key("came"), 1)
+        if self._came == len(self._ranks):
+            self._settle(_Verdict.SAME)
+            self._store.set(self._key("all"), "")
+            # All ranks have come here, and so are done with the agreement before.
+            for name in ("first", "came", "verdict", "all") if self._turn > 1 else ():
+                self._store.delete_key(f"{self._scope}/{self._turn - 1}/{name}")
+
+    def end(self) -> None:
+        """Return once all ranks have come and report the same, or at once where this rank left an error.
+
+        Raises:
+            RankMismatchError: another rank failed, reports something else, or did not come.
+            torch.distributed.DistNetworkError: the store is gone.
+        """
+        verdict = self._verdict()
+        if verdict is _Verdict.SAME:
+            return
+        try:
+            if not self._failed:
+                raise RankMismatchError(self._reason(verdict))
+        finally:
+            # The store may have ended meanwhile: what was to be told is known.
+            with suppress(Exception):
+                self._store.add(self._key("read"), 1)
+            self._await_readers(verdict)
+
+    def without_store(self) -> RankMismatchError:
+        """What to raise where the store is gone."""
+        return RankMismatchError(
+            f"The store of the ranks ended while rank {self._rank} waited for others to shard their model (it came as "
+            f"number {self._came} of {len(self._ranks)}): the process that hosts it is gone, rank 0's unless the "
+            "launcher has it. Look for the first error in its log."
+        )
+
+    def _key(self, name: str) -> str:
+        return f"{self._scope}/{self._turn}/{name}"
+
+    def _leave_failure(self, text: str) -> None:
+        # What explains a verdict is there before the verdict.
+        number = self._store.add(self._key("failures"), 1)
+        if number <= _LISTED:
+            self._store.set(self._key(f"failure/{number}"), json.dumps([self._rank, text[:_LONGEST_FAILURE]]))
+        self._settle(_Verdict.FAILED)
+
+    def _compare(self) -> None:
+        mine = digest(self._report)
+        found: bytes = self._store.compare_set(self._key("first"), "", f"{mine} {self._rank}")
+        first, rank = found.decode().split()
+        self._first = int(rank)
+        if first != mine:
+            self._number = self._store.add(self._key("others"), 1)
+            if self._number <= _LISTED:
+                self._store.set(self._key(f"other/{self._number}"), json.dumps([self._rank, mine]))
+            self._settle(_Verdict.DIFFERENT)
+
+    def _settle(self, verdict: _Verdict) -> None:
+        mine = f"{verdict.value} {self._rank}"
+        found: bytes = self._store.compare_set(self._key("verdict"), "", mine)
+        self._settled = self._settled or found.decode() == mine
+
+    def _verdict(self) -> _Verdict:
+        pause = _FIRST_WAIT_S
+        while not self._wait(self._key("verdict"), min(pause, self._deadline - time.monotonic())):
+            if time.monotonic() >= self._deadline:
+                self._settle(_Verdict.ABSENT)
+                break
+            pause = min(2 * pause, _LONGEST_WAIT_S)
+        return _Verdict(self._get("verdict").split()[0])
+
+    def _reason(self, verdict: _Verdict) -> str:
+        """What to raise on this rank, which did not fail itself."""
+        if verdict is _Verdict.ABSENT:
+            if self._settled:
+                self._store.set(self._key("told"), self._absence())
+        else:
+            self._wait(self._key("all"), _GRACE_S)
+            if failures := self._listed("failures", "failure"):
+                lines = [f"  rank {rank}: {text}" for rank, text in sorted(failures)]
+                more = self._store.add(self._key("failures"), 0) - len(failures)
+                lines += [f"  and {more} ranks more"] if more else []
+                return "Sharding failed on other ranks, so it was given up here too:\n" + "\n".join(lines)
+            self._tell_difference()
+        if self._wait(self._key("told"), _DETAILS_S):
+            return self._get("told")
+        settler = self._get("verdict").split()[1]
+        return (
+            f"Ranks do not agree on what to shard: {verdict.value}, as rank {settler} found, which ended before it "
+            f"could say more (rank {self._rank}). Look for the first error in its log."
+        )
+
+    def _absence(self) -> str:
+        absent = []
+        for rank in self._ranks:
+            if self._store.add(f"{self._scope}/turns/{rank}", 0) < self._turn:
+                absent.append(rank)
+            if len(absent) == _LISTED:
+                break
+        number = max(len(absent), len(self._ranks) - self._store.add(self._key("came"), 0))
+        return (
+            f"Ranks {Reported.listed(absent, number)} did not come to shard their model within {self._timeout_s:g} s, "
+            f"rank {self._rank} waited. See the logs of those ranks, and let every rank shard the same model; all may "
+            "call it again. One that shards by itself, with collectives that only pretend, needs check_ranks=False."
+        )
+
+    def _tell_difference(self) -> None:
+        """Leave this rank's report where it stands for others, and the message where this rank settled the verdict."""
+        if not self._settled and self._rank != self._first and not 0 < self._number <= _LISTED:
+            return
+        others = self._listed("others", "other")
+        kinds: dict[str, list[int]] = {}
+        for rank, other in others:
+            kinds.setdefault(other, []).append(rank)
+        read = dict(list(kinds.items())[:_READ])
+        if self._rank in {self._first, *(ranks[0] for ranks in read.values())}:
+            self._publish()
+        if not self._settled:
+            return
+        number = self._store.add(self._key("others"), 0)
+        came = self._store.add(self._key("came"), 0)
+        like_first = [self._first]
+        if came == len(self._ranks) and number == len(others):
+            different = {rank for rank, _ in others}
+            like_first = [rank for rank in self._ranks if rank not in different]
+        found = [Reported(like_first, came - number, self._published(self._first))]
+        found += [Reported(sorted(ranks), len(ranks), self._published(ranks[0])) for ranks in read.values()]
+        unread = number - sum(map(len, read.values()))
+        self._store.set(self._key("told"), told(found, unread) or "")
+
+    def _listed(self, counter: str, name: str) -> list[Any]:
+        """The first entries of a list, in order: ``counter`` counts them."""
+        number = min(self._store.add(self._key(counter), 0), _LISTED)
+        keys = [f"{name}/{each}" for each in range(1, number + 1)]
+        # Each is counted before it is written.
+        return [json.loads(self._get(key)) for key in keys if self._wait(self._key(key), _GRACE_S)]
+
+    def _publish(self) -> None:
+        content = zlib.compress(_json(self._report))
+        chunks = [content[start : start + _CHUNK] for start in range(0, len(content), _CHUNK)]
+        for number, chunk in enumerate(chunks):
+            self._store.set(self._key(f"report/{self._rank}/{number}"), chunk)
+        self._store.set(self._key(f"report/{self._rank}"), str(len(chunks)))
+
+    def _published(self, rank: int) -> list[Any] | None:
+        if not self._wait(self._key(f"report/{rank}"), _DETAILS_S):
+            return None
+        chunks = range(int(self._get(f"report/{rank}")))
+        content = b"".join(self._store.get(self._key(f"report/{rank}/{number}")) for number in chunks)
+        found: list[Any] = json.loads(zlib.decompress(content))
+        return found
+
+    def _get(self, name: str) -> str:
+        found: bytes = self._store.get(self._key(name))
+        return found.decode()
+
+    def _wait(self, key: str, seconds: float) -> bool:
+        """Whether ``key`` is there within so long."""
+        try:
+            self._store.wait([key], timedelta(seconds=max(0.01, seconds)))
+        except torch.distributed.DistNetworkError:
+            raise
+        except Exception:
+            return False
+        return True
+
+    def _await_readers(self, verdict: _Verdict) -> None:
+        """Let the others read what went wrong before the process that hosts the store may end."""
+        if not _torch_private.may_host(self._store):
+            return
+        deadline = time.monotonic() + _DETAILS_S
+        with suppress(Exception):
+            while time.monotonic() < deadline:
+                expected = self._store.add(self._key("came"), 0) if verdict is _Verdict.ABSENT else len(self._ranks)
+                if self._store.add(self._key("read"), 0) >= expected:
+                    return
+                time.sleep(0.02)
+
+
+def _through_collectives(collectives: Collectives, report: Sequence[Any], error: Exception | None) -> None:
+    """``agree`` by the collectives themselves; an ``error`` of this rank is told, and not raised.
+
+    Raises:
+        RankMismatchError: another rank failed, or reports something else.
+    """
+    rank = collectives.rank
+    failure = None if error is None else words(error)[:_LONGEST_FAILURE]
+    everyone = list(collectives.all_gather_object((failure, digest(report))))
+    if error is not None:
+        return
+    failures = [f"  rank {other}: {text}" for other, (text, _) in enumerate(everyone) if text is not None]
+    if failures:
+        raise RankMismatchError("Sharding failed on other ranks, so it was given up here too:\n" + "\n".join(failures))
+    kinds: dict[str, list[int]] = {}
+    for other, (_, found) in enumerate(everyone):
+        kinds.setdefault(found, []).append(other)
+    if len(kinds) == 1:
+        return
+    # All ranks know that digests differ, and come here. One of each kind speaks.
+    read = list(kinds.values())[: _READ + 1]
+    speaks = rank in (ranks[0] for ranks in read)
+    reports = collectives.all_gather_object(_json(report) if speaks else b"")
+    found = [Reported(ranks, len(ranks), json.loads(reports[ranks[0]])) for ranks in read]
+    raise RankMismatchError(told(found, len(everyone) - sum(map(len, read))) or "")
+
+
+def digest(report: Sequence[Any]) -> str:
+    """Of JSON values: equal where they are."""
+    return hashlib.sha256(_json(report)).hexdigest()[:32]
+
+
+def _json(report: Sequence[Any]) -> bytes:
+    return json.dumps(report, separators=(",", ":")).encode()

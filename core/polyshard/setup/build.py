@@ -1,0 +1,352 @@
+"""From a plan to a sharded model: first everything that can be undone, then the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _torch_private
+from ..config import ShardConfig, Strategy
+from ..errors import StateError
+from ..events import Events
+from ..functions.memory import memory_report
+from ..interfaces import Collectives, OffloadManager, UnitSpec
+from ..planning.answers import refuse_shared_memory
+from ..planning.groups import RankGrid
+from ..planning.layout import FlatLayout
+from ..planning.plan import MODULE_STATE_ATTRIBUTE, ManagedParameter, modules_in, names_in
+from ..planning.units import PlannedModule
+from ..runtime.bindings import LazyParameters
+from ..runtime.budget import Budget, CudaMemory, PlannedMemory
+from ..runtime.guards import IdleCallGuard, RegistrationGuard, refuse_copies
+from ..runtime.hooks import ForwardHooks
+from ..runtime.module_state import ModuleState, merge_on_use
+from ..runtime.order import ExecutionOrder
+from ..runtime.peers import peers_of
+from ..runtime.recorder import Watch
+from ..runtime.root import Root
+from ..runtime.streams import streams_for
+from ..runtime.unit import Reshard, Unit
+from .materialize import Initializer, materialize, park, place_buffers, remember, try_codecs
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a user asked to shard."""
+
+    module: nn.Module
+    config: ShardConfig
+    initializer: Initializer | None
+    ignored_modules: Collection[nn.Module]
+    ignored_parameters: Collection[nn.Parameter]
+    composes: bool
+    """Whether modules inside may be sharded already, and become part of the new root."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """Everything about a sharded model that is known before it changes."""
+
+    request: Request
+    strategy: Strategy
+    device: torch.device
+    rank_lists: tuple[list[list[int]], list[list[int]]]
+    """The ranks of each shard group, and those of each replicate group."""
+    modules: tuple[PlannedModule, ...]
+    """Those that own units, the root first."""
+    events: Events
+    signature: object
+    """Equal for models that can share collectives."""
+    constructs: bool
+    """Whether the collectives were constructed for this model, and are closed with it."""
+
+
+#: Masters that are made before the model changes, materialised or parked: those of each module, by its name.
+Masters = dict[str, list[torch.Tensor]]
+
+
+def prepare(plan: ShardPlan, grid: RankGrid) -> tuple[Masters, Callable[[], None]]:
+    """Initialise meta parameters, and park the masters that offload managers park.
+
+    Takes memory for shards alone: the whole parameters stay until ``build``.
+
+    Returns:
+        The masters, and a function that undoes this, but for values that ``sync_module_states`` sent.
+
+    Raises:
+        Exception: of an initializer, an offload manager, or for want of memory. The model is as it was.
+    """
+    modules, device = plan.modules, plan.device
+    undo = remember(modules, device)
+    try:
+        masters = materialize(
+            modules,
+            grid,
+            device,
+            plan.request.initializer,
+            _whole_shapes(plan),
+            from_first=plan.request.config.sync_module_states,
+        )
+        for each in modules:
+            if each.parks:
+                masters[each.name] = _park(each, masters.pop(each.name, None), grid, device)
+        try_codecs(modules, grid.world, grid.shard_size)
+        refuse_shared_memory(_parked(plan, masters), grid.world.rank)
+    except BaseException:
+        undo()
+        raise
+    return masters, undo
+
+
+def build(plan: ShardPlan, grid: RankGrid, masters: Masters) -> Root:
+    """Make the model's parameters shards, and put the hooks on it. ``masters``: emptied.
+
+    Memory peaks at the shards plus one module: parameters are cut module by module.
+
+    Raises:
+        Exception: for want of memory, or of a listener. Where parameters were cut, memory of the others is let go of,
+            and every later use of the model is refused.
+    """
+    cuts = False
+    device = plan.device
+    try:
+        made: dict[nn.Module, ModuleState] = {}
+        for each in plan.modules:
+            own = masters.pop(each.name, None)
+            if own is None:
+                own = [
+                    _cut(group, unit.layout, grid, device) for group, unit in zip(each.groups, each.units, strict=True)
+                ]
+            cuts = True
+            made[each.module] = ModuleState(
+                each.name,
+                each.module,
+                _build_units(each, own, grid, device, _reshard_policy(plan, each)),
+                input_cast=each.input_cast,
+                output_cast=each.output_cast,
+                full_precision_in_eval=each.full_precision_in_eval,
+                signature=plan.signature,
+                parent=None if each.parent is None else made[each.parent],
+                reads_in_backward=each.reads_in_backward,
+            )
+            if each.parent is not None:
+                merge_on_use(made[each.module], made[each.parent])
+        root = _join(plan, grid, made)
+        if plan.events.active:
+            plan.events.after_shard(plan.request.module)
+    except BaseException as error:
+        if cuts:
+            give_up(plan, grid, f"{type(error).__name__}: {error}")
+        raise
+    return root
+
+
+def give_up(plan: ShardPlan, grid: RankGrid, reason: str) -> None:
+    """Refuse every later use of the model, which is in pieces and stays so."""
+    mark_broken(plan.request.module, f"{reason} (rank {grid.world.rank})")
+
+
+def close_groups(plan: ShardPlan, grid: RankGrid) -> None:
+    """Close what was made for a model that was not built. Every rank calls it."""
+    for collectives in _groups(plan, grid):
+        collectives.close()
+
+
+def _join(plan: ShardPlan, grid: RankGrid, made: Mapping[nn.Module, ModuleState]) -> Root:
+    """The root of the module states that were ``made``, and of those inside the model that were there before."""
+    config, model = plan.request.config, plan.request.module
+    states = []
+    names_of = names_in(model)
+    for name, inner in model.named_modules():
+        if inner in made:
+            states.append(made[inner])
+        elif MODULE_STATE_ATTRIBUTE in inner.__dict__:
+            there: ModuleState = inner.__dict__[MODULE_STATE_ATTRIBUTE]
+            there.join(name, grid if there.signature == plan.signature else None, names_of)
+            states.append(there)
+    # The root takes the module states, and what they own, from the inner roots.
+    inner_roots = dict.fromkeys(state.step for state in states if isinstance(state.step, Root))
+    inner_owned = dict.fromkeys(each for inner_root in inner_roots for each in inner_root.owned)
+    for inner_root in inner_roots:
+        if inner_root.idle_guard is not None:
+            inner_root.idle_guard.leave()
+    root = Root(
+        grid.world,
+        states,
+        streams_for(grid.world),
+        ExecutionOrder(config.forward_prefetch, config.backward_prefetch, config.batch_nbytes),
+        plan.events,
+        check_ranks=config.check_ranks,
+    )
+    root.timeout_s = config.timeout_s
+    if config.check_ranks:
+        peers = root.recorder.peers = peers_of(grid.world)
+        if peers is not None:
+            root.recorder.watch = Watch(root.recorder, peers, config.timeout_s)
+    if config.reshard_after_forward == "auto" and plan.strategy is not Strategy.NO_SHARD:
+        planned = PlannedMemory(lambda: memory_report(root).total_nbytes())
+        meter = CudaMemory(plan.device) if plan.device.type == "cuda" else planned
+        root.budget = Budget(config.memory_budget, meter)
+    root.owned = (*inner_owned, *_groups(plan, grid))
+    for module, state in made.items():
+        ForwardHooks(state).attach()
+        module.__dict__[MODULE_STATE_ATTRIBUTE] = state
+    refuse_copies(unit for state in made.values() for unit in state.units)
+    root.idle_guard = IdleCallGuard(root, states)
+    known = [each.registrations for each in inner_roots if each.registrations is not None]
+    root.registrations = RegistrationGuard(root, states, plan.request.ignored_modules, known)
+    return root
+
+
+def _groups(plan: ShardPlan, grid: RankGrid) -> tuple[Collectives, ...]:
+    """What is closed with the model: parts before wholes, and not what the user made."""
+    parts = [each for each in (grid.shard, grid.replicate) if each is not None and each is not grid.world]
+    return (*parts, *((grid.world,) if plan.constructs else ()))
+
+
+def _sharded_units(model: nn.Module) -> Iterator[Unit]:
+    """The units of modules inside ``model`` that were sharded before."""
+    for inner in model.modules():
+        if MODULE_STATE_ATTRIBUTE in inner.__dict__:
+            yield from inner.__dict__[MODULE_STATE_ATTRIBUTE].units
+
+
+def _parked(
+    plan: ShardPlan, masters: Mapping[str, list[torch.Tensor]]
+) -> Iterator[tuple[OffloadManager, UnitSpec, torch.Tensor]]:
+    """All masters of the model that managers park, those of modules that are sharded already too."""
+    for each in plan.modules:
+        if each.parks:
+            for planned, master in zip(each.units, masters[each.name], strict=True):
+                if planned.parked:
+                    yield each.plugins.offload, planned.spec, master
+    for unit in _sharded_units(plan.request.module):
+        if unit.parks:
+            yield unit.offload, unit.spec, unit.master
+
+
+def _whole_shapes(plan: ShardPlan) -> dict[nn.Parameter, tuple[int, ...]]:
+    parameters = [parameter.original for each in plan.modules for group in each.groups for parameter in group]
+    shapes = {parameter: tuple(parameter.shape) for parameter in parameters}
+    for unit in _sharded_units(plan.request.module):
+        shapes.update({p.original: s.shape for p, s in zip(unit.parameters, unit.layout.slots, strict=True)})
+    return shapes
+
+
+def _reshard_policy(plan: ShardPlan, module: PlannedModule) -> Reshard:
+    override = module.overrides.get("reshard_after_forward", plan.request.config.reshard_after_forward)
+    if isinstance(override, bool):
+        return Reshard.ALWAYS if override else Reshard.NEVER
+    # "auto", too, begins as the strategy says.
+    return Reshard.UNLESS_TURNING if plan.strategy.reshards_after_forward else Reshard.NEVER
+
+
+def _park(
+    module: PlannedModule, masters: list[torch.Tensor] | None, grid: RankGrid, device: torch.device
+) -> list[torch.Tensor]:
+    """The masters of one module, each where its offload manager has it; the model stays as it is.
+
+    ``masters``: emptied; None where the parameters hold the values.
+
+    Raises:
+        PluginContractError: ``place`` returned what no parameter can view, or a manager lost values.
+    """
+    if masters is not None:
+        # Let go of one by one: the manager makes its own copy of each.
+        masters.reverse()
+    placed = []
+    for unit, group in zip(module.units, module.groups, strict=True):
+        shard = masters.pop() if masters is not None else _cut(group, unit.layout, grid, device)
+        placed.append(park(module.plugins.offload, unit, shard, grid.world.rank) if unit.parked else shard)
+    return placed
+
+
+def _build_units(
+    module: PlannedModule, masters: list[torch.Tensor], grid: RankGrid, device: torch.device, reshard: Reshard
+) -> list[Unit]:
+    """The units of one module: its parameters become views of ``masters`` (emptied), and let go of what they held."""
+    if module.parent is not None:
+        for inner in module.modules:
+            inner.__dict__["_parameters"] = LazyParameters(inner._parameters)
+    recurrent = [inner for inner in module.modules if isinstance(inner, nn.RNNBase)]
+    for rnn in recurrent:
+        _torch_private.drop_rnn_references(rnn)
+    masters.reverse()
+    units = []
+    for planned, group in zip(module.units, module.groups, strict=True):
+        unit = Unit(
+            planned.spec,
+            planned.layout,
+            group,
+            grid,
+            masters.pop(),
+            planned.dtypes,
+            module.plugins.caster,
+            module.plugins.offload,
+            reshard=reshard if grid.shard is not None else Reshard.NEVER,
+            wire=planned.wire,
+            parks=planned.parked,
+        )
+        unit.watch(planned.observers)
+        units.append(unit)
+    for rnn in recurrent:
+        rnn.__dict__.update(_torch_private.rnn_weights(rnn, rnn._parameters))
+    for inner in module.modules:
+        place_buffers(inner, device, module.buffer_dtype)
+    return units
+
+
+def _cut(group: Sequence[ManagedParameter], layout: FlatLayout, grid: RankGrid, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        master = torch.zeros(layout.shard_numel, dtype=group[0].original.dtype, device=device)
+        for piece in layout.pieces(grid.shard_rank):
+            slot = layout.slots[piece.slot]
+            source = group[piece.slot].original.detach()
+            if source.stride() != slot.stride:
+                source = source.contiguous()
+            elements = source.as_strided((slot.numel,), (1,), source.storage_offset())[piece.start : piece.stop]
+            master.narrow(0, piece.shard_offset, piece.numel).copy_(elements)
+    return master
+
+
+#: Attribute under which such a module holds what happened.
+_BROKEN_ATTRIBUTE = "_polyshard_broken"
+
+
+def mark_broken(model: nn.Module, reason: str) -> None:
+    """Refuse every later use of ``model`` and of the modules inside it. ``reason``: what happened, and where."""
+    for module in model.modules():
+        if _BROKEN_ATTRIBUTE not in module.__dict__:
+            module.register_forward_pre_hook(_refuse_forward, prepend=True)
+            module.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
+        module.__dict__[_BROKEN_ATTRIBUTE] = reason
+
+
+def refuse_broken(model: nn.Module, call: str) -> None:
+    """Raise if ``model`` or a module inside it is in pieces.
+
+    Raises:
+        StateError: naming it, ``call``, and what happened.
+    """
+    if not any(_BROKEN_ATTRIBUTE in module.__dict__ for module in modules_in(model)):
+        return
+    for name, module in model.named_modules():
+        reason = module.__dict__.get(_BROKEN_ATTRIBUTE)
+        if reason is not None:
+            where = f"{type(module).__name__}" + (f" ('{name}')" if name else "")
+            raise StateError(
+                f"{call}: this {where} cannot be used. Sharding it failed when part of its parameters had been let go "
+                f"of: {reason}. Remove the cause and build it anew."
+            )
+
+
+def _refuse_forward(module: nn.Module, args: Any) -> None:
+    refuse_broken(module, "forward")
+
+
+def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    refuse_broken(module, "state_dict()")

@@ -1,0 +1,379 @@
+"""Values for meta parameters and buffers: whole, one module state at a time, and then only this rank's part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import nn
+
+from ..errors import ParameterError, PluginContractError
+from ..interfaces import Collectives, OffloadManager, PrecisionCaster
+from ..planning.answers import place, plugin_name
+from ..planning.groups import RankGrid
+from ..planning.layout import round_up
+from ..planning.plan import ModuleParameters
+from ..planning.units import PlannedModule, PlannedUnit
+from ..planning.values import send_from_first
+from ..runtime.gather import view_of
+
+#: Initialises the parameters and buffers that a module holds directly.
+Initializer = Callable[[nn.Module], None]
+
+
+def refuse_uninitializable(
+    module_states: Iterable[ModuleParameters],
+    modules: Mapping[nn.Module, str],
+    initializer: Initializer | None,
+    rank: int,
+) -> None:
+    """Raise if a module that holds meta parameters or buffers could not be initialised. ``modules``: with their names.
+
+    Raises:
+        ParameterError: naming the tensors and their modules.
+    """
+    if initializer is not None:
+        return
+    held = [
+        (parameter.names[0], module)
+        for module_state in module_states
+        for group in module_state.groups
+        for parameter in group
+        if parameter.original.is_meta
+        for module, _ in parameter.sites
+    ]
+    held += [
+        (f"{name}.{key}" if name else key, module)
+        for module, name in modules.items()
+        for key, buffer in module._buffers.items()
+        if is_meta(buffer)
+    ]
+    missing = sorted(
+        {
+            f"{name} ({type(module).__name__})"
+            for name, module in held
+            if not callable(getattr(module, "reset_parameters", None))
+        }
+    )
+    if missing:
+        raise ParameterError(
+            "Parameters or buffers are on the meta device and their modules have no reset_parameters(): "
+            f"{', '.join(missing)} (rank {rank}). Give the modules a reset_parameters() method, or pass initializer=."
+        )
+
+
+def remember(owners: Sequence[PlannedModule], device: torch.device) -> Callable[[], None]:
+    """What puts back all that ``materialize`` changes: buffers, and the generators of random numbers.
+
+    Ranks that drew differently would initialise pieces of different models the next time.
+    """
+    hollow = {
+        module: None
+        for owner in owners
+        for module in owner.modules
+        if any(is_meta(buffer) for buffer in module._buffers.values())
+    }
+    for owner in owners:
+        for group in owner.groups:
+            for parameter in group:
+                if parameter.original.is_meta:
+                    hollow.update(dict.fromkeys(module for module, _ in parameter.sites))
+    if not hollow:
+        return lambda: None
+    held = {module: dict(module._buffers) for module in hollow}
+    # An initialiser writes to the buffers that have values already, too.
+    values = [
+        (buffer, buffer.clone())
+        for buffers in held.values()
+        for buffer in buffers.values()
+        if buffer is not None and not buffer.is_meta
+    ]
+    on_host = torch.get_rng_state()
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def put_back() -> None:
+        for module, buffers in held.items():
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)
+        torch.set_rng_state(on_host)
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device, device)
+
+    return put_back
+
+
+def materialize(
+    owners: Sequence[PlannedModule],
+    grid: RankGrid,
+    device: torch.device,
+    initializer: Initializer | None,
+    whole_shapes: Mapping[nn.Parameter, tuple[int, ...]],
+    *,
+    from_first: bool = False,
+) -> dict[str, list[torch.Tensor]]:
+    """The masters of every module that owns meta parameters, by its name; meta buffers are filled in place.
+
+    ``from_first``: all ranks take rank 0's values of parameters and buffers, module by module. Those that are not on
+    the meta device are overwritten in place.
+
+    Memory on ``device`` peaks at the masters and one whole module: all modules are initialised in the same memory, so
+    that no holes are left between the masters.
+    """
+    hollow = [owner for owner in owners if owner.has_meta_parameters]
+    nbytes = max((sum(_nbytes(owner)) for owner in hollow), default=0) if grid.shard is not None else 0
+    masters: dict[str, list[torch.Tensor]] = {}
+    with torch.inference_mode(False), torch.no_grad():
+        scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        for owner in owners:
+            if owner.has_meta_parameters:
+                flats = _flats(owner, scratch if grid.shard is not None else None, device)
+                _fill(owner, flats, device, initializer, whole_shapes)
+                if from_first:
+                    send_from_first(_wholes(owner, flats), grid.world, device)
+                masters[owner.name] = [
+                    flat
+                    if grid.shard is None
+                    else flat.narrow(0, grid.shard_rank * layout.shard_numel, layout.shard_numel).clone()
+                    for layout, flat in zip((unit.layout for unit in owner.units), flats, strict=True)
+                ]
+            else:
+                for module in owner.modules:
+                    if any(is_meta(buffer) for buffer in module._buffers.values()):
+                        place_buffers(module, device, None)
+                        _initialize(module, set(), initializer, whole_shapes)
+                if from_first:
+                    originals = [parameter.original for group in owner.groups for parameter in group]
+                    send_from_first(originals, grid.world, device)
+            if from_first:
+                buffers = [buffer for module in owner.modules for buffer in module._buffers.values()]
+                send_from_first([buffer for buffer in buffers if buffer is not None], grid.world, device)
+    return masters
+
+
+def _wholes(owner: PlannedModule, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [
+        view_of(flat, slot.shape, slot.stride, slot.offset)
+        for unit, flat in zip(owner.units, flats, strict=True)
+        for slot in unit.layout.slots
+    ]
+
+
+def _nbytes(owner: PlannedModule) -> list[int]:
+    return [round_up(unit.layout.padded_numel * unit.spec.master_dtype.itemsize, 256) for unit in owner.units]
+
+
+def _flats(owner: PlannedModule, scratch: torch.Tensor | None, device: torch.device) -> list[torch.Tensor]:
+    flats, offset = [], 0
+    for unit, nbytes in zip(owner.units, _nbytes(owner), strict=True):
+        layout, spec = unit.layout, unit.spec
+        if scratch is None:
+            flat = torch.empty(layout.padded_numel, dtype=spec.master_dtype, device=device)
+        else:
+            used = layout.padded_numel * spec.master_dtype.itemsize
+            flat = scratch[offset : offset + used].view(spec.master_dtype)
+            offset += nbytes
+        for start, numel in layout.gaps():
+            flat.narrow(0, start, numel).zero_()
+        flats.append(flat)
+    return flats
+
+
+def _fill(
+    owner: PlannedModule,
+    flats: Sequence[torch.Tensor],
+    device: torch.device,
+    initializer: Initializer | None,
+    whole_shapes: Mapping[nn.Parameter, tuple[int, ...]],
+) -> None:
+    fresh = {module: None for module in owner.modules if any(is_meta(buffer) for buffer in module._buffers.values())}
+    held: list[tuple[nn.Module, str, nn.Parameter]] = []
+    wholes: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for group, unit, flat in zip(owner.groups, owner.units, flats, strict=True):
+        for parameter, slot in zip(group, unit.layout.slots, strict=True):
+            original = parameter.original
+            whole = nn.Parameter(
+                view_of(flat, slot.shape, slot.stride, slot.offset), requires_grad=original.requires_grad
+            )
+            if original.is_meta:
+                fresh.update(dict.fromkeys(module for module, _ in parameter.sites))
+            else:
+                whole.copy_(original)
+            wholes.append((*parameter.sites[0], whole))
+            for module, key in parameter.sites:
+                held.append((module, key, original))
+                module._parameters[key] = whole
+    mine = {(module, key) for module, key, _ in held}
+    try:
+        for module in fresh:
+            place_buffers(module, device, None)
+            _initialize(module, mine, initializer, whole_shapes)
+        for module, key, whole in wholes:
+            # An initialiser may assign a new parameter instead of filling the one that is there.
+            current = module._parameters[key]
+            if current is not whole and current is not None and not current.is_meta:
+                whole.copy_(current)
+    finally:
+        for module, key, original in held:
+            module._parameters[key] = original
+
+
+def _initialize(
+    module: nn.Module,
+    mine: set[tuple[nn.Module, str]],
+    initializer: Initializer | None,
+    whole_shapes: Mapping[nn.Parameter, tuple[int, ...]],
+) -> None:
+    # A parameter that another module owns is sharded already, or not there yet: initialising must see its shape, and
+    # not touch its values.
+    others = {
+        key: parameter
+        for key, parameter in module._parameters.items()
+        if parameter is not None and (module, key) not in mine
+    }
+    for key, parameter in others.items():
+        shape = whole_shapes.get(parameter, tuple(parameter.shape))
+        stand_in = torch.empty(shape, dtype=parameter.dtype, device="meta")
+        module._parameters[key] = nn.Parameter(stand_in, requires_grad=False)
+    try:
+        if initializer is not None:
+            initializer(module)
+        else:
+            cast("Callable[[], None]", module.reset_parameters)()
+    finally:
+        module._parameters.update(others)
+
+
+# Plugins are tried on values before a model changes: what would silently be computed wrongly is refused by name.
+
+
+#: Elements of a shard that are compared: reading all of a large one back would double what parking takes.
+_COMPARED = 1024
+#: The least cosine between values and what encoding and decoding leaves of them. Signs alone have 0.87.
+_ALIKE = 0.5
+#: By how much they may grow or shrink.
+_SCALE = 4.0
+
+
+def park(offload: OffloadManager, unit: PlannedUnit, shard: torch.Tensor, rank: int) -> torch.Tensor:
+    """Where ``offload`` parks ``shard`` (``[shard_numel]``, master dtype), with its values, which it can bring back.
+
+    Raises:
+        PluginContractError: ``place`` returned what no parameter can view, or other values; or ``fetch`` does not write
+            them.
+    """
+    spec = unit.spec
+    wanted = _sample(shard)
+    master = place(offload, spec, shard, rank)
+    if shard.is_meta:
+        return master
+    found = _sample(master)
+    if not _equal(found, wanted):
+        raise PluginContractError(
+            f"place of {plugin_name(offload)} returned other values than it was given for unit '{spec.label}' (rank "
+            f"{rank}): {_first_difference(found, wanted)}. Return a copy of the shard, or the shard itself."
+        )
+    # A gather in compute dtype is written by it; one that is encoded reads the master as it is.
+    dtype = unit.dtypes.compute if unit.wire is None else master.dtype
+    own = torch.full((spec.shard_numel,), float("nan"), dtype=dtype, device=spec.device)
+    offload.fetch(spec, master, own)
+    found, wanted = _sample(own), wanted.to(dtype)
+    if not _equal(found, wanted):
+        raise PluginContractError(
+            f"fetch of {plugin_name(offload)} did not write the master of unit '{spec.label}' (rank {rank}): "
+            f"{_first_difference(found, wanted)}. Copy all of it into own_slice, on the current stream."
+        )
+    return master
+
+
+def try_codecs(owners: Iterable[PlannedModule], collectives: Collectives, shards: int) -> None:
+    """Encode and decode a ramp, once for each caster that encodes, as its smallest unit.
+
+    Raises:
+        PluginContractError: what was decoded has little to do with what was encoded.
+    """
+    smallest: dict[int, tuple[PrecisionCaster, PlannedUnit]] = {}
+    for owner in owners:
+        for unit in owner.units:
+            unreal = unit.spec.device.type == "meta" or unit.spec.master_dtype.is_complex
+            if unit.wire is None or not unit.spec.shard_numel or unreal:
+                continue
+            known = smallest.get(id(owner.plugins.caster))
+            if known is None or unit.spec.shard_numel < known[1].spec.shard_numel:
+                smallest[id(owner.plugins.caster)] = owner.plugins.caster, unit
+    for caster, unit in smallest.values():
+        _try_codec(caster, unit, collectives, shards)
+
+
+def _try_codec(caster: PrecisionCaster, unit: PlannedUnit, collectives: Collectives, shards: int) -> None:
+    spec = unit.spec
+    assert unit.wire is not None
+    ramp = torch.linspace(-1.0, 1.0, spec.shard_numel + 2, dtype=torch.float64)[1:-1]
+    shard = ramp.to(device=spec.device, dtype=spec.master_dtype)
+    wire = torch.zeros(shards, unit.wire.nbytes_per_rank, dtype=torch.uint8, device=spec.device)
+    out = torch.full((shards, spec.shard_numel), float("nan"), dtype=unit.dtypes.compute, device=spec.device)
+    with torch.no_grad():
+        caster.prepare([spec], collectives)
+        # As in a step: together with those that travel along, here by itself.
+        caster.encode_many([spec], [wire[0]], [shard])
+        wire.copy_(wire[:1].clone().expand_as(wire))
+        caster.decode_many([spec], [wire], [out])
+    for row, values in enumerate(out.double().cpu().unbind()):
+        if not _alike(values, ramp):
+            raise PluginContractError(
+                f"decode of {plugin_name(caster)} made {_few(values)} of what encode had made of {_few(ramp)}, as the "
+                f"shard of rank {row} in unit '{spec.label}' (rank {collectives.rank}). Let decode undo encode, for "
+                "every rank's row."
+            )
+
+
+def _alike(values: torch.Tensor, ramp: torch.Tensor) -> bool:
+    if not values.isfinite().all():
+        return False
+    size, wanted = float(values.norm()), float(ramp.norm())
+    if not wanted:
+        # One element, the middle of the ramp.
+        return size <= 1.0
+    return wanted / _SCALE <= size <= wanted * _SCALE and float(values @ ramp) >= _ALIKE * size * wanted
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Elements at even distances, the last one too, on the host."""
+    if tensor.is_meta or not tensor.numel():
+        return torch.empty(0, dtype=tensor.dtype)
+    every = max(1, tensor.numel() // _COMPARED)
+    return torch.cat([tensor.detach()[::every], tensor.detach()[-1:]]).cpu()
+
+
+def _equal(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return bool(((found == wanted) | (found.isnan() & wanted.isnan())).all())
+
+
+def _first_difference(found: torch.Tensor, wanted: torch.Tensor) -> str:
+    different = ~((found == wanted) | (found.isnan() & wanted.isnan()))
+    first = int(different.nonzero()[0])
+    return f"{found[first].item()} where {wanted[first].item()} was"
+
+
+def _few(values: torch.Tensor) -> Sequence[float]:
+    return [round(value, 4) for value in values[:4].tolist()]
+
+
+def place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Move the buffers that ``module`` holds directly to ``device``, floating-point ones also to ``dtype``."""
+    for key, buffer in module._buffers.items():
+        if buffer is None:
+            continue
+        wanted = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+        if buffer.is_meta:
+            module._buffers[key] = torch.empty_like(buffer, device=device, dtype=wanted)
+        elif buffer.device != device or buffer.dtype != wanted:
+            module._buffers[key] = buffer.to(device=device, dtype=wanted)
+
+
+def is_meta(buffer: torch.Tensor | None) -> bool:
+    """Whether a buffer has no values yet."""
+    return buffer is not None and buffer.is_meta

@@ -1,0 +1,175 @@
+"""The plugins and the device that a configuration names, for one model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.metadata import EntryPoints
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import registry
+from ..config import PluginChoice, ShardConfig
+from ..errors import DeviceError, WorldSizeError
+from ..events import Events
+from ..interfaces import (
+    Collectives,
+    Group,
+    OffloadManager,
+    PluginContext,
+    PrecisionCaster,
+    WrapPolicy,
+)
+from ..planning.answers import refuse_unable
+from ..planning.groups import group_of
+from ..planning.layout import NamedLayout
+from .agree import Agreement
+from .build import Request
+
+
+def compute_device(config: ShardConfig, module: nn.Module, ignored_modules: Collection[nn.Module]) -> torch.device:
+    """Where ``module`` computes: where the configuration says, or its collectives; else where its parameters are."""
+    if config.device is not None:
+        device = config.device
+    else:
+        ignored = {inner for outer in ignored_modules for inner in outer.modules()}
+        places = {
+            parameter.device
+            for inner in module.modules()
+            if inner not in ignored
+            for parameter in inner._parameters.values()
+            if parameter is not None and not parameter.is_meta
+        }
+        if isinstance(config.collectives, Collectives):
+            device = config.collectives.device
+        elif places:
+            device = sorted(places, key=str)[0]
+        else:
+            # A build with CUDA names its accelerator on machines that have none.
+            accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+            device = accelerator or torch.device("cpu")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenPlugins:
+    """What a configuration's names stand for."""
+
+    context: PluginContext
+    collectives: Collectives
+    caster: PrecisionCaster
+    offload: OffloadManager
+    policy: WrapPolicy
+    layout: NamedLayout
+    events: Events
+    used: tuple[registry.Constructed[Any], ...]
+    """All of them, the collectives first."""
+    collectives_choice: object
+    """The options of the collectives, or the object that the user gave: equal where two instances could be one."""
+    entry_points: EntryPoints
+    """What is installed, for the plugins that a policy names."""
+
+    def override(self, group: Group, choice: PluginChoice) -> registry.Constructed[Any]:
+        """The plugin that a policy names for one unit, constructed; raises what a configuration's would."""
+        resolved: registry.Resolved[Any] = registry.resolve(group, choice, self.entry_points)
+        return registry.construct(resolved, self.context, self.entry_points)
+
+    def told(self) -> str:
+        """All of them, in words."""
+        return ", ".join(f"{each.resolved.group.value} {registry.used(each)}" for each in self.used)
+
+
+def choose_plugins(request: Request, agreement: Agreement) -> ChosenPlugins:
+    """Every plugin that the configuration names, constructed. ``agreement`` knows the collectives as soon as they are.
+
+    Raises:
+        ConfigError, PluginError: a name cannot be resolved, or a plugin not be constructed.
+        DeviceError, WorldSizeError: the collectives do not serve the device or the number of ranks.
+    """
+    config = request.config
+    choice, process_group, mesh = group_of(config)
+    entry_points = registry.scan()
+    context = PluginContext(
+        name="",
+        device=compute_device(config, request.module, request.ignored_modules),
+        process_group=process_group,
+        mesh=mesh,
+        timeout=timedelta(seconds=config.timeout_s),
+    )
+    resolved = registry.resolve(Group.COLLECTIVES, choice, entry_points)
+    constructed = registry.construct(resolved, context, entry_points)
+    agreement.collectives = constructed.instance
+    return construct_plugins(config, context, constructed, entry_points)
+
+
+def construct_plugins(
+    config: ShardConfig,
+    context: PluginContext,
+    constructed: registry.Constructed[Collectives],
+    entry_points: EntryPoints,
+) -> ChosenPlugins:
+    """Every plugin that ``config`` names, but for the collectives, which are ``constructed``.
+
+    Raises what resolving and constructing them does, ``DeviceError`` and ``WorldSizeError`` where the collectives do
+    not serve the device or the number of ranks.
+    """
+    collectives = constructed.instance
+    precision = registry.resolve(Group.PRECISION, config.precision, entry_points)
+    offload = registry.resolve(Group.OFFLOAD, config.offload, entry_points)
+    policy = registry.resolve(Group.POLICIES, policy_choice(config.policy), entry_points)
+    layout = registry.resolve(Group.LAYOUTS, config.layout, entry_points)
+    listeners = [registry.resolve(Group.PLUGINS, choice, entry_points) for choice in config.listeners]
+    refuse_unable(collectives, collectives.rank)
+    refuse_unserved(constructed, context, collectives.world_size)
+    watched = dataclasses.replace(context, rank=collectives.rank, world_size=collectives.world_size)
+    caster = registry.construct(precision, context, entry_points)
+    manager = registry.construct(offload, context, entry_points)
+    wraps = registry.construct(policy, context, entry_points)
+    arranges = registry.construct(layout, context, entry_points)
+    watching = [registry.construct(plugin, watched, entry_points) for plugin in listeners]
+    used: tuple[registry.Constructed[Any], ...] = (constructed, caster, manager, wraps, arranges, *watching)
+    chosen = constructed.resolved
+    return ChosenPlugins(
+        context,
+        collectives,
+        caster.instance,
+        manager.instance,
+        wraps.instance,
+        NamedLayout(arranges.instance, layout.described),
+        Events([(each.resolved.name, each.instance) for each in watching]),
+        used,
+        chosen.options if chosen.distribution else collectives,
+        entry_points,
+    )
+
+
+def refuse_unserved(constructed: registry.Constructed[Collectives], context: PluginContext, world_size: int) -> None:
+    """Raise ``DeviceError`` or ``WorldSizeError`` where the collectives do not serve the device, or so many ranks."""
+    collectives, name = constructed.instance, constructed.resolved.name
+    capabilities = collectives.capabilities
+    if context.device.type not in capabilities.devices:
+        raise DeviceError(
+            f"The collectives {name!r} serve {', '.join(sorted(capabilities.devices))} tensors, but "
+            f"the model computes on {context.device} (rank {collectives.rank}). Move the model, set device=, or choose "
+            "other collectives."
+        )
+    least, most = capabilities.min_world_size, capabilities.max_world_size
+    if world_size < least or (most is not None and world_size > most):
+        raise WorldSizeError(
+            f"The collectives {name!r} serve {least} to {most or 'any number of'} ranks, but "
+            f"there are {world_size} (rank {collectives.rank}). Start another number of them, or choose "
+            "other collectives."
+        )
+
+
+def policy_choice(choice: PluginChoice) -> PluginChoice:
+    # A function that answers for one module is the custom policy's.
+    if isinstance(choice, (str, Mapping, WrapPolicy)) or not callable(choice):
+        return choice
+    return {"name": "custom", "fn": choice}

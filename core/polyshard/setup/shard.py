@@ -1,0 +1,352 @@
+"""From a request to a sharded model: nothing changes before every rank agreed."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import registry
+from .._torch_private import post_accumulate_grad_hooks
+from .._version import __version__
+from ..config import ShardConfig, Strategy
+from ..errors import AlreadyShardedError, ConfigError, ParameterError, RankMismatchError
+from ..functions.lookup import live_roots
+from ..interfaces import Collectives, Group, PolicyContext
+from ..planning.answers import leaves_alone, refuse_unable
+from ..planning.groups import RankGrid, rank_lists_for, strategy_for, subgroup
+from ..planning.layout import NamedLayout
+from ..planning.plan import (
+    MODULE_STATE_ATTRIBUTE,
+    ModuleParameters,
+    parameters_to_shard,
+    plan_modules,
+    refuse_sharded,
+    refuse_unshardable,
+)
+from ..planning.units import ModulePlugins, PlannedModule, decide_parking, plan_units
+from ..planning.values import described_buffers, described_values
+from ..runtime.root import Root
+from .agree import Agreement
+from .build import Request, ShardPlan, build, close_groups, give_up, prepare, refuse_broken
+from .differences import kind_of, rows_of
+from .materialize import refuse_uninitializable
+from .plugins import ChosenPlugins, choose_plugins
+
+_LOGGER = logging.getLogger(__name__)
+
+#: The settings that ranks compare as they are; the others show in what they lead to.
+_COMPARED = (
+    "reshard_after_forward",
+    "forward_prefetch",
+    "backward_prefetch",
+    "batch_nbytes",
+    "split_root",
+    "sync_module_states",
+)
+#: The plugins that a policy may name for a unit.
+_OVERRIDDEN = {"precision": Group.PRECISION, "offload": Group.OFFLOAD, "layout": Group.LAYOUTS}
+#: Attribute under which a module that was sharded holds the plugins that serve it.
+_PLUGINS_ATTRIBUTE = "_polyshard_plugins"
+
+
+def shard_module(request: Request) -> Root:
+    """Shard ``request.module`` in place. Each phase ends alike on all ranks: with an error on every one, or on none.
+
+    =========  =====================================================  ==============================================
+    phase      may fail with                                          leaves the model, where it fails
+    =========  =====================================================  ==============================================
+    plan       ConfigError, PluginError, ShardingError; on the other  as it was
+               ranks RankMismatchError, and so where ranks differ
+    prepare    errors of initializers, offload managers, memory       as it was, but for values sent from rank 0
+    build      out of memory, a listener's ``after_shard``            in pieces where any was cut: each use is refused
+    =========  =====================================================  ==============================================
+    """
+    agreement = Agreement(request.config)
+    with agreement.phase() as report:
+        plugins = choose_plugins(request, agreement)
+        plan = plan_shards(request, plugins)
+        report += _compared(plan, plugins, agreement)
+    _tell(plan, plugins)
+    with ExitStack() as unfinished:
+        with ExitStack() as undo:
+            with agreement.phase():
+                grid = _form_groups(plan, plugins.collectives)
+                if request.config.check_ranks:
+                    # All ranks fail alike then, and so close alike.
+                    unfinished.callback(close_groups, plan, grid)
+                masters, put_back = prepare(plan, grid)
+                undo.callback(put_back)
+            # Every rank could keep its model until here: nothing was let go of.
+            undo.pop_all()
+        try:
+            with agreement.phase():
+                root = build(plan, grid, masters)
+        except RankMismatchError as mismatch:
+            give_up(plan, grid, str(mismatch))
+            raise
+        unfinished.pop_all()
+    _remember_plugins(plan, plugins)
+    return root
+
+
+def plan_shards(request: Request, plugins: ChosenPlugins) -> ShardPlan:
+    """Everything about the sharded model that is known before it changes. Reads the model, takes no memory.
+
+    Raises:
+        ConfigError, PluginError, ShardingError: what sharding raises before ranks speak to each other.
+    """
+    config, collectives = request.config, plugins.collectives
+    strategy = strategy_for(config, collectives.world_size)
+    shard_lists, replicate_lists = rank_lists_for(config, strategy, collectives.world_size)
+    shards = len(shard_lists[0])
+    owners = _choose_modules(request, plugins, shards)
+    _refuse_unmeasured(config, strategy, plugins.context.device, collectives.rank)
+    _warn_of_ignored(request, owners, collectives)
+    if plugins.events.active:
+        plugins.events.before_shard(request.module, config)
+    return ShardPlan(
+        request,
+        strategy,
+        plugins.context.device,
+        (shard_lists, replicate_lists),
+        _plan_units(owners, request, plugins, shards),
+        plugins.events,
+        signature=(
+            registry.fingerprint(plugins.used[0]),
+            plugins.collectives_choice,
+            plugins.context.process_group,
+            (shard_lists, replicate_lists),
+        ),
+        # Collectives that the user made are the user's to close.
+        constructs=plugins.collectives_choice is not collectives,
+    )
+
+
+def planned_modules(
+    request: Request, plugins: ChosenPlugins, strategy: Strategy, shards: int
+) -> tuple[PlannedModule, ...]:
+    """The modules of ``plan_shards``, for so many ``shards``. Tells nobody, for what looks and does not shard."""
+    owners = _choose_modules(request, plugins, shards)
+    _refuse_unmeasured(request.config, strategy, plugins.context.device, plugins.collectives.rank)
+    return _plan_units(owners, request, plugins, shards)
+
+
+def plugins_of(model: nn.Module) -> tuple[registry.UsedPlugin, ...]:
+    """The plugins that ``model`` and the modules inside it, where they were sharded by themselves, were given."""
+    found: list[registry.UsedPlugin] = []
+    for name, inner in model.named_modules():
+        for each in inner.__dict__.get(_PLUGINS_ATTRIBUTE, ()):
+            found.append(dataclasses.replace(each, module=".".join(filter(None, (name, each.module)))))
+    return tuple(found)
+
+
+def _choose_modules(request: Request, plugins: ChosenPlugins, shards: int) -> list[ModuleParameters]:
+    """The modules that own units, the root first: as the policy chose, less what cannot be sharded."""
+    module, rank = request.module, plugins.collectives.rank
+    ignored: dict[str, Any] = {
+        "ignored_modules": request.ignored_modules,
+        "ignored_parameters": request.ignored_parameters,
+    }
+    refuse_broken(module, "shard()")
+    if not request.composes or MODULE_STATE_ATTRIBUTE in module.__dict__:
+        refuse_sharded(module, rank)
+    _refuse_pieces(module, parameters_to_shard(module, **ignored), rank)
+    refuse_unshardable(module, rank=rank, **ignored)
+    refuse_unable(plugins.caster, rank)
+    context = PolicyContext(
+        request.ignored_modules, request.ignored_parameters, shards, plugins.context.device, partial(_warn_once, rank)
+    )
+    chosen = plugins.policy.plan(module, context)
+    names = {inner: name for name, inner in module.named_modules()}
+    if isinstance(chosen, Mapping):
+        alone = {
+            inner: dict[str, Any]()
+            for inner, name in names.items()
+            if inner not in chosen and inner is not module and leaves_alone(plugins.caster, inner, name, rank)
+        }
+        chosen = {**chosen, **alone}
+    # Where nothing is gathered, one unit around the others costs nothing.
+    divides = request.config.split_root and shards > 1
+    owners = plan_modules(module, chosen, rank=rank, divides=divides, **ignored)
+    own = {inner for owner in owners for inner in owner.modules}
+    refuse_uninitializable(owners, {inner: names[inner] for inner in names if inner in own}, request.initializer, rank)
+    _refuse_irreducible(owners, plugins.collectives)
+    return owners
+
+
+def _plan_units(
+    owners: Sequence[ModuleParameters], request: Request, plugins: ChosenPlugins, shards: int
+) -> tuple[PlannedModule, ...]:
+    rank = plugins.collectives.rank
+    planned = []
+    travelled: dict[torch.dtype, int] = {}
+    for owner in owners:
+        overrides = {
+            setting: plugins.override(group, owner.overrides[setting])
+            for setting, group in _OVERRIDDEN.items()
+            if setting in owner.overrides
+        }
+        layout = plugins.layout
+        if "layout" in overrides:
+            layout = NamedLayout(overrides["layout"].instance, overrides["layout"].resolved.described)
+        serving = ModulePlugins(
+            overrides["precision"].instance if "precision" in overrides else plugins.caster,
+            overrides["offload"].instance if "offload" in overrides else plugins.offload,
+            layout,
+            overrides,
+        )
+        refuse_unable(serving.caster, rank)
+        refuse_unable(serving.offload, rank)
+        is_root = owner.governing is request.module
+        planned.append(
+            plan_units(
+                owner,
+                serving,
+                shards,
+                plugins.context.device,
+                plugins.events,
+                travelled,
+                is_root=is_root,
+                rank=rank,
+            )
+        )
+    return decide_parking(planned, rank)
+
+
+def _compared(plan: ShardPlan, plugins: ChosenPlugins, agreement: Agreement) -> list[Any]:
+    """The report that ranks compare: what they resolved and planned, and checksums of values."""
+    config, collectives = plan.request.config, plugins.collectives
+    # Asked for where nobody compares them, too, so that a plugin that cannot answer shows everywhere.
+    overridden = [[registry.fingerprint(own) for own in each.plugins.overrides.values()] for each in plan.modules]
+    compares = config.check_ranks and collectives.capabilities.can_communicate and collectives.world_size > 1
+    report = [
+        *registry.Permission.read().rows(),
+        *(row for used in plugins.used for row in registry.fingerprint(used)),
+        ["collectives", *kind_of(collectives)],
+        ["strategy", plan.strategy.value, *plan.rank_lists],
+        *([name, getattr(config, name)] for name in _COMPARED),
+    ]
+    if not agreement.alone:
+        # Some thirty lists a unit.
+        for each, fingerprints in zip(plan.modules, overridden, strict=True):
+            releases = ["reshard_after_forward", each.overrides.get("reshard_after_forward")]
+            report += rows_of(each, [releases, *fingerprints])
+    if compares:
+        report.append(["polyshard", __version__, registry.engine_digest()])
+        report += described_values(plan.modules, compare=not config.sync_module_states)
+        if config.sync_module_states:
+            own = {inner for each in plan.modules for inner in each.modules}
+            report += described_buffers(named for named in plan.request.module.named_modules() if named[1] in own)
+    return report
+
+
+def _form_groups(plan: ShardPlan, world: Collectives) -> RankGrid:
+    shard_lists, replicate_lists = plan.rank_lists
+    return RankGrid(world, subgroup(world, shard_lists), subgroup(world, replicate_lists))
+
+
+def _remember_plugins(plan: ShardPlan, plugins: ChosenPlugins) -> None:
+    found = [registry.used(each) for each in plugins.used]
+    found += [registry.used(own, each.name) for each in plan.modules for own in each.plugins.overrides.values()]
+    plan.request.module.__dict__[_PLUGINS_ATTRIBUTE] = tuple(found)
+
+
+def _tell(plan: ShardPlan, plugins: ChosenPlugins) -> None:
+    configured, collectives = plan.request.config.strategy, plugins.collectives
+    if plan.strategy is not configured:
+        warnings.warn(
+            f"polyshard is switching to use `NO_SHARD` instead of {configured} since the world size is 1.",
+            stacklevel=5,
+        )
+    if _LOGGER.isEnabledFor(logging.INFO):
+        _LOGGER.info(
+            "rank %d of %d shards %s with %s",
+            collectives.rank,
+            collectives.world_size,
+            type(plan.request.module).__name__,
+            plugins.told(),
+        )
+
+
+def _warn_once(rank: int, text: str) -> bool:
+    """Warn of what all ranks see alike, on the first; returns whether this is it."""
+    if rank == 0:
+        warnings.warn(text, stacklevel=6)
+    return rank == 0
+
+
+def _refuse_pieces(module: nn.Module, named: Mapping[nn.Parameter, str], rank: int) -> None:
+    """Raise if a module that is not inside of this one has cut a parameter already: its piece would be cut again."""
+    inside = set(module.modules())
+    for name, found in zip(named.values(), live_roots.find(list(named)), strict=True):
+        if found is None or found.slot is None:
+            continue
+        holder = found.root.module_states[0].module
+        if holder in inside:
+            # ``plan_modules`` refuses it.
+            continue
+        there = f"'{found.unit.parameters[found.slot].names[0]}' of {type(holder).__name__}"
+        if module in set(holder.modules()):
+            where = f"{there}, which contains this module"
+            instead = "Leave this call out, or compose the model from the inside out with fully_shard"
+        else:
+            where = f"{there}, which shares it"
+            instead = "Shard neither by itself: call polyshard.shard or fully_shard on the module that contains both"
+        raise AlreadyShardedError(
+            f"Parameter '{name}' of this {type(module).__name__} is sharded already, as {where} (rank {rank}). "
+            f"{instead}."
+        )
+
+
+def _refuse_irreducible(owners: Sequence[ModuleParameters], collectives: Collectives) -> None:
+    for owner in owners:
+        for group in owner.groups:
+            dtype = group[0].original.dtype
+            trained = group[0].original.requires_grad and collectives.world_size > 1
+            if trained and dtype.is_complex and dtype not in collectives.capabilities.dtypes:
+                raise ParameterError(
+                    f"The collectives do not reduce {dtype}, which '{group[0].names[0]}' has (rank "
+                    f"{collectives.rank}). Keep real and imaginary parts as real parameters, or pass it in "
+                    "ignored_parameters."
+                )
+
+
+def _refuse_unmeasured(config: ShardConfig, strategy: Strategy, device: torch.device, rank: int) -> None:
+    chooses = config.reshard_after_forward == "auto" and strategy is not Strategy.NO_SHARD
+    if chooses and config.memory_budget is None and device.type != "cuda":
+        raise ConfigError(
+            f"reshard_after_forward='auto' needs memory_budget on {device.type}, whose free memory is not measured "
+            f"(rank {rank}). Give it in bytes or as text such as '70 GiB', or leave reshard_after_forward out."
+        )
+
+
+def _warn_of_ignored(request: Request, owners: Sequence[ModuleParameters], collectives: Collectives) -> None:
+    """Warn, on one rank, of parameters that are trained and ignored: each rank would train a copy of its own."""
+    # Composed from the inside out, the call around this one may take it.
+    if request.composes or not (request.ignored_modules or request.ignored_parameters):
+        return
+    if collectives.rank > 0 or collectives.world_size == 1 or not collectives.capabilities.can_communicate:
+        return
+    managed = {each.original for owner in owners for group in owner.groups for each in group}
+    names = [
+        name
+        for name, parameter in request.module.named_parameters()
+        if parameter.requires_grad and parameter not in managed and not post_accumulate_grad_hooks(parameter)
+    ]
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        warnings.warn(
+            f"Nothing averages the gradients of {', '.join(map(repr, names[:3]))}{more} over ranks: they are trained, "
+            "and ignored by shard(), so that each rank trains copies of its own. Let them be sharded (scalars are, "
+            "too), freeze them with requires_grad_(False), or give each a hook that averages its gradient "
+            "(register_post_accumulate_grad_hook) before shard(). Where it is meant so, filter this warning.",
+            stacklevel=5,
+        )

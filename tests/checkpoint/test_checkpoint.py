@@ -1,0 +1,685 @@
+"""Checkpoints: written under one sharding, read under another, by torch alone, and by no mistake."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+import torch.distributed as dist
+from one_core import one_core
+from plain_checkpoints import tensors_in
+from polyshard import checkpoint
+from polyshard.checkpoint.writing import Writing
+from polyshard.errors import CheckpointDamagedError, ConfigError, PolyshardError, RankMismatchError, StateError
+from polyshard_backends.threaded import ThreadedWorld
+from polyshard_plugins.precision import Unchanged
+from processes import RankPool
+from torch import nn
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+#: What is ignored here is trained, and its gradients are averaged by hand or not at all.
+pytestmark = pytest.mark.filterwarnings("ignore:Nothing averages the gradients of")
+
+Values = dict[str, torch.Tensor]
+
+
+class Net(nn.Module):
+    """Every kind of parameter that a checkpoint meets."""
+
+    cache: torch.Tensor
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.conv = nn.Conv2d(2, 5, 3).to(memory_format=torch.channels_last)
+        self.project = nn.Linear(20, 6)
+        self.embed = nn.Embedding(7, 6)
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.scalar = nn.Linear(6, 1)
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.ignored = nn.Linear(6, 6)
+        self.register_buffer("count", torch.tensor(float(seed)))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+        self.double()
+
+    def forward(self, images: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens) + self.project(self.conv(images).flatten(1))
+        hidden = hidden + self.ignored(hidden).tanh()
+        return self.head(hidden).square().mean() + self.scalar(hidden).square().mean() * self.frozen.square().sum()
+
+
+def adamw(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
+    named = list(model.named_parameters())
+    weights = [parameter for name, parameter in named if name.endswith("weight")]
+    others = [parameter for name, parameter in named if not name.endswith("weight")]
+    return torch.optim.AdamW([{"params": weights, "weight_decay": 0.3}, {"params": others, "lr": lr / 2}], lr=lr)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    # The same batch on every rank: the mean of two equal gradients is that gradient, bit for bit.
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        images = torch.randn(4, 2, 4, 4, generator=generator, dtype=torch.float64)
+        model(images, torch.randint(7, (4,), generator=generator)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def values(model: nn.Module) -> Values:
+    with polyshard.unsharded(model):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def shard(model: Net, collectives: Any, **settings: Any) -> Net:
+    config = polyshard.ShardConfig(
+        collectives=collectives, policy={"name": "size", "min_num_params": 20}, check_ranks=False, **settings
+    )
+    return polyshard.shard(model, config, ignored_modules=[model.ignored])
+
+
+def on_threads(world_size: int, work: Callable[..., Any], seed: int = 0, **settings: Any) -> list[Any]:
+    """``work(model)`` on every rank of a threaded world; the models are made from ``seed``."""
+    models = [Net(seed) for _ in range(world_size)]
+
+    def body(rank: int, world: ThreadedWorld) -> Any:
+        return work(shard(models[rank], {"name": "threaded", "world": world, "rank": rank}, **settings))
+
+    with one_core():
+        results: list[Any] = ThreadedWorld(world_size).run(body)
+    return results
+
+
+def assert_equal(one: Values, other: Values) -> None:
+    assert one.keys() == other.keys()
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    assert not different
+
+
+def saved(root: Path, world_size: int = 2, seed: int = 0, **settings: Any) -> Path:
+    """A checkpoint of an untrained model and optimizer."""
+    directories = on_threads(
+        world_size, lambda model: checkpoint.save(root, 1, model, adamw(model)), seed=seed, **settings
+    )
+    return Path(directories[0])
+
+
+def test_any_program_reads_whole_tensors_under_ordinary_names(tmp_path: Path) -> None:
+    reference = Net(0)
+    directory = saved(tmp_path, 3)
+    assert directory == tmp_path / "step-00000001"
+    plain = Net(1)
+    plain.load_state_dict(checkpoint.read(directory)["model"])
+    assert_equal(dict(plain.named_parameters()), dict(reference.named_parameters()))
+    assert plain.count == reference.count
+    whole = {name.removeprefix("model."): each for name, each in tensors_in(directory).items() if name[:6] == "model."}
+    # A shared parameter is written once and found under all names; buffers that are not persistent are not there.
+    assert whole.keys() == set(reference.state_dict())
+    assert sum(path.stat().st_size for path in directory.glob("rank-*.bin")) < 20_000
+    assert torch.equal(whole["head.weight"], reference.embed.weight)
+    assert torch.equal(whole["conv.weight"], reference.conv.weight)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((2, "full_shard"), (3, "full_shard")),
+        ((3, "full_shard"), (2, "no_shard")),
+        ((2, "no_shard"), (5, "full_shard")),
+        ((4, "hybrid_shard"), (3, "shard_grad_op")),
+        # More ranks than elements of most parameters.
+        ((9, "full_shard"), (4, "hybrid_shard")),
+    ],
+)
+def test_loads_at_another_world_size_and_strategy(
+    tmp_path: Path, before: tuple[int, str], after: tuple[int, str]
+) -> None:
+    def settings(strategy: str) -> dict[str, Any]:
+        return {"strategy": strategy, "shard_size": 2} if strategy == "hybrid_shard" else {"strategy": strategy}
+
+    directory = saved(tmp_path, before[0], seed=0, **settings(before[1]))
+
+    def load(model: Net) -> tuple[Values, torch.Tensor]:
+        checkpoint.load(directory, model)
+        return values(model), model.count
+
+    reference = Net(0)
+    for loaded, count in on_threads(after[0], load, seed=1, **settings(after[1])):
+        assert_equal(loaded, dict(reference.named_parameters()))
+        assert count == reference.count
+
+
+def test_a_resumed_run_continues_bit_for_bit_even_through_another_sharding(tmp_path: Path) -> None:
+    def run(model: Net) -> tuple[Values, Values]:
+        optimizer = adamw(model)
+        train(model, optimizer, range(3))
+        checkpoint.save(tmp_path / "a", 3, model, optimizer, extra={"tokens": 96})
+        at_save = values(model)
+        train(model, optimizer, range(3, 6))
+        return at_save, values(model)
+
+    def carry(model: Net) -> Any:
+        optimizer = adamw(model, lr=0.9)
+        extra = checkpoint.load(tmp_path / "a" / "step-00000003", model, optimizer)
+        checkpoint.save(tmp_path / "b", 3, model, optimizer, extra=extra)
+        return values(model)
+
+    def resume(directory: Path) -> Callable[[Net], Any]:
+        def body(model: Net) -> Any:
+            optimizer = adamw(model, lr=0.9)
+            extra = checkpoint.load(directory, model, optimizer)
+            steps = {float(state["step"]) for state in optimizer.state.values()}
+            rates = [group["lr"] for group in optimizer.param_groups]
+            train(model, optimizer, range(3, 6))
+            return values(model), extra, steps, rates
+
+        return body
+
+    at_save, at_end = on_threads(2, run)[0]
+    moved = max(float((at_end[name] - at_save[name]).abs().max()) for name in at_end)
+    assert moved > 0.05
+    for carried in on_threads(3, carry, seed=1, strategy="no_shard"):
+        assert_equal(carried, at_save)
+    for root in ("a", "b"):
+        directory = checkpoint.latest(tmp_path / root)
+        assert directory is not None
+        for resumed, extra, steps, rates in on_threads(2, resume(directory), seed=2):
+            assert_equal(resumed, at_end)
+            assert extra == {"tokens": 96}
+            assert steps == {3.0}
+            assert rates == [0.05, 0.025]
+
+
+def test_an_unsharded_adamw_takes_the_optimizer_state_over(tmp_path: Path) -> None:
+    def run(model: Net) -> Values:
+        optimizer = adamw(model)
+        train(model, optimizer, range(3))
+        checkpoint.save(tmp_path, 3, model, optimizer)
+        train(model, optimizer, range(3, 6))
+        return values(model)
+
+    expected = on_threads(2, run)[0]
+    plain = Net(1)
+    optimizer = adamw(plain)
+    train(plain, optimizer, range(7, 8))
+    state = checkpoint.read(tmp_path / "step-00000003")
+    plain.load_state_dict(state["model"])
+    set_optimizer_state_dict(plain, optimizer, optim_state_dict=state["optimizer"])
+    train(plain, optimizer, range(3, 6))
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(parameter.detach(), expected[name], rtol=0, atol=1e-12)
+
+
+def test_state_dicts_are_views_of_the_shards_and_refuse_to_compute() -> None:
+    def inspect(model: Net) -> int:
+        optimizer = adamw(model)
+        train(model, optimizer, range(1))
+        held = 0
+        state = checkpoint.model_state(model)
+        moments = checkpoint.optimizer_state(model, optimizer)["state"]
+        for name, parameter in model.named_parameters():
+            if name.startswith("ignored"):
+                assert state[name].data_ptr() == parameter.data_ptr()
+                continue
+            assert sum(chunk.view.numel() for chunk in state[name].chunks) == parameter.numel()
+            for chunk in state[name].chunks:
+                assert chunk.view.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+            held += parameter.numel()
+            if parameter.requires_grad and parameter.numel():
+                assert moments[name]["exp_avg"].shape == state[name].shape
+        assert state["conv.weight"].shape == (5, 2, 3, 3)
+        with pytest.raises(StateError, match=r"holds a part of it.*polyshard\.unsharded"):
+            state["conv.weight"] + 1
+        with pytest.raises(StateError, match="holds a part of it"):
+            copy.deepcopy(state["conv.weight"])
+        assert "shape=(5, 2, 3, 3)" in repr(state["conv.weight"])
+        return held
+
+    managed = [parameter for name, parameter in Net(0).named_parameters() if not name.startswith("ignored")]
+    assert sum(on_threads(3, inspect)) == sum(parameter.numel() for parameter in managed)
+
+
+def test_only_committed_directories_count(tmp_path: Path) -> None:
+    assert checkpoint.latest(tmp_path / "nowhere") is None
+    directory = saved(tmp_path)
+    assert json.loads((directory / "COMMITTED").read_text())["world_size"] == 2
+    unfinished = tmp_path / "step-00000007"
+    unfinished.mkdir()
+    (unfinished / "rank-00000.bin").write_bytes(b"half")
+    (tmp_path / "step-9").mkdir()
+    assert checkpoint.latest(tmp_path) == directory
+
+    def load(model: Net) -> None:
+        with pytest.raises(StateError, match=r"step-00000007 is no complete checkpoint.*'COMMITTED'.*latest\(root"):
+            checkpoint.load(unfinished, model)
+        checkpoint.save(tmp_path, 7, model)
+
+    on_threads(2, load)
+    assert checkpoint.latest(tmp_path) == unfinished
+    assert (unfinished / "rank-00000.bin").read_bytes() != b"half"
+
+
+def test_a_committed_step_is_not_overwritten_and_old_ones_can_go(tmp_path: Path) -> None:
+    def work(model: Net) -> None:
+        first = checkpoint.save(tmp_path, 1, model)
+        before = sorted((path.name, path.stat().st_mtime_ns) for path in first.iterdir())
+        expected = ConfigError if polyshard_rank(model) == 0 else RankMismatchError
+        with pytest.raises(expected, match="step-00000001 is committed already"):
+            checkpoint.save(tmp_path, 1, model)
+        assert sorted((path.name, path.stat().st_mtime_ns) for path in first.iterdir()) == before
+        for step in (2, 3, 4):
+            checkpoint.save(tmp_path, step, model, keep=2)
+        with pytest.raises(ConfigError, match="keep is 0, and must be 1 or more"):
+            checkpoint.save(tmp_path, 5, model, keep=0)
+
+    on_threads(2, work)
+    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["step-00000003", "step-00000004"]
+
+
+def polyshard_rank(model: nn.Module) -> int:
+    return polyshard.report(model).rank
+
+
+def _drop_head(model: Net) -> None:
+    del model.scalar
+
+
+def _widen(model: Net) -> None:
+    model.scalar = nn.Linear(6, 2).double()
+
+
+@pytest.mark.parametrize(
+    ("change_saved", "change_loading", "message"),
+    [
+        (_drop_head, None, r"has no 'scalar.weight', 'scalar.bias' \(rank \d\)"),
+        (None, _drop_head, r"has 'scalar.weight', 'scalar.bias', which the model lacks"),
+        (_widen, None, r"'scalar.weight' has shape \(2, 6\) in the checkpoint .* but \(1, 6\) in the model"),
+    ],
+)
+def test_a_checkpoint_of_another_model_changes_nothing(
+    tmp_path: Path,
+    change_saved: Callable[[Net], None] | None,
+    change_loading: Callable[[Net], None] | None,
+    message: str,
+) -> None:
+    def alike(change: Callable[[Net], None] | None, seed: int, work: Callable[[Net], None]) -> None:
+        models = [Net(seed) for _ in range(2)]
+        for model in models:
+            if change is not None:
+                change(model)
+
+        def body(rank: int, world: ThreadedWorld) -> None:
+            work(shard(models[rank], {"name": "threaded", "world": world, "rank": rank}))
+
+        ThreadedWorld(2).run(body)
+
+    def save(model: Net) -> None:
+        checkpoint.save(tmp_path, 1, model)
+
+    def load(model: Net) -> None:
+        before = values(model)
+        with pytest.raises(ConfigError, match=message):
+            checkpoint.load(tmp_path / "step-00000001", model)
+        assert_equal(values(model), before)
+
+    alike(change_saved, 0, save)
+    alike(change_loading, 1, load)
+
+
+def test_frozen_parameters_may_be_left_out_where_both_sides_say_so(tmp_path: Path) -> None:
+    def save(model: Net) -> tuple[Path, Path, Values]:
+        optimizer = adamw(model)
+        train(model, optimizer, range(2))
+        everything = checkpoint.save(tmp_path / "all", 1, model, optimizer)
+        return everything, checkpoint.save(tmp_path / "trained", 1, model, optimizer, frozen=False), values(model)
+
+    everything, directory, trained = on_threads(2, save, seed=0)[0]
+    written = tensors_in(directory)
+    assert {name for name in Net(0).state_dict() if f"model.{name}" not in written} == {"frozen"}
+
+    def load(model: Net) -> tuple[Values, Values, Values]:
+        before, optimizer = values(model), adamw(model)
+        with pytest.raises(ConfigError, match=r"has no 'frozen' \(rank \d\)\. They need no gradient.*frozen=False"):
+            checkpoint.load(directory, model, optimizer)
+        assert_equal(values(model), before)
+        checkpoint.load(directory, model, optimizer, frozen=False)
+        assert optimizer.param_groups[0]["lr"] == 0.05
+        loaded = values(model)
+        checkpoint.load(everything, model, frozen=False)
+        again = values(model)
+        # What is trained here must be there.
+        model.frozen.requires_grad_(True)
+        with pytest.raises(ConfigError, match=r"has no 'frozen' \(rank \d\)\. Load it into the model"):
+            checkpoint.load(directory, model, frozen=False)
+        return before, loaded, again
+
+    for before, loaded, again in on_threads(3, load, seed=1):
+        assert_equal(loaded, {**trained, "frozen": before["frozen"]})
+        assert_equal(again, trained)
+
+
+def test_an_optimizer_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    def work(model: Net) -> None:
+        without = checkpoint.save(tmp_path, 1, model)
+        with pytest.raises(ConfigError, match="holds no optimizer"):
+            checkpoint.load(without, model, adamw(model))
+        directory = checkpoint.save(tmp_path, 2, model, adamw(model))
+        with pytest.raises(ConfigError, match="has 2 parameter groups, the optimizer 1"):
+            checkpoint.load(directory, model, torch.optim.AdamW(model.parameters()))
+        swapped = adamw(model)
+        swapped.param_groups.reverse()
+        with pytest.raises(ConfigError, match=r"Group 0 of the optimizer .* differ in 'conv.bias', 'conv.weight'"):
+            checkpoint.load(directory, model, swapped)
+        stranger = torch.optim.SGD([nn.Parameter(torch.zeros(4))])
+        with pytest.raises(ConfigError, match=r"Parameter 0 of the optimizer's group 0, of shape \(4,\), is not"):
+            checkpoint.save(tmp_path, 3, model, stranger)
+        odd = adamw(model)
+        odd.state[model.conv.weight]["factors"] = torch.zeros(1000)
+        with pytest.raises(ConfigError, match=r"state 'factors' of 'conv.weight' has shape \(1000,\)"):
+            checkpoint.save(tmp_path, 3, model, odd)
+
+    on_threads(2, work)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000002"
+
+
+def test_a_failure_on_one_rank_is_told_to_all(tmp_path: Path) -> None:
+    def work(model: Net) -> None:
+        optimizer = adamw(model)
+        if polyshard_rank(model) == 1:
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(4))]})
+            with pytest.raises(ConfigError, match="is not a parameter of the model"):
+                checkpoint.save(tmp_path, 1, model, optimizer)
+        else:
+            with pytest.raises(RankMismatchError, match="rank 1: ConfigError: Parameter 0 of the optimizer's group 2"):
+                checkpoint.save(tmp_path, 1, model, optimizer)
+
+    on_threads(3, work)
+    assert checkpoint.latest(tmp_path) is None
+
+
+def test_a_write_that_fails_on_one_rank_leaves_nothing_committed(tmp_path: Path) -> None:
+    def work(model: Net) -> None:
+        optimizer = adamw(model)
+        if polyshard_rank(model) == 1:
+            optimizer.state[model.conv.weight]["odd"] = lambda: None
+        expected = ConfigError if polyshard_rank(model) == 1 else RankMismatchError
+        with pytest.raises(expected, match=r"optimizer\.state\['conv\.weight'\]\['odd'\] is of builtins\.function"):
+            checkpoint.save(tmp_path, 1, model, optimizer)
+
+    on_threads(3, work)
+    assert checkpoint.latest(tmp_path) is None
+
+
+def test_calls_at_the_wrong_place_are_refused(tmp_path: Path) -> None:
+    directory = saved(tmp_path)
+
+    def work(model: Net) -> None:
+        refused: list[str] = []
+
+        def inside(*_: Any) -> None:
+            for call in (lambda: checkpoint.load(directory, model), lambda: checkpoint.save(tmp_path, 2, model)):
+                with pytest.raises(StateError, match="was called inside a forward of the model") as caught:
+                    call()
+                refused.append(str(caught.value))
+
+        handle = model.scalar.register_forward_hook(inside)
+        train(model, torch.optim.SGD(model.parameters()), range(1))
+        handle.remove()
+        assert len(refused) == 2
+        with polyshard.unsharded(model), pytest.raises(StateError, match=r"inside polyshard.unsharded\(\)"):
+            checkpoint.load(directory, model)
+        with pytest.raises(StateError, match="this Linear is none"):
+            checkpoint.model_state(model.ignored)
+        with pytest.raises(StateError, match="was given the inner one 'project'"):
+            checkpoint.model_state(model.project)
+
+    on_threads(2, work)
+
+
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_a_backward_that_failed_is_left_behind(tmp_path: Path, call: str) -> None:
+    class StopError(Exception):
+        pass
+
+    def work(model: Net) -> Values:
+        optimizer = adamw(model)
+        directory = checkpoint.save(tmp_path, 1, model, optimizer)
+
+        def stop(gradient: torch.Tensor) -> None:
+            raise StopError
+
+        def stopping(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+            if stops:
+                output.register_hook(stop)
+
+        stops = True
+        model.project.register_forward_hook(stopping)
+        with pytest.raises(StopError):
+            train(model, optimizer, range(1))
+        if call == "save":
+            checkpoint.save(tmp_path, 2, model, optimizer)
+        else:
+            checkpoint.load(directory, model, optimizer)
+        stops = False
+        optimizer.zero_grad()
+        train(model, optimizer, range(3))
+        return values(model)
+
+    plain = Net(0)
+    optimizer = adamw(plain)
+    train(plain, optimizer, range(3))
+    for result in on_threads(2, work):
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(result[name], parameter.detach(), rtol=0, atol=1e-12)
+
+
+def test_buffers_are_those_of_the_first_rank(tmp_path: Path) -> None:
+    def work(model: Net) -> float:
+        model.count += 10 * polyshard_rank(model)
+        directory = checkpoint.save(tmp_path, 1, model)
+        model.count.zero_()
+        model.cache.fill_(7.0)
+        checkpoint.load(directory, model)
+        assert model.cache.tolist() == [7.0, 7.0]
+        return float(model.count)
+
+    assert on_threads(3, work, seed=4) == [4.0, 4.0, 4.0]
+
+
+def test_a_learning_rate_that_is_a_tensor_stays_that_tensor(tmp_path: Path) -> None:
+    def work(model: Net) -> None:
+        optimizer = adamw(model)
+        rate = torch.tensor(0.25)
+        optimizer.param_groups[0]["lr"] = rate
+        directory = checkpoint.save(tmp_path, 1, model, optimizer)
+        rate.fill_(0.5)
+        checkpoint.load(directory, model, optimizer)
+        assert optimizer.param_groups[0]["lr"] is rate
+        assert float(rate) == 0.25
+        fresh = adamw(model)
+        checkpoint.load(directory, model, fresh)
+        assert float(fresh.param_groups[0]["lr"]) == 0.25
+
+    on_threads(2, work)
+
+
+class Counting(Unchanged):
+    """A caster with something to remember."""
+
+    def __init__(self) -> None:
+        self.amax = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"amax": self.amax}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.amax = state["amax"]
+
+
+def test_a_precision_caster_takes_its_state_back(tmp_path: Path) -> None:
+    one, other = Counting(), Counting()
+    choice = {"name": "fake", "rank": 0, "world_size": 2}
+    model = shard(Net(0), choice, precision=one)
+    one.amax = 3.5
+    directory = checkpoint.save(tmp_path, 1, model)
+    checkpoint.load(directory, shard(Net(0), choice, precision=other))
+    assert other.amax == 3.5
+
+
+class Watcher:
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, Path, type]] = []
+
+    @polyshard.hookimpl
+    def on_save(self, model: nn.Module, path: Path) -> None:
+        self.told.append(("save", path, type(model)))
+
+    @polyshard.hookimpl
+    def on_load(self, model: nn.Module, path: Path) -> None:
+        self.told.append(("load", path, type(model)))
+
+
+def test_listeners_hear_of_saves_and_loads(tmp_path: Path) -> None:
+    watcher = Watcher()
+    model = shard(Net(0), {"name": "fake", "rank": 0, "world_size": 2}, listeners=(watcher,))
+    directory = checkpoint.save(tmp_path, 1, model)
+    checkpoint.load(directory, model)
+    assert watcher.told == [("save", directory, Net), ("load", directory, Net)]
+
+
+def test_one_rank_of_a_pretended_world_takes_back_its_own_part_only(tmp_path: Path) -> None:
+    model = shard(Net(0), {"name": "fake", "rank": 1, "world_size": 4})
+    optimizer = adamw(model)
+    directory = checkpoint.save(tmp_path, 1, model, optimizer)
+    again = shard(Net(1), {"name": "fake", "rank": 1, "world_size": 4})
+    checkpoint.load(directory, again, adamw(again))
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+    stranger = shard(Net(1), {"name": "fake", "rank": 2, "world_size": 4})
+    with pytest.raises(ConfigError, match=r"has no|one rank of a pretended world saved it"):
+        checkpoint.load(directory, stranger)
+
+
+def test_a_damaged_file_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    directory = saved(tmp_path)
+    (directory / "rank-00001.bin").unlink()
+
+    def load(model: Net) -> None:
+        with pytest.raises(CheckpointDamagedError, match=r"step-00000001 is damaged: 'rank-00001\.bin' is gone"):
+            checkpoint.load(directory, model)
+
+    on_threads(2, load, seed=1)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(3) as ranks:
+        yield ranks
+
+
+def _sharded_here(ranks: list[int], seed: int) -> Net | None:
+    group = dist.new_group(ranks)
+    warnings.filterwarnings("ignore", message="Nothing averages the gradients of")
+    return shard(Net(seed), group) if dist.get_rank() in ranks else None
+
+
+def _train_and_save(rank: int, root: Path) -> tuple[Values, Values] | None:
+    # Not the first ranks: a rank of the group and a rank of the job are two numbers.
+    model = _sharded_here([1, 2], 0)
+    if model is None:
+        return None
+    optimizer = adamw(model)
+    train(model, optimizer, range(3))
+    checkpoint.save(root, 3, model, optimizer, extra={"rank": rank})
+    at_save = values(model)
+    train(model, optimizer, range(3, 6))
+    return at_save, values(model)
+
+
+def _load_and_save(rank: int, root: Path, target: Path) -> tuple[Values, Any]:
+    model = _sharded_here([0, 1, 2], 1)
+    assert model is not None
+    optimizer = adamw(model)
+    directory = checkpoint.latest(root)
+    assert directory is not None
+    extra = checkpoint.load(directory, model, optimizer)
+    checkpoint.save(target, 3, model, optimizer)
+    return values(model), extra
+
+
+def _resume(rank: int, directory: Path) -> Values | None:
+    model = _sharded_here([1, 2], 2)
+    if model is None:
+        return None
+    optimizer = adamw(model)
+    checkpoint.load(directory, model, optimizer)
+    train(model, optimizer, range(3, 6))
+    return values(model)
+
+
+def test_processes_of_a_gloo_group_save_load_and_resume(tmp_path: Path, pool: RankPool) -> None:
+    none, first, second = pool.run(_train_and_save, tmp_path)
+    assert none is None
+    assert first is not None
+    assert second is not None
+    at_save, at_end = first
+    assert_equal(second[1], at_end)
+    for loaded, extra in pool.run(_load_and_save, tmp_path, tmp_path / "by three"):
+        assert_equal(loaded, at_save)
+        assert extra == {"rank": 1}
+    for root in (tmp_path, tmp_path / "by three"):
+        for resumed in pool.run(_resume, root / "step-00000003")[1:]:
+            assert resumed is not None
+            assert_equal(resumed, at_end)
+    plain = Net(3)
+    plain.load_state_dict(checkpoint.read(tmp_path / "step-00000003")["model"])
+    assert_equal({name: parameter.detach() for name, parameter in plain.named_parameters()}, at_save)
+
+
+def _wait_for_a_slow_rank(rank: int, root: Path) -> str:
+    # The group's own timeout is 90 seconds.
+    warnings.filterwarnings("ignore", message="Nothing averages the gradients of")
+    model = shard(Net(0), {"name": "gloo"}, timeout_s=2)
+    optimizer = adamw(model)
+    train(model, optimizer, range(1))
+    told = root / "told"
+    write = Writing.write
+
+    def slow(self: Writing) -> Any:
+        """Writes once a file is there."""
+        deadline = time.monotonic() + 50
+        while not told.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return write(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(Writing, "write", slow)
+        try:
+            checkpoint.save(root, 1, model, optimizer)
+        except PolyshardError as error:
+            text = f"{type(error).__name__}: {error}"
+            if rank == 0:
+                assert not told.exists()
+                told.touch()
+            return text
+    raise AssertionError("the save went through")
+
+
+@pytest.mark.slow
+def test_a_save_waits_as_long_as_the_configuration_says(tmp_path: Path) -> None:
+    with RankPool(2) as pool:
+        first, _ = pool.run(_wait_for_a_slow_rank, tmp_path)
+    assert first.startswith("CollectiveTimeoutError")
+    assert "on rank 0 did not end within 2 s" in first
+    assert checkpoint.latest(tmp_path) is None

@@ -1,0 +1,387 @@
+"""Checkpoints that somebody damaged, or made to do harm: named, and nothing in them runs, escapes or fills memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from polyshard import checkpoint
+from polyshard.errors import CheckpointDamagedError, ConfigError, StateError
+from sealed import remark, reseal, written
+from torch import nn
+
+Change = Callable[[dict[str, Any]], Any]
+
+
+def alone(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model of one rank, trained for a step."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+    config = polyshard.ShardConfig(collectives={"name": "fake", "world_size": 1}, strategy="no_shard")
+    polyshard.shard(model, config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 5)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model, optimizer = alone()
+    root = tmp_path_factory.mktemp("pristine")
+    return checkpoint.save(root, 1, model, optimizer, extra={"tensor": torch.arange(5), "text": "hello"})
+
+
+@pytest.fixture
+def directory(pristine: Path, tmp_path: Path) -> Path:
+    """A copy, to be changed."""
+    return Path(shutil.copytree(pristine, tmp_path / "run" / pristine.name))
+
+
+def refused(directory: Path, words: str) -> None:
+    """Every way in says so, and changes nothing."""
+    model, optimizer = alone(1)
+    before = values(model)
+    calls: list[Callable[[], Any]] = [
+        lambda: checkpoint.load(directory, model, optimizer),
+        lambda: checkpoint.read(directory),
+        lambda: checkpoint.verify(directory),
+    ]
+    for call in calls:
+        with pytest.raises(CheckpointDamagedError, match=words) as caught:
+            call()
+        assert str(directory) in str(caught.value)
+    assert all(torch.equal(value, before[name]) for name, value in values(model).items())
+    with pytest.warns(UserWarning, match=f"passed over: .*{words}"):
+        assert checkpoint.latest(directory.parent, verify=True) is None
+
+
+def flip(path: Path, byte: int, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def test_every_flipped_bit_is_named(directory: Path) -> None:
+    chosen = random.Random(0)
+    for path in sorted(directory.iterdir()):
+        before = path.read_bytes()
+        for _ in range(60):
+            flip(path, chosen.randrange(len(before)), chosen.randrange(8))
+            with pytest.raises(CheckpointDamagedError, match=f"'{path.name}'"):
+                checkpoint.verify(directory)
+            path.write_bytes(before)
+    checkpoint.verify(directory)
+
+
+def test_a_flipped_bit_is_named_with_what_lies_there(directory: Path) -> None:
+    manifest = json.loads((directory / "manifest.json").read_bytes())
+    ((_, _, file, at, _),) = manifest["model"]["0.weight"]["chunks"]
+    flip(directory / file, at, 3)
+    model, optimizer = alone(1)
+    message = r"'rank-00000\.bin' holds something else .* byte 0 to .*'model\.0\.weight'.*: the digest differs"
+    with pytest.raises(CheckpointDamagedError, match=message):
+        checkpoint.load(directory, model, optimizer)
+    with pytest.raises(CheckpointDamagedError, match=message):
+        checkpoint.read(directory)
+    assert checkpoint.latest(directory.parent) == directory
+    with pytest.warns(UserWarning, match=r"passed over: .*'rank-00000\.bin' holds something else"):
+        assert checkpoint.latest(directory.parent, verify=True) is None
+
+
+def test_files_of_another_checkpoint_are_refused(directory: Path) -> None:
+    model, optimizer = alone(2)
+    other = checkpoint.save(directory.parent, 2, model, optimizer, extra={"tensor": torch.arange(5), "text": "hello"})
+    for name in ("rank-00000.bin", "manifest.json", "COMMITTED"):
+        before = (directory / name).read_bytes()
+        shutil.copy(other / name, directory / name)
+        with pytest.raises(CheckpointDamagedError, match=r"manifest\.json|rank-00000\.bin"):
+            checkpoint.verify(directory)
+        (directory / name).write_bytes(before)
+    checkpoint.verify(directory)
+
+
+def chunk_of(manifest: dict[str, Any], name: str = "0.weight") -> list[Any]:
+    found: list[Any] = manifest["model"][name]["chunks"][0]
+    return found
+
+
+def set_chunk(index: int, value: Any) -> Change:
+    def change(manifest: dict[str, Any]) -> None:
+        chunk_of(manifest)[index] = value
+
+    return change
+
+
+def rename(name: str) -> Change:
+    """Let the manifest name another file."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["files"][name] = manifest["files"].pop("rank-00000.bin")
+
+    return change
+
+
+def grown(manifest: dict[str, Any]) -> None:
+    # One megabyte of a file for a terabyte of memory: each chunk is there, but it is the same bytes.
+    told = manifest["model"]["0.weight"]
+    _, _, file, at, _ = told["chunks"][0]
+    told.update(shape=[1 << 20, 15], chunks=[[[row, 0], [1, 15], file, at, 60] for row in range(1 << 14)])
+
+
+HOSTILE: dict[str, tuple[Change, str]] = {
+    "no model": (lambda m: m.pop("model"), "KeyError"),
+    "no object": (lambda m: m.update(model=[1]), "model is no object"),
+    "of no dtype": (lambda m: m["model"]["0.weight"].update(dtype="os"), "KeyError"),
+    "of another dtype": (lambda m: m["model"]["0.weight"].update(dtype="float64"), "60 bytes for 15 elements"),
+    "a huge shape": (lambda m: m["model"]["0.weight"].update(shape=[1 << 61, 5]), "has 15 elements"),
+    "a number of 400 digits": (lambda m: m["model"]["0.weight"].update(shape=[10**400, 5]), "no number of anything"),
+    "a negative shape": (lambda m: m["model"]["0.weight"].update(shape=[-3, -5]), "no number of anything"),
+    "a shape of fractions": (lambda m: m["model"]["0.weight"].update(shape=[3.0, 5]), "no number of anything"),
+    "a shape of truths": (lambda m: m["model"]["0.weight"].update(shape=[True, 15]), "no number of anything"),
+    "a thousand dimensions": (lambda m: m["model"]["0.weight"].update(shape=[1] * 1000), "1000 dimensions"),
+    "elements missing": (lambda m: m["model"]["0.weight"].update(chunks=[]), "has 0 elements"),
+    "elements twice": (lambda m: m["model"]["0.weight"]["chunks"].append(chunk_of(m)), "has 30 elements"),
+    "the same memory": (grown, "elements"),
+    "two in one place": (lambda m: chunk_of(m).__setitem__(3, chunk_of(m, "1.weight")[3]), "is in two chunks"),
+    "outside of the shape": (set_chunk(0, [1, 0]), "has a chunk at"),
+    "of other bytes": (set_chunk(4, 1 << 40), "bytes for 15 elements"),
+    "behind the file's end": (set_chunk(3, 1 << 40), "is said to lie at byte"),
+    "between alignments": (set_chunk(3, 65), "is said to lie at byte"),
+    "in no file": (set_chunk(2, "rank-00001.bin"), "is said to lie at byte"),
+    "in a list": (set_chunk(2, ["rank-00000.bin"]), "TypeError"),
+    "above the folder": (rename("../rank-00000.bin"), "which no rank writes"),
+    "an absolute path": (rename("/etc/passwd"), "which no rank writes"),
+    "a name with a line break": (rename("rank-00000.bin\n"), "which no rank writes"),
+    "a name of other digits": (rename("rank-\u0660\u0660\u0660\u0660\u0660.bin"), "which no rank writes"),
+    "another file": (rename("rank-00001.bin"), "not those of 'COMMITTED'"),
+    "too few digests": (lambda m: m["files"]["rank-00000.bin"].update(xxh3_128=[]), "has 0 digests"),
+    "digests that are none": (lambda m: m["files"]["rank-00000.bin"].update(xxh3_128=["x" * 32]), "has 1 digests"),
+    "a strange alias": (lambda m: m["aliases"].update({"a": "nowhere"}), "'a' is said to be 'nowhere'"),
+    "no values": (lambda m: m.update(extra=[3]), "a value is no object"),
+    "a number for values": (lambda m: m.update(extra=3), "extra is no object"),
+    "a caster of none": (lambda m: m.update(precision={"0": 3}), "precision is no object"),
+    "an unknown tag": (lambda m: m["extra"].update(x={"$call": ["os.system", "true"]}), "'call', which this polyshard"),
+    "two tags": (lambda m: m["extra"].update(x={"$list": [], "$tuple": []}), "several tags"),
+    "a pickle in a tag": (lambda m: m["extra"].update(x={"$bytes": 3}), "bytes is no text"),
+    "no base64": (lambda m: m["extra"].update(x={"$bytes": "§"}), "ValueError|Error"),
+    "a dtype of torch's": (lambda m: m["extra"].update(x={"$dtype": "load"}), "KeyError"),
+    "a scalar of objects": (
+        lambda m: m["extra"].update(x={"$scalar": ["object", "AAAAAAAAAAA="]}),
+        "scalar of 'object'",
+    ),
+    "a device of none": (lambda m: m["extra"].update(x={"$device": "nowhere:1"}), "the device"),
+    "a list for a key": (lambda m: m["extra"].update(x={"$dict": [[{"$list": []}, 1]]}), "TypeError"),
+    "a year of none": (lambda m: m["extra"].update(x={"$date": "99999-99-99"}), "ValueError"),
+    "a huge duration": (lambda m: m["extra"].update(x={"$timedelta": [10**30, 0, 0]}), "OverflowError"),
+    "a tensor in a number": (lambda m: m["extra"].update(x={"$tensor": {"$tensor": 1}}), "KeyError"),
+    "groups that are none": (lambda m: m["optimizer"].update(groups={"0": {}}), "groups is no list"),
+    "a group without names": (lambda m: m["optimizer"]["groups"][0].pop("params"), "KeyError"),
+    "names that are numbers": (
+        lambda m: m["optimizer"]["groups"][0].update(params={"$list": [0]}),
+        "params is no text",
+    ),
+    "a class that is none": (lambda m: m["optimizer"].update(kind={"module": 3, "class": "AdamW"}), "kind is no text"),
+    "no classes": (lambda m: m["optimizer"].update(kind=[]), "kind is empty"),
+    "a tensor in state": (
+        lambda m: m["optimizer"]["state"]["0.weight"].update(
+            x={"$list": [m["optimizer"]["state"]["0.weight"]["step"]]}
+        ),
+        "a tensor where none can be",
+    ),
+    "a format of none": (lambda m: m.update(format=[3]), "it is of format"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_manifest_that_cannot_be_is_refused(name: str, directory: Path) -> None:
+    change, words = HOSTILE[name]
+    reseal(directory, change)
+    refused(directory, f"'manifest.json' cannot be what was written .*({words})")
+
+
+RAW: dict[str, tuple[bytes, str]] = {
+    "nothing": (b"", "cannot be what was written"),
+    "no text": (b"\xff\xfe\x00", "cannot be what was written"),
+    "a pickle": (pickle.dumps({"a": 1}), "cannot be what was written"),
+    "deep": (b"[" * 100_000, "nested too deeply"),
+    "deep objects": (b'{"a":' * 100_000, "nested too deeply"),
+    "not a number": (b'{"format":NaN}', "the number NaN"),
+    "twice": (b'{"format":3,"format":3}', "a name twice"),
+    "a long number": (b'{"format":' + b"9" * 5000 + b"}", "cannot be what was written"),
+    "a list": (b"[]", "the manifest is no object"),
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_a_manifest_that_is_none_is_refused(name: str, directory: Path) -> None:
+    content, words = RAW[name]
+    reseal(directory, content)
+    refused(directory, f"'manifest.json' .*{words}")
+
+
+def test_values_that_are_nested_deeply_are_refused(directory: Path) -> None:
+    def change(manifest: dict[str, Any]) -> None:
+        value: Any = 1
+        for _ in range(150):
+            value = {"$list": [value]}
+        manifest["extra"]["x"] = value
+
+    reseal(directory, change)
+    refused(directory, "'manifest.json' .*nested too deeply")
+
+
+MARKERS: dict[str, tuple[Change, str]] = {
+    "a path": (lambda m: m["files"].update({"../x": 1}), "which is none of the directory"),
+    "a negative size": (lambda m: m["files"].update({"manifest.json": -1}), "no number of anything"),
+    "sizes in a list": (lambda m: m.update(files=[1]), "files is no object"),
+    "a text for a number": (lambda m: m.update(step="1"), "step is no number"),
+    "no manifest": (lambda m: m.pop("manifest"), "KeyError"),
+    "no identity": (lambda m: m.update(identity=None), "identity is no text"),
+    "half complete": (lambda m: m.update(complete=1), "neither true nor false"),
+    "a format that is none": (lambda m: m.update(format=None), "format is no number"),
+}
+
+
+@pytest.mark.parametrize("name", MARKERS)
+def test_a_marker_that_cannot_be_is_refused(name: str, directory: Path) -> None:
+    change, words = MARKERS[name]
+    remark(directory, change)
+    refused(directory, f"'COMMITTED' cannot be what was written .*{words}")
+
+
+@pytest.mark.parametrize("number", [0, 2, 4])
+def test_another_format_is_refused_by_number(directory: Path, number: int) -> None:
+    remark(directory, lambda marker: marker.update(format=number))
+    model, optimizer = alone(1)
+    for call in (checkpoint.verify, checkpoint.read, lambda path: checkpoint.load(path, model, optimizer)):
+        with pytest.raises(StateError, match=f"has format {number}, but this polyshard reads format 3"):
+            call(directory)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", ["rank-00000.bin", "manifest.json", "COMMITTED"])
+def test_links_and_pipes_are_not_followed(name: str, directory: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (directory / name).rename(elsewhere)
+    (directory / name).symlink_to(elsewhere)
+    refused(directory, f"'{name}' is a link, and must be a file")
+    (directory / name).unlink()
+    os.mkfifo(directory / name)
+    refused(directory, f"'{name}' is no file")
+    (directory / name).unlink()
+    (directory / name).mkdir()
+    refused(directory, f"'{name}' is no file")
+
+
+def test_sizes_are_compared_before_memory_is_asked_for(directory: Path) -> None:
+    size = 1 << 50
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["files"]["rank-00000.bin"].update(size=size)
+
+    reseal(directory, change)
+    remark(directory, lambda marker: marker["files"].update({"rank-00000.bin": size}))
+    refused(directory, "rank-00000.bin")
+    # A sparse file of that size could be there.
+    reseal(directory, lambda manifest: manifest["model"]["0.weight"].update(shape=[1 << 45, 5]))
+    refused(directory, "rank-00000.bin|0.weight")
+
+
+class Planted:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_planted_pickle_does_not_run(directory: Path, tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    planted = pickle.dumps(Planted(ran))
+    pickle.loads(planted)
+    ran.rmdir()
+    model, optimizer = alone(1)
+    for name in ("rank-00000.bin", "manifest.json", "COMMITTED", ".metadata", "extra.pt", "__0_0.distcp"):
+        there = (directory / name).exists()
+        before = (directory / name).read_bytes() if there else b""
+        for content in (planted, planted.ljust(len(before), b"\0"), written(planted.hex())):
+            (directory / name).write_bytes(content)
+            for call in (checkpoint.verify, checkpoint.read, lambda path: checkpoint.load(path, model, optimizer)):
+                if there:
+                    with pytest.raises(CheckpointDamagedError, match=f"'{name}'"):
+                        call(directory)  # type: ignore[operator]
+                else:
+                    call(directory)  # type: ignore[operator]
+        if there:
+            (directory / name).write_bytes(before)
+    reseal(directory, planted)
+    refused(directory, "'manifest.json'")
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize(("name", "fits"), [("AdamW", True), ("Some", False)])
+def test_a_forged_class_of_an_optimizer_is_compared_and_not_imported(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fits: bool
+) -> None:
+    mark = tmp_path / "imported"
+    (tmp_path / "planted_optimizer.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass {name}: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    forged = {"module": "planted_optimizer", "class": name}
+    reseal(directory, lambda manifest: manifest["optimizer"]["kind"].update(forged))
+    checkpoint.verify(directory)
+    checkpoint.read(directory)
+    model, optimizer = alone(1)
+    before = values(model)
+    if fits:
+        # Classes move between versions of torch: the name alone decides.
+        checkpoint.load(directory, model, optimizer)
+    else:
+        with pytest.raises((StateError, ConfigError), match=name):
+            checkpoint.load(directory, model, optimizer)
+        assert all(torch.equal(value, before[key]) for key, value in values(model).items())
+    checkpoint.load(directory, model)
+    assert not mark.exists()
+
+
+@pytest.fixture
+def small_files() -> Iterator[Callable[[int], None]]:
+    """Sets how large a file of this process may get: what is written beyond is EFBIG."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_write_that_fails_names_its_file_and_leaves_nothing(
+    tmp_path: Path, small_files: Callable[[int], None]
+) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    torch.manual_seed(0)
+    model = nn.Linear(1500, 1000)
+    config = polyshard.ShardConfig(collectives={"name": "fake", "world_size": 1}, strategy="no_shard")
+    polyshard.shard(model, config)
+    for limit in (512, 4096, 5 << 20):
+        small_files(limit)
+        with pytest.raises(OSError, match=r"File too large.*rank-00000\.bin"):
+            checkpoint.save(tmp_path, 1, model)
+        with pytest.raises(OSError, match=r"File too large.*rank-00000\.bin"):
+            checkpoint.async_save(tmp_path, 1, model).result(20)
+        assert [path.name for path in tmp_path.iterdir()] == [".job-lock"]
+    small_files(1 << 30)
+    checkpoint.verify(checkpoint.save(tmp_path, 1, model))

@@ -1,0 +1,203 @@
+"""A folder of checkpoints belongs to one job at a time."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import polyshard
+import pytest
+from polyshard import checkpoint
+from polyshard.checkpoint.folder import attempt_in
+from polyshard.checkpoint.manifest import Marker
+from polyshard.errors import ConfigError
+from torch import nn
+
+#: Saves, says so, and waits to be ended.
+OTHER = """
+import sys, time, polyshard
+from polyshard import checkpoint
+from torch import nn
+model = polyshard.shard(nn.Linear(3, 3), polyshard.ShardConfig(collectives="fake", strategy="no_shard"))
+checkpoint.save(sys.argv[1], int(sys.argv[2]), model)
+print("saved", flush=True)
+time.sleep(60)
+"""
+
+
+def sharded() -> nn.Module:
+    return polyshard.shard(nn.Linear(3, 3), polyshard.ShardConfig(collectives="fake", strategy="no_shard"))
+
+
+def start(root: Path, step: int) -> subprocess.Popen[str]:
+    other = subprocess.Popen([sys.executable, "-c", OTHER, str(root), str(step)], stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    assert other.stdout.readline() == "saved\n"
+    return other
+
+
+def test_another_jobs_folder_is_refused_until_that_job_ends_however_it_does(tmp_path: Path) -> None:
+    model = sharded()
+    with start(tmp_path, 1) as other:
+        for save in (checkpoint.save, checkpoint.async_save):
+            with pytest.raises(ConfigError, match=rf"process {other.pid} on '{socket.gethostname()}', since 20\d\d-"):
+                save(tmp_path, 2, model)
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".job-lock", "step-00000001"]
+        # Reading is anybody's.
+        newest = checkpoint.latest(tmp_path, verify=True)
+        assert newest is not None
+        checkpoint.load(newest, model)
+        other.kill()
+    assert checkpoint.save(tmp_path, 2, model).name == "step-00000002"
+
+
+def test_models_of_one_process_are_one_job(tmp_path: Path) -> None:
+    one, other = sharded(), sharded()
+    checkpoint.save(tmp_path, 1, one)
+    directory = checkpoint.latest(tmp_path)
+    assert directory is not None
+    checkpoint.load(directory, other)
+    assert checkpoint.save(tmp_path, 2, other).name == "step-00000002"
+
+
+def test_a_closed_model_gives_its_folder_back(tmp_path: Path) -> None:
+    model = sharded()
+    checkpoint.save(tmp_path, 1, model)
+    polyshard.close(model)
+    with start(tmp_path / "..", 7) as other:
+        other.kill()
+    held = (tmp_path / ".job-lock").read_text()
+    assert json.loads(held)["process"][1] == os.getpid()
+    taken = subprocess.run(
+        [sys.executable, "-c", "import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)",
+         str(tmp_path / ".job-lock")], check=False,
+    )  # fmt: skip
+    assert taken.returncode == 0
+
+
+def test_a_forked_child_does_not_keep_the_folder(tmp_path: Path) -> None:
+    """A loader's workers outlive a killed parent by seconds, in which the job may be started again."""
+    model = sharded()
+    checkpoint.save(tmp_path, 1, model)
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+    child.start()
+    try:
+        polyshard.close(model)
+        with start(tmp_path, 2) as other:
+            other.kill()
+    finally:
+        child.kill()
+        child.join()
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80", b"[]", b"[" * 4000, b'{"process": [1, 2], "since": -1}'])
+def test_a_lock_that_says_nothing_is_refused_all_the_same(tmp_path: Path, content: bytes) -> None:
+    model = sharded()
+    with start(tmp_path, 1) as other:
+        (tmp_path / ".job-lock").write_bytes(content)
+        with pytest.raises(ConfigError, match="Another job saves into"):
+            checkpoint.save(tmp_path, 2, model)
+        other.kill()
+
+
+def test_a_link_in_the_locks_place_is_not_followed(tmp_path: Path) -> None:
+    target = tmp_path / "precious"
+    target.write_text("mine")
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / ".job-lock").symlink_to(target)
+    with pytest.raises(OSError, match=r"\.job-lock"):
+        checkpoint.save(tmp_path / "saved", 1, sharded())
+    assert target.read_text() == "mine"
+
+
+@pytest.mark.parametrize("what", ["lock", "folder"])
+def test_a_job_whose_lock_was_removed_learns_at_its_next_save_that_another_has_the_folder(
+    tmp_path: Path, what: str
+) -> None:
+    root = tmp_path / "saved"
+    model = sharded()
+    checkpoint.save(root, 1, model)
+    if what == "lock":
+        (root / ".job-lock").unlink()
+    else:
+        shutil.rmtree(root)
+    other = subprocess.Popen([sys.executable, "-c", HOLDS, str(root)], stdout=subprocess.PIPE, text=True)
+    with other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        for save in (checkpoint.save, checkpoint.async_save):
+            with pytest.raises(ConfigError, match=rf"Another job saves into .*: process {other.pid} on"):
+                save(root, 2, model)
+        assert {path.name for path in root.iterdir()} - {"step-00000001"} == {".job-lock"}
+        other.kill()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert checkpoint.save(root, 2, model).name == "step-00000002"
+    # Whoever removed the whole folder has begun a new one.
+    told = ["was removed while this job saves there" in str(each.message) for each in caught]
+    assert told == ([True] if what == "lock" else [])
+
+
+#: Claims a folder as a save does that has not committed anything yet.
+HOLDS = """
+import sys, time
+from pathlib import Path
+from polyshard.checkpoint.folder import JobLock
+Path(sys.argv[1]).mkdir(exist_ok=True)
+lock = JobLock(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_lock_that_was_removed_is_made_anew_with_a_warning(tmp_path: Path) -> None:
+    model = sharded()
+    checkpoint.save(tmp_path, 1, model)
+    (tmp_path / ".job-lock").unlink()
+    with pytest.warns(UserWarning, match=r"\.job-lock was removed while this job saves there"):
+        checkpoint.save(tmp_path, 2, model)
+    checkpoint.save(tmp_path, 3, model)
+    assert json.loads((tmp_path / ".job-lock").read_text())["process"][1] == os.getpid()
+
+
+def test_a_model_keeps_the_folder_when_another_of_its_process_is_closed(tmp_path: Path) -> None:
+    one, other = sharded(), sharded()
+    checkpoint.save(tmp_path, 1, one)
+    directory = checkpoint.latest(tmp_path)
+    assert directory is not None
+    checkpoint.load(directory, other)
+    checkpoint.save(tmp_path, 2, other)
+    polyshard.close(one)
+    checkpoint.save(tmp_path, 3, other)
+    taken = subprocess.run(
+        [sys.executable, "-c", "import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)",
+         str(tmp_path / ".job-lock")], check=False, capture_output=True,
+    )  # fmt: skip
+    assert taken.returncode == 1
+
+
+def test_a_checkpoint_that_is_in_the_way_is_not_moved(tmp_path: Path) -> None:
+    """Whoever is killed while it has another name would leave it as what a save left that did not end."""
+    directory = checkpoint.save(tmp_path, 1, sharded())
+    before = directory.stat()
+    with attempt_in(tmp_path) as attempt, pytest.raises(ConfigError, match="is committed already"):
+        attempt.commit(directory, Marker.read(directory))
+    after = directory.stat()
+    assert (before.st_ino, before.st_ctime_ns) == (after.st_ino, after.st_ctime_ns)
+    checkpoint.verify(directory)
+
+
+def test_what_a_save_left_at_the_name_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001" / "deep").mkdir(parents=True)
+    (tmp_path / "step-00000001" / "deep" / "file").write_text("left")
+    directory = checkpoint.save(tmp_path, 1, sharded())
+    assert sorted(path.name for path in directory.iterdir()) == ["COMMITTED", "manifest.json", "rank-00000.bin"]
+    checkpoint.verify(directory)

@@ -1,0 +1,261 @@
+"""Training that is saved, resumed, saved and resumed again is the training that never stopped, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, train_reference, units_of
+from polyshard import checkpoint, flat_parameters, unsharded
+from polyshard_backends.threaded import ThreadedWorld
+from torch import nn
+
+Make = Callable[[Any], torch.optim.Optimizer]
+Choose = Callable[[nn.Module], Any]
+Values = dict[str, torch.Tensor]
+
+TURNS = 12
+STOPS = (4, 8)
+
+#: Every optimizer of torch.optim that takes one-dimensional pieces of parameters, and the settings that give it more
+#: state or another kernel.
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True, fused=True),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, lr_decay=0.1),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.05, lambd=0.1, t0=5.0),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
+}
+#: What these compute for one element depends on others, or jumps where a gradient changes its sign.
+NOT_LIKE_UNSHARDED = frozenset({"Adafactor", "Rprop"})
+RANKS = {
+    "full_shard": ("2", "3", "5"),
+    "shard_grad_op": ("2", "3", "5"),
+    "no_shard": ("2", "3", "5"),
+    "hybrid_shard": ("2 x 2", "2 x 3"),
+    "hybrid_shard_zero2": ("2 x 2", "2 x 3"),
+}
+
+
+def sharding_of(strategy: str, ranks: str) -> tuple[int, dict[str, Any]]:
+    sizes = [int(size) for size in ranks.split(" x ")]
+    return math.prod(sizes), {"strategy": strategy} | ({"shard_size": sizes[1]} if sizes[1:] else {})
+
+
+SHARDINGS = {f"{strategy} {each}": sharding_of(strategy, each) for strategy, ranks in RANKS.items() for each in ranks}
+#: Of most trainings; these under every strategy, each other one whole and under one that cuts.
+USUAL = frozenset({"SGD", "AdamW"})
+CUTTING = [strategy for strategy in RANKS if strategy != "no_shard"]
+RESUMED = [
+    (name, f"{strategy} {RANKS[strategy][number % len(RANKS[strategy])]}")
+    for number, name in enumerate(OPTIMIZERS)
+    for strategy in RANKS
+    if strategy == "no_shard"
+    or name in USUAL
+    # It looks at whole matrices, and is refused over pieces of them.
+    or (strategy == CUTTING[number % len(CUTTING)] and name != "Adafactor")
+]
+
+
+def own(model: nn.Module) -> Any:
+    return model.parameters()
+
+
+def net(seed: int = 0) -> nn.Module:
+    return seeded(lambda: Net(blocks=2), seed)
+
+
+def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+    loss = model(draw(4, 3, turn=turn, rank=rank)).square().mean()
+    loss.backward()
+    return [loss.detach()]
+
+
+def whole(model: nn.Module) -> Values:
+    with unsharded(model):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Values:
+    """The state of each tensor of which this rank has elements."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.numel()]
+    return {
+        f"{names.get(id(parameter), f'flat {index}')}.{key}": torch.as_tensor(value).clone()
+        for index, parameter in enumerate(held)
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
+def run(
+    rank: int, world: ThreadedWorld, folder: Path | None, make: Make, choose: Choose, settings: dict[str, Any]
+) -> tuple[Values, Values]:
+    """Train ``TURNS`` steps; with a ``folder`` all is thrown away at ``STOPS``, and taken up from there."""
+    model = sharded_copy(net(), rank, world, policy=units_of(Block), **settings)
+    optimizer = make(choose(model))
+    for turn in range(TURNS):
+        if folder is not None and turn in STOPS:
+            directory = checkpoint.save(folder, turn, model, optimizer)
+            model = sharded_copy(net(seed=turn), rank, world, policy=units_of(Block), **settings)
+            optimizer = make(choose(model))
+            checkpoint.load(directory, model, optimizer)
+        step(model, turn, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(model), state_of(model, optimizer)
+
+
+@functools.cache
+def unsharded_values(name: str, ranks: int) -> Values:
+    """What training without shards ends with, which several strategies are compared with."""
+    return train_reference(net(), step, ranks, TURNS, lambda model: OPTIMIZERS[name](model.parameters())).parameters
+
+
+def differing(one: Values, other: Values) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def assert_bit_equal(folder: Path, make: Make, choose: Choose, ranks: int, settings: dict[str, Any]) -> Values:
+    straight = on_ranks(ranks, lambda rank, world: run(rank, world, None, make, choose, settings))
+    resumed = on_ranks(ranks, lambda rank, world: run(rank, world, folder, make, choose, settings))
+    for (values, state), (expected, expected_state) in zip(resumed, straight, strict=True):
+        assert differing(state, expected_state) == []
+        assert differing(values, expected) == []
+    return resumed[0][0]
+
+
+#: A few quick ones; the others are marked as slow.
+QUICK = frozenset({case for case in RESUMED if case[0] == "AdamW"} | {("SGD", "full_shard 2")})
+
+
+@pytest.mark.parametrize(
+    ("name", "sharding"),
+    [
+        pytest.param(name, sharding, marks=() if (name, sharding) in QUICK else pytest.mark.slow)
+        for name, sharding in RESUMED
+    ],
+)
+def test_resuming_twice_is_not_stopping(tmp_path: Path, name: str, sharding: str) -> None:
+    ranks, settings = SHARDINGS[sharding]
+    values = assert_bit_equal(tmp_path, OPTIMIZERS[name], own, ranks, settings)
+    if name not in NOT_LIKE_UNSHARDED:
+        torch.testing.assert_close(values, unsharded_values(name, ranks), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("name", "sharding"),
+    [
+        pytest.param(name, sharding, marks=() if (name, sharding) in QUICK else pytest.mark.slow)
+        for name in ("AdamW", "NAdam", "Adagrad", "SGD")
+        for sharding in ("full_shard 2", "shard_grad_op 3", "no_shard 2", "hybrid_shard 2 x 2")
+    ],
+)
+def test_flat_parameters_resume_twice_as_well(tmp_path: Path, name: str, sharding: str) -> None:
+    assert_bit_equal(tmp_path, OPTIMIZERS[name], flat_parameters, *SHARDINGS[sharding])
+
+
+@pytest.mark.parametrize("choices", [(own, own, own), (own, flat_parameters, own)], ids=["own", "flat between"])
+@pytest.mark.parametrize(
+    "name", ["AdamW", *(pytest.param(name, marks=pytest.mark.slow) for name in ("NAdam", "RAdam", "Adagrad", "ASGD"))]
+)
+def test_every_leg_may_be_sharded_otherwise(tmp_path: Path, name: str, choices: tuple[Choose, ...]) -> None:
+    legs = (SHARDINGS["full_shard 5"], SHARDINGS["hybrid_shard 2 x 2"], (3, {"strategy": "no_shard"}))
+    make, ends = OPTIMIZERS[name], (*STOPS, TURNS)
+
+    def same_on_all(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        return step(model, turn, 0)
+
+    def leg(rank: int, world: ThreadedWorld, index: int) -> Values:
+        model = sharded_copy(net(seed=index), rank, world, policy=units_of(Block), **legs[index][1])
+        optimizer = make(choices[index](model))
+        begin = 0
+        if index:
+            begin = STOPS[index - 1]
+            checkpoint.load(tmp_path / f"step-{begin:08d}", model, optimizer)
+        for turn in range(begin, ends[index]):
+            same_on_all(model, turn, rank)
+            optimizer.step()
+            optimizer.zero_grad()
+        checkpoint.save(tmp_path, ends[index], model, optimizer)
+        return whole(model)
+
+    for index, (ranks, _) in enumerate(legs):
+        results = on_ranks(ranks, lambda rank, world, index=index: leg(rank, world, index))  # type: ignore[misc]
+    reference = train_reference(net(), same_on_all, 1, TURNS, lambda model: make(model.parameters()))
+    torch.testing.assert_close(results[0], reference.parameters, rtol=1e-8, atol=1e-8)
+
+
+class Counter(torch.optim.SGD):
+    """Keeps a number that is no tensor, of each parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["count"] = self.state[parameter].get("count", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("sharding", ["full_shard 3", "no_shard 2", "hybrid_shard 2 x 2"])
+def test_numbers_that_are_no_tensors_come_from_ranks_that_count(tmp_path: Path, sharding: str) -> None:
+    ranks, settings = SHARDINGS[sharding]
+
+    def on_rank(rank: int, world: ThreadedWorld) -> set[int]:
+        _, state = run(rank, world, tmp_path, lambda p: Counter(p, lr=0.01), own, settings)
+        return {int(value) for key, value in state.items() if key.endswith(".count")}
+
+    assert on_ranks(ranks, on_rank) == [{TURNS}] * ranks
+
+
+def test_a_rank_without_elements_is_given_no_state(tmp_path: Path) -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[int, int]:
+        for turn in range(2):
+            model = sharded_copy(net(), rank, world, policy=units_of(Block))
+            optimizer = OPTIMIZERS["AdamW"](own(model))
+            if turn:
+                checkpoint.load(tmp_path / "step-00000001", model, optimizer)
+            else:
+                step(model, 0, rank)
+                optimizer.step()
+                checkpoint.save(tmp_path, 1, model, optimizer)
+        assert all(parameter.numel() for parameter in optimizer.state)
+        return len(optimizer.state), sum(1 for parameter in model.parameters() if parameter.numel())
+
+    counts = on_ranks(5, on_rank)
+    assert all(have == held for have, held in counts)
+    assert sum(held for _, held in counts) > 0
+
+
+def test_numbers_of_steps_may_differ_between_parameters_of_a_unit(tmp_path: Path) -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, float]:
+        model = sharded_copy(net(), rank, world, policy=units_of(Block))
+        optimizer = OPTIMIZERS["AdamW"](own(model))
+        for turn in range(2):
+            step(model, turn, rank)
+            optimizer.step()
+        # As of a parameter that was frozen for a while.
+        if model.blocks[0].up.bias.numel():
+            optimizer.state[model.blocks[0].up.bias]["step"].fill_(1.0)
+        directory = checkpoint.save(tmp_path, 2, model, optimizer)
+        fresh = OPTIMIZERS["AdamW"](own(model))
+        checkpoint.load(directory, model, fresh)
+        return {name: float(fresh.state[each]["step"]) for name, each in model.named_parameters() if each.numel()}
+
+    for found in on_ranks(2, on_rank):
+        assert all(step == (1.0 if name == "blocks.0.up.bias" else 2.0) for name, step in found.items())

@@ -1,0 +1,454 @@
+"""Small neighbouring units travel together: how many at once, in which order, and that no number changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from parity import (
+    Block,
+    Net,
+    accumulating_step,
+    adam,
+    assert_parity,
+    draw,
+    on_ranks,
+    root_of,
+    seeded,
+    sgd,
+    sharded_copy,
+    square_step,
+    train_reference,
+    units_of,
+)
+from polyshard.interfaces import Observer, PluginContext, UnitSpec, Work
+from polyshard.runtime.order import batch_ends
+from polyshard_backends.fake import FakeCollectives
+from polyshard_backends.threaded import ThreadedWorld
+from torch import nn
+
+BLOCKS = {"policy": units_of(Block)}
+#: 5 * 7 + 7 + 7 * 5 float64 elements; shards are padded, so that a buffer takes a little more.
+BLOCK_NBYTES = 77 * 8
+
+
+def pairs(blocks: int = 2) -> int:
+    """Bytes that let this many blocks travel together, and no more, whatever the padding."""
+    return (blocks + 1) * BLOCK_NBYTES - 1
+
+
+@given(st.lists(st.integers(0, 40), max_size=30), st.integers(0, 100))
+def test_batches_are_the_longest_runs_that_fit(sizes: list[int], limit: int) -> None:
+    ends = batch_ends(sizes, limit)
+    assert len(ends) == len(sizes)
+    start = 0
+    while start < len(sizes):
+        end = ends[start]
+        assert ends[start:end] == [end] * (end - start)
+        assert end == start + 1 or sum(sizes[start:end]) <= limit
+        assert end - start <= 16
+        if end < len(sizes):
+            assert end - start == 16 or sum(sizes[start : end + 1]) > limit
+        start = end
+
+
+def test_batches_have_sixteen_units_at_most() -> None:
+    ends = batch_ends([1] * 40, 1000)
+    assert list(dict.fromkeys(ends)) == [16, 32, 40]
+
+
+def fake() -> FakeCollectives:
+    return FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
+
+
+def batches_of_a_step(blocks: int, **settings: Any) -> tuple[list[int], list[int], int]:
+    """How many gathers each batch of the second forward and of its backward had, and all gathers of that step."""
+    model, collectives = seeded(lambda: Net(blocks)), fake()
+    polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, **BLOCKS, **settings))
+    square_step(model, 0, 0)
+    collectives.calls.clear()
+    collectives.batches.clear()
+    loss = model(draw(4, 3)).square().mean()
+    forward = list(collectives.batches)
+    collectives.batches.clear()
+    loss.backward()
+    gathers = sum(call.operation == "all_gather" for call in collectives.calls)
+    return forward, list(collectives.batches), gathers
+
+
+def test_twenty_four_small_blocks_are_gathered_by_six_communications() -> None:
+    # 24 blocks in forward and in backward, the root once. The root's own gather is not prefetched.
+    assert batches_of_a_step(24, batch_nbytes=pairs(4)) == ([4] * 6, [4] * 6, 49)
+
+
+@pytest.mark.parametrize(
+    ("batch_nbytes", "batches"),
+    [(0, []), (BLOCK_NBYTES, []), (pairs(2), [2, 2, 2]), (pairs(3), [3, 3]), (pairs(4), [4, 3]), ("16 MiB", [7])],
+)
+def test_a_batch_holds_as_many_units_as_fit(batch_nbytes: int | str, batches: list[int]) -> None:
+    # What is left over, one block of seven, travels by itself, which is no batch.
+    assert batches_of_a_step(7, batch_nbytes=batch_nbytes) == (batches, batches, 15)
+
+
+def test_nothing_is_batched_that_is_not_prefetched() -> None:
+    settings = {"batch_nbytes": "16 MiB", "forward_prefetch": 0, "backward_prefetch": 0}
+    assert batches_of_a_step(7, **settings) == ([], [], 15)
+
+
+def test_by_default_small_units_travel_together_and_large_ones_do_not() -> None:
+    class Sizes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            # 4 MiB each but for the fifth, 129 MiB.
+            widths = [1024, 1024, 1024, 1024, 5824, 1024, 1024, 1024]
+            self.scale = nn.Parameter(torch.ones(1))
+            self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for width in widths)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x + layer(x.new_ones(layer.in_features)).sum() * self.scale
+            return x
+
+    collectives = fake()
+    model = polyshard.shard(Sizes(), polyshard.ShardConfig(collectives=collectives, policy=units_of(nn.Linear)))
+    with torch.no_grad():
+        model(torch.ones(2))
+        assert not collectives.batches
+        model(torch.ones(2))
+    assert list(collectives.batches) == [4, 3]
+
+
+class Log:
+    """Writes down what units do, and counts what is gathered."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.nbytes: dict[str, int] = {}
+        self.gathered: set[str] = set()
+        self.peak = 0
+
+    @polyshard.hookimpl
+    def after_shard(self, model: nn.Module) -> None:
+        self.nbytes = {unit.spec.name: unit.gathered_nbytes for unit in root_of(model).units}
+
+    @polyshard.hookimpl
+    def make_observer(self, unit: UnitSpec) -> Observer:
+        return self
+
+    def unshard(self, unit: UnitSpec) -> None:
+        self.gathered.add(unit.name)
+        self.peak = max(self.peak, sum(self.nbytes[name] for name in self.gathered))
+        self._note("unshard", unit)
+
+    def unsharded(self, unit: UnitSpec) -> None:
+        assert unit.name in self.gathered
+        self._note("unsharded", unit)
+
+    def compute(self, unit: UnitSpec, backward: bool) -> None:
+        self._note("backward" if backward else "forward", unit)
+
+    def computed(self, unit: UnitSpec, backward: bool) -> None: ...
+
+    def wait(self, unit: UnitSpec) -> None: ...
+
+    def waited(self, unit: UnitSpec) -> None: ...
+
+    def reduce(self, unit: UnitSpec) -> None:
+        self._note("reduce", unit)
+
+    def reduced(self, unit: UnitSpec) -> None: ...
+
+    def reshard(self, unit: UnitSpec) -> None:
+        self.gathered.remove(unit.name)
+        self._note("reshard", unit)
+
+    def take(self) -> list[str]:
+        events, self.events = self.events, []
+        return events
+
+    def _note(self, event: str, unit: UnitSpec) -> None:
+        self.events.append(f"{event} {unit.name.removeprefix('blocks.') or 'root'}")
+
+
+def watched(rank: int, world: ThreadedWorld, blocks: int, **settings: Any) -> tuple[nn.Module, Log]:
+    log = Log()
+    model = sharded_copy(seeded(lambda: Net(blocks)), rank, world, listeners=[log], **BLOCKS, **settings)
+    return model, log
+
+
+FORWARD = """
+    unshard root, unsharded root, forward root, unshard 0, unshard 1,
+    unsharded 0, unsharded 1, forward 0, unshard 2, unshard 3, reshard 0, forward 1, reshard 1,
+    unsharded 2, unsharded 3, forward 2, unshard 4, reshard 2, forward 3, reshard 3,
+    unsharded 4, forward 4, reshard 4
+"""
+BACKWARD = """
+    backward root, unshard 4, unshard 3,
+    unsharded 4, unsharded 3, backward 4, unshard 2, unshard 1, reshard 4, backward 3, reshard 3, reduce 4, reduce 3,
+    unsharded 2, unsharded 1, backward 2, unshard 0, reshard 2, backward 1, reshard 1, reduce 2, reduce 1,
+    unsharded 0, backward 0, reshard 0,
+    reshard root, reduce 0, reduce root
+"""
+
+
+def listed(text: str) -> list[str]:
+    return [event.strip() for event in text.split(",")]
+
+
+def test_a_batch_is_issued_when_the_one_before_is_entered_and_arrives_as_one() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model, log = watched(rank, world, 5, batch_nbytes=pairs(2))
+        square_step(model, 0, rank)
+        for turn in range(1, 3):
+            log.take()
+            loss = model(draw(4, 3, turn=turn, rank=rank)).square().mean()
+            assert log.take() == listed(FORWARD)
+            loss.backward()
+            assert log.take() == listed(BACKWARD)
+
+    on_ranks(2, on_rank)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+@pytest.mark.parametrize("together", [1, 2, 3, 8])
+def test_no_more_is_gathered_at_once_than_the_report_says(ahead: int, together: int) -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        settings = {"forward_prefetch": ahead, "backward_prefetch": ahead, "batch_nbytes": pairs(together)}
+        model, log = watched(rank, world, 15, **settings)
+        for turn in range(3):
+            square_step(model, turn, rank)
+        estimate = polyshard.report(model).gathered_nbytes
+        assert log.peak <= estimate
+        assert log.gathered == set()
+        # The estimate is not idle: with eight blocks in one batch, it says at most three blocks too many.
+        assert together < 8 or estimate - log.peak <= 3 * log.nbytes["blocks.0"]
+
+    on_ranks(2, on_rank)
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, points=pytest.mark.slow)])
+@pytest.mark.parametrize("batch_nbytes", [pairs(2), pairs(3)])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "full_shard"},
+        {"strategy": "full_shard", "reshard_after_forward": True, "forward_prefetch": 2},
+        {"strategy": "shard_grad_op"},
+        {"strategy": "full_shard", "offload": "cpu"},
+    ],
+    ids=["full", "released", "grad_op", "offload"],
+)
+def test_training_is_that_of_the_unsharded_model(world_size: int, batch_nbytes: int, settings: dict[str, Any]) -> None:
+    everything = {**BLOCKS, **settings, "batch_nbytes": batch_nbytes}
+    assert_parity(seeded(lambda: Net(7)), world_size=world_size, turns=4, optimizer=adam, settings=everything)
+
+
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
+def test_hybrid_groups_batch_among_themselves(strategy: str) -> None:
+    model = seeded(lambda: Net(5))
+    expected = train_reference(model, square_step, 4, turns=4)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[list[torch.Tensor]]:
+        settings = {"strategy": strategy, "shard_size": 2, "batch_nbytes": pairs(2)}
+        mine = sharded_copy(model, rank, world, **BLOCKS, **settings)
+        optimizer = sgd(mine)
+        observed = []
+        for turn in range(4):
+            observed.append(square_step(mine, turn, rank))
+            optimizer.step()
+            optimizer.zero_grad()
+        with polyshard.unsharded(mine):
+            for name, parameter in mine.named_parameters():
+                torch.testing.assert_close(parameter.detach(), expected.parameters[name], rtol=1e-12, atol=1e-12)
+        return observed
+
+    for rank, observed in enumerate(on_ranks(4, on_rank)):
+        for values, wanted in zip(observed, (turn[rank] for turn in expected.observed), strict=True):
+            torch.testing.assert_close(values, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_units_inside_units_share_batches_with_those_around_them() -> None:
+    settings = {"policy": units_of(Block, nn.Linear), "batch_nbytes": pairs(2)}
+    assert_parity(seeded(lambda: Net(4)), world_size=2, turns=4, optimizer=adam, settings=settings)
+
+
+class Repeats(Net):
+    """The second block runs twice in a row, the first at both ends: each may be in one batch twice."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for index in (0, 1, 1, 2, 3, 0):
+            x = self.blocks[index](x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("together", [2, 3, 8])
+def test_units_used_twice(together: int) -> None:
+    settings = {**BLOCKS, "batch_nbytes": pairs(together)}
+    assert_parity(seeded(lambda: Repeats(4)), world_size=2, turns=4, optimizer=adam, settings=settings)
+
+
+class Skips(Net):
+    """Blocks that a step leaves out, on all ranks alike."""
+
+    def forward(self, x: torch.Tensor, left_out: tuple[int, ...] = ()) -> torch.Tensor:
+        x = self.first(x)
+        for index, block in enumerate(self.blocks):
+            if index not in left_out:
+                x = block(x)
+        return self.last(x)
+
+
+def skipping_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+    loss = model(draw(4, 3, turn=turn, rank=rank), ((), (1,), (1, 2, 5), (0,), ())[turn]).square().mean()
+    loss.backward()
+    return [loss.detach()]
+
+
+@pytest.mark.parametrize("together", [2, 3, 8])
+def test_a_step_that_leaves_out_blocks_of_a_batch(together: int) -> None:
+    settings = {**BLOCKS, "batch_nbytes": pairs(together)}
+    assert_parity(seeded(lambda: Skips(6)), skipping_step, world_size=2, turns=5, settings=settings)
+
+
+def one_rank_without_gradient(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+    """Every rank runs every block; in every other turn, rank 1 uses nothing of them."""
+    output = model(draw(4, 3, turn=turn, rank=rank))
+    loss = output.square().mean() * (0.0 if rank == 1 and turn % 2 else 1.0)
+    loss.backward()
+    return [loss.detach()]
+
+
+def frozen() -> nn.Module:
+    model = Net(6)
+    for index in (1, 2, 4):
+        model.blocks[index].up.requires_grad_(False)
+    model.blocks[3].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("step", [square_step, one_rank_without_gradient])
+def test_frozen_units_beside_trained_ones(step: Any) -> None:
+    settings = {**BLOCKS, "batch_nbytes": pairs(3)}
+    assert_parity(seeded(frozen), step, world_size=3, turns=4, optimizer=adam, settings=settings)
+
+
+def test_accumulation_without_reductions() -> None:
+    settings = {**BLOCKS, "batch_nbytes": pairs(3)}
+    assert_parity(seeded(lambda: Net(6)), accumulating_step, world_size=2, settings=settings)
+
+
+class Fails(Net):
+    """Raises in the middle of a forward, or of a backward, when told to."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(blocks)
+        self.at: str = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if index == 2 and self.at == "forward":
+                raise RuntimeError("told to")
+            if index == 2 and self.at == "backward":
+                x.register_hook(self.fail)
+        return self.last(x)
+
+    def fail(self, gradient: torch.Tensor) -> None:
+        raise RuntimeError("told to")
+
+
+@pytest.mark.parametrize("at", ["forward", "backward"])
+@pytest.mark.parametrize("together", [2, 8])
+def test_after_an_exception_within_a_batch_training_goes_on(at: str, together: int) -> None:
+    model = seeded(lambda: Fails(7))
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        mine = sharded_copy(model, rank, world, **BLOCKS, batch_nbytes=pairs(together))
+        for _ in range(2):
+            mine(draw(4, 3))
+        mine.at = at
+        with pytest.raises(RuntimeError, match="told to"):
+            square_step(mine, 0, rank)
+        mine.at = ""
+        if at == "forward":
+            assert root_of(mine).gathered == ()
+        return square_step(mine, 0, rank)
+
+    expected = train_reference(model, square_step, 2, turns=1).observed[0]
+    for values, wanted in zip(on_ranks(2, on_rank), expected, strict=True):
+        torch.testing.assert_close(values, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_units_of_a_batch_are_cast_on_their_way() -> None:
+    """Compute in bf16: what a block sees is its fp32 parameter, rounded once."""
+    plain = seeded(lambda: Net(6)).float()
+    wanted = {name: value.detach().bfloat16() for name, value in plain.named_parameters()}
+
+    def on_rank(rank: int, world: ThreadedWorld) -> int:
+        mine = sharded_copy(plain, rank, world, **BLOCKS, batch_nbytes=BLOCK_NBYTES, precision="bf16")
+        seen: list[str] = []
+
+        def check(name: str, block: nn.Module) -> None:
+            for each in ("up.weight", "up.bias", "down.weight"):
+                inner, attribute = each.split(".")
+                assert torch.equal(getattr(getattr(block, inner), attribute).detach(), wanted[f"{name}.{each}"])
+            seen.append(name)
+
+        for index, block in enumerate(mine.blocks):
+            block.up.register_forward_pre_hook(lambda *_, name=f"blocks.{index}", block=block: check(name, block))
+        with torch.no_grad():
+            for _ in range(3):
+                mine(draw(4, 3, rank=rank).float())
+        return len(seen)
+
+    assert on_ranks(3, on_rank) == [18] * 3
+
+
+class SlowLink(FakeCollectives):
+    """Gathers that take time on a clock of their own, one after the other. ``now`` is where the program stands."""
+
+    now = free = 0.0
+    #: What one takes, where a block computes for 1.
+    each = 0.5
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
+        super().all_gather(out, shard).wait()
+        self.free = max(self.now, self.free) + self.each
+        return Arrival(self, self.free)
+
+
+class Arrival:
+    def __init__(self, link: SlowLink, at: float) -> None:
+        self.link, self.at = link, at
+
+    def wait(self) -> None:
+        self.link.now = max(self.link.now, self.at)
+
+
+@pytest.mark.parametrize("together", [1, 2, 5, 16])
+def test_compute_waits_for_the_first_batch_of_a_pass_and_for_none_behind_it(together: int) -> None:
+    link = SlowLink(PluginContext("fake", torch.device("cpu")), 0, 4)
+
+    def compute(*_: Any) -> None:
+        link.now += 1
+
+    model = seeded(lambda: Net(24))
+    for block in model.get_submodule("blocks").children():
+        block.register_forward_hook(compute)
+        block.register_full_backward_hook(compute)
+    polyshard.shard(model, polyshard.ShardConfig(collectives=link, batch_nbytes=pairs(together), **BLOCKS))
+    for turn in range(3):
+        begin = link.now = link.free
+        loss = model(draw(4, 3)).square().mean()
+        between = link.now
+        loss.backward()
+        # In forward, the root's gather is waited for as well. The others take half as long as their blocks compute.
+        if turn:
+            assert between - begin == 24 + link.each + together * link.each
+            assert link.now - between == 24 + together * link.each

@@ -1,0 +1,323 @@
+"""Gradients of small units are reduced together: by how many communications, and that no number changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parity import (
+    Block,
+    Net,
+    accumulating_step,
+    adam,
+    assert_parity,
+    draw,
+    on_ranks,
+    seeded,
+    sgd,
+    sharded_copy,
+    square_step,
+    train_reference,
+    units_of,
+)
+from polyshard.errors import CollectiveError
+from polyshard.interfaces import PluginContext
+from polyshard_backends.fake import FakeCollectives
+from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
+from torch import nn
+
+BLOCKS = {"policy": units_of(Block)}
+#: Bytes of a block's gradients in fp64, padding included, for up to four ranks.
+BLOCK_NBYTES = 4 * 20 * 8
+LINEARS = {"policy": units_of(nn.Linear)}
+
+
+def small(count: int) -> list[int]:
+    """Widths of layers whose gradients take 1 KiB each."""
+    return [16] * count
+
+
+def layers(widths: list[int]) -> nn.Module:
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for width in widths)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x + layer(x.new_ones(layer.in_features)).sum()
+            return x
+
+    return Layers()
+
+
+def second_step(widths: list[int], **config: Any) -> FakeCollectives:
+    """Collectives of four ranks that have what a second step issued."""
+    collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
+    model = polyshard.shard(layers(widths), polyshard.ShardConfig(collectives=collectives, **LINEARS, **config))
+    for _ in range(2):
+        collectives.calls.clear()
+        collectives.reduction_batches.clear()
+        model(torch.ones(())).backward()
+    return collectives
+
+
+def reductions(widths: list[int], **config: Any) -> list[int]:
+    """Elements that a rank of four keeps of each reduction of a second step, in order."""
+    calls = second_step(widths, **config).calls
+    return [call.numel // 4 for call in calls if call.operation == "reduce_scatter"]
+
+
+def launches(widths: list[int], **config: Any) -> list[int]:
+    """How many reductions each launch of several had in a second step, in order."""
+    return list(second_step(widths, **config).reduction_batches)
+
+
+@pytest.mark.parametrize(
+    ("limit", "together"),
+    [
+        # A unit joins where four of its size fit.
+        (4 * 1024 - 1, [1] * 24),
+        (4 * 1024, [4] * 6),
+        (5 * 1024, [5, 5, 5, 5, 4]),
+        ("16 MiB", [24]),
+        (0, [1] * 24),
+    ],
+)
+def test_twenty_four_small_units_take_as_few_reductions_as_fit(limit: int | str, together: list[int]) -> None:
+    # By itself a unit keeps 16 * 16 / 4 elements a rank; in a bucket places begin at multiples of 128.
+    expected = [128 * count if count > 1 else 64 for count in together]
+    assert reductions(small(24), batch_nbytes=limit) == expected
+
+
+def test_a_large_unit_waits_for_none_and_lets_none_wait() -> None:
+    # In backward: two small ones, the large one, three small ones. 64 * 64 * 4 bytes are more than a quarter.
+    assert reductions([16, 16, 16, 64, 16, 16], batch_nbytes=32 * 1024) == [2 * 128, 64 * 64 // 4, 3 * 128]
+
+
+def test_by_default_units_of_4_mib_share_a_bucket_and_larger_ones_do_not() -> None:
+    widths = [1024] * 5 + [1088]
+    assert reductions(widths) == [1088 * 1088 // 4, 4 * 1024 * 1024 // 4, 1024 * 1024 // 4]
+
+
+@pytest.mark.parametrize(
+    ("limit", "together"),
+    [
+        # A unit joins where two of its size fit, and is merged where four do.
+        (2 * 1024 - 1, []),
+        (2 * 1024, [2] * 12),
+        (3 * 1024, [3] * 8),
+        (4 * 1024 - 1, [3] * 8),
+        (4 * 1024, []),
+    ],
+)
+def test_twenty_four_medium_units_take_as_few_launches_as_fit(limit: int, together: list[int]) -> None:
+    assert launches(small(24), batch_nbytes=limit) == together
+
+
+def test_launches_of_medium_units_are_in_the_order_of_backward() -> None:
+    # Alone, merged in twos, and, from 4 KiB on, three in a launch. Each kind waits for its own alone.
+    widths = [64, 32, 32, 16, 16, 32, 32, 32, 32, 64]
+    assert reductions(widths, batch_nbytes=12 * 1024) == [1024, *[256] * 4, 2 * 128, *[256] * 2, 1024]
+    assert launches(widths, batch_nbytes=12 * 1024) == [3, 2]
+
+
+@pytest.mark.slow
+def test_by_default_units_of_up_to_32_mib_share_a_launch_of_64_mib() -> None:
+    # 25, 32 and 33 MiB.
+    assert launches([2560] * 3 + [2896] * 2 + [2944] * 2) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "world_size", [2, pytest.param(3, points=pytest.mark.slow), pytest.param(4, points=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("limit", [3 * BLOCK_NBYTES, 4 * BLOCK_NBYTES, 5 * BLOCK_NBYTES, "16 MiB"])
+@pytest.mark.parametrize(
+    "config",
+    [{"strategy": "full_shard"}, {"strategy": "shard_grad_op"}, {"strategy": "full_shard", "offload": "cpu"}],
+    ids=["full", "grad_op", "offload"],
+)
+def test_training_is_that_of_the_unsharded_model(world_size: int, limit: int | str, config: dict[str, Any]) -> None:
+    everything = {**BLOCKS, **config, "batch_nbytes": limit}
+    assert_parity(seeded(lambda: Net(11)), world_size=world_size, turns=4, optimizer=adam, settings=everything)
+
+
+@pytest.mark.parametrize("limit", [4 * 9 * 18 * 8, "16 MiB"], ids=["several", "one"])
+def test_buckets_of_more_ranks_than_have_a_copy_each(limit: int | str) -> None:
+    # Up to eight ranks, each one's part of a unit is copied by itself.
+    everything = {**BLOCKS, "batch_nbytes": limit}
+    assert_parity(seeded(lambda: Net(9)), world_size=9, turns=2, optimizer=adam, settings=everything)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(0, 5000), st.sampled_from([2, 3]))
+@settings(max_examples=15, deadline=None)
+def test_units_of_any_sizes_in_buckets_of_any_size(widths: list[int], limit: int, world_size: int) -> None:
+    config = {**LINEARS, "batch_nbytes": limit}
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        loss: torch.Tensor = model(draw(turn=turn, rank=rank))
+        loss.backward()
+        return [loss.detach()]
+
+    assert_parity(seeded(lambda: layers(widths)), step, world_size=world_size, turns=2, settings=config)
+
+
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
+@pytest.mark.parametrize("blocks", [3, 4], ids=["grouped", "merged"])
+def test_hybrid_groups_reduce_buckets_over_shards_and_replicas(strategy: str, blocks: int) -> None:
+    model = seeded(lambda: Net(9))
+    expected = train_reference(model, square_step, 4, turns=3)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        config = {"strategy": strategy, "shard_size": 2, "batch_nbytes": blocks * BLOCK_NBYTES}
+        mine = sharded_copy(model, rank, world, **BLOCKS, **config)
+        optimizer = sgd(mine)
+        for turn in range(3):
+            square_step(mine, turn, rank)
+            optimizer.step()
+            optimizer.zero_grad()
+        with polyshard.unsharded(mine):
+            for name, parameter in mine.named_parameters():
+                torch.testing.assert_close(parameter.detach(), expected.parameters[name], rtol=1e-12, atol=1e-12)
+
+    on_ranks(4, on_rank)
+
+
+@pytest.mark.parametrize("blocks", [3, 4], ids=["grouped", "merged"])
+def test_gradients_of_a_bucket_add_up_over_backwards_and_go_one_by_one(blocks: int) -> None:
+    """Two backwards without zero_grad, after which the gradients of every other block are dropped, and a third one."""
+    model = seeded(lambda: Net(8))
+
+    def third_gradients(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
+        for turn in range(3):
+            if turn == 2:
+                for index, block in enumerate(model.get_submodule("blocks").children()):
+                    if index % 2:
+                        for parameter in block.parameters():
+                            parameter.grad = None
+            square_step(model, turn, rank)
+        return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+    wanted: dict[str, torch.Tensor] = {}
+    for rank in range(2):
+        twin = seeded(lambda: Net(8))
+        for name, gradient in third_gradients(twin, rank).items():
+            wanted[name] = wanted.get(name, torch.zeros(())) + gradient / 2
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        mine = sharded_copy(model, rank, world, **BLOCKS, batch_nbytes=blocks * BLOCK_NBYTES)
+        return {name: gradient.clone() for name, gradient in third_gradients(mine, rank).items()}
+
+    first, second = on_ranks(2, on_rank)
+    for name, gradient in wanted.items():
+        got = torch.cat([part[name].flatten() for part in (first, second) if name in part])
+        torch.testing.assert_close(got, gradient.flatten(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("blocks", [3, 4], ids=["grouped", "merged"])
+def test_accumulated_gradients_are_reduced_in_buckets(blocks: int) -> None:
+    config = {**BLOCKS, "batch_nbytes": blocks * BLOCK_NBYTES}
+    assert_parity(seeded(lambda: Net(9)), accumulating_step, world_size=2, settings=config)
+
+
+def assert_mean_gradients(shards: list[dict[str, torch.Tensor]], make: Callable[[], nn.Module], turn: int) -> None:
+    """The ranks' gradient shards, one after the other, are the mean of what an unsharded model has on each rank."""
+    wanted: dict[str, torch.Tensor] = {}
+    for rank in range(len(shards)):
+        twin = make()
+        square_step(twin, turn, rank)
+        for name, parameter in twin.named_parameters():
+            assert parameter.grad is not None
+            wanted[name] = wanted.get(name, torch.zeros(())) + parameter.grad / len(shards)
+    for name, gradient in wanted.items():
+        got = torch.cat([shard[name].flatten() for shard in shards if name in shard])
+        torch.testing.assert_close(got, gradient.flatten(), rtol=1e-12, atol=1e-12)
+
+
+class Fails(Net):
+    """Raises in the backward of its third block when told to; by then later blocks wait in the bucket."""
+
+    fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if index == 2 and self.fails:
+                x.register_hook(self.fail)
+        return self.last(x)
+
+    def fail(self, gradient: torch.Tensor) -> None:
+        raise RuntimeError("told to")
+
+
+@pytest.mark.parametrize("limit", [3 * BLOCK_NBYTES, "16 MiB"], ids=["grouped", "merged"])
+def test_what_waited_when_a_backward_failed_is_in_no_later_gradient(limit: int | str) -> None:
+    model = seeded(lambda: Fails(6))
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        mine = sharded_copy(model, rank, world, **BLOCKS, batch_nbytes=limit)
+        square_step(mine, 0, rank)
+        mine.zero_grad()
+        mine.fails = True
+        with pytest.raises(RuntimeError, match="told to"):
+            square_step(mine, 1, rank)
+        mine.fails = False
+        square_step(mine, 2, rank)
+        return {name: p.grad.clone() for name, p in mine.named_parameters() if p.grad is not None}
+
+    assert_mean_gradients(on_ranks(2, on_rank), lambda: seeded(lambda: Fails(6)), turn=2)
+
+
+@pytest.mark.parametrize("limit", [3 * BLOCK_NBYTES, "16 MiB"], ids=["grouped", "merged"])
+@pytest.mark.parametrize("issued", [False, True], ids=["at once", "at its end"])
+def test_after_a_reduction_that_failed_training_goes_on(
+    limit: int | str, issued: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = seeded(lambda: Net(6))
+    whole = ThreadedCollectives.reduce_scatter
+
+    class Broken:
+        def wait(self) -> None:
+            raise CollectiveError("told to")
+
+    def broken(self: ThreadedCollectives, *args: Any, **kwargs: Any) -> Any:
+        if self.rank not in fails:
+            return whole(self, *args, **kwargs)
+        fails.discard(self.rank)
+        if not issued:
+            raise CollectiveError("told to")
+        return Broken()
+
+    fails: set[int] = set()
+    monkeypatch.setattr(ThreadedCollectives, "reduce_scatter", broken)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        mine = sharded_copy(model, rank, world, **BLOCKS, batch_nbytes=limit)
+        square_step(mine, 0, rank)
+        mine.zero_grad()
+        fails.add(rank)
+        with pytest.raises(CollectiveError, match="told to"):
+            square_step(mine, 1, rank)
+        mine.zero_grad()
+        square_step(mine, 2, rank)
+        return {name: p.grad.clone() for name, p in mine.named_parameters() if p.grad is not None}
+
+    assert_mean_gradients(on_ranks(2, on_rank), lambda: seeded(lambda: Net(6)), turn=2)
+
+
+@pytest.mark.parametrize(
+    ("limit", "kib"),
+    # Two inputs by themselves, or two launches of two; the gradients of a full bucket of four and of the two that are
+    # left; all six in one. And a bucket's inputs, twice.
+    [(0, 2), (2 * 1024, 4), (4 * 1024, 4 + 2 + 4 + 4), ("16 MiB", 6 + 6 + 6)],
+)
+def test_the_report_counts_buckets_and_the_copy_in_which_they_travel(limit: int | str, kib: int) -> None:
+    collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
+    config = polyshard.ShardConfig(collectives=collectives, batch_nbytes=limit, **LINEARS)
+    assert polyshard.report(polyshard.shard(layers(small(6)), config)).reduction_nbytes == kib * 1024

@@ -1,0 +1,362 @@
+"""Real processes over gloo: parity with the unsharded model, groups and meshes, and ranks that disagree or fail."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import polyshard
+import pytest
+import torch
+import torch.distributed as dist
+from parity import Block, Net, adam, draw, root_of, seeded, square_step, train_reference, units_of
+from polyshard import ShardConfig
+from polyshard.errors import (
+    ParameterError,
+    PeerFailedError,
+    PluginNotFoundError,
+    PolyshardError,
+    RankMismatchError,
+)
+from polyshard.interfaces import PluginContext
+from polyshard_backends.gloo import GlooCollectives
+from processes import RankPool
+from torch import nn
+
+T = TypeVar("T")
+
+BLOCKS = {"policy": units_of(Block)}
+#: Far above what anything here takes, and far below the time after which a run is given up.
+TIMEOUT_S = 30.0
+RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[RankPool]:
+    """Started once for all tests: starting them is what takes time."""
+    with RankPool(RANKS) as pool:
+        yield pool
+
+
+def run(pool: RankPool, function: Callable[..., T], *args: Any) -> list[T]:
+    """A rank that waits for ``TIMEOUT_S`` fails the test: this gives up before."""
+    return pool.run(function, *args, timeout=TIMEOUT_S / 2)
+
+
+def trained(config: ShardConfig, rank: int, turns: int = 5) -> dict[str, torch.Tensor]:
+    """Whole parameters after AdamW steps on ``rank``'s inputs."""
+    model = polyshard.shard(seeded(Net), config)
+    optimizer = adam(model)
+    for turn in range(turns):
+        square_step(model, turn, rank)
+        assert root_of(model).gathered == ()
+        optimizer.step()
+        optimizer.zero_grad()
+    with polyshard.unsharded(model):
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_trained(ranks: list[dict[str, torch.Tensor] | None], world_size: int) -> None:
+    expected = train_reference(seeded(Net), square_step, world_size, 5, adam).parameters
+    took_part = [whole for whole in ranks if whole is not None]
+    assert len(took_part) == world_size
+    for whole in took_part:
+        torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)
+
+
+# Parity.
+
+
+def train_with(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str, torch.Tensor] | None:
+    group = dist.new_group(list(range(world_size)))
+    if rank >= world_size:
+        return None
+    return trained(ShardConfig(collectives=group, timeout_s=TIMEOUT_S, **BLOCKS, **settings), rank)
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, points=pytest.mark.slow)])
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_five_adamw_steps_equal_those_of_the_unsharded_model(
+    processes: RankPool, strategy: str, offload: str, world_size: int
+) -> None:
+    settings = {"strategy": strategy, "offload": offload}
+    assert_trained(run(processes, train_with, world_size, settings), world_size)
+
+
+def losses_of_twenty_steps(rank: int) -> list[float] | None:
+    group = dist.new_group([0, 1])
+    if rank > 1:
+        return None
+    model = polyshard.shard(seeded(Net), ShardConfig(collectives=group, timeout_s=TIMEOUT_S, **BLOCKS))
+    optimizer = adam(model)
+    losses = []
+    for turn in range(20):
+        (loss, *_) = square_step(model, turn, rank)
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_twenty_losses_equal_those_of_the_unsharded_model(processes: RankPool) -> None:
+    expected = train_reference(seeded(Net), square_step, 2, 20, adam).observed
+    for rank, losses in enumerate(run(processes, losses_of_twenty_steps)[:2]):
+        assert losses == pytest.approx([turn[rank][0].item() for turn in expected], rel=1e-12)
+
+
+def norms_and_sums(rank: int) -> tuple[float, float]:
+    model = polyshard.shard(seeded(Net), ShardConfig(timeout_s=TIMEOUT_S, **BLOCKS))
+    with polyshard.no_sync(model):
+        square_step(model, 0, rank)
+    square_step(model, 1, rank)
+    return polyshard.clip_grad_norm_(model, 0.01).item(), polyshard.clip_grad_norm_(model, 0.01).item()
+
+
+def test_accumulation_and_clipping(processes: RankPool) -> None:
+    copies = [seeded(Net) for _ in range(3)]
+    for rank, each in enumerate(copies):
+        square_step(each, 0, rank)
+        square_step(each, 1, rank)
+    total = copies[0]
+    for parameters in zip(*(each.parameters() for each in copies), strict=True):
+        parameters[0].grad = sum(p.grad for p in parameters) / 3
+    norm = torch.nn.utils.clip_grad_norm_(total.parameters(), 0.01).item()
+    for before, after in run(processes, norms_and_sums):
+        assert before == pytest.approx(norm, rel=1e-12)
+        assert after == pytest.approx(0.01, rel=1e-3)
+
+
+# Who takes part.
+
+
+def train_in(rank: int, form: str) -> dict[str, torch.Tensor] | None:
+    world = dist.get_world_size()
+    settings: dict[str, Any] = {}
+    if form == "mesh":
+        settings["mesh"] = dist.device_mesh.init_device_mesh("cpu", (world,))
+    elif form == "mesh as collectives":
+        settings["collectives"] = dist.device_mesh.init_device_mesh("cpu", (world,))
+    elif form == "group":
+        settings["collectives"] = dist.group.WORLD
+    elif form == "subgroup":
+        pair = dist.new_group([0, 2])
+        if rank == 1:
+            return None
+        return trained(ShardConfig(collectives=pair, timeout_s=TIMEOUT_S, **BLOCKS), dist.get_rank(pair))
+    elif form in ("1x3", "3x1"):
+        shape = (1, 3) if form == "1x3" else (3, 1)
+        settings["mesh"] = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        settings["strategy"] = "hybrid_shard"
+    return trained(ShardConfig(timeout_s=TIMEOUT_S, **BLOCKS, **settings), rank)
+
+
+@pytest.mark.parametrize("form", ["default", "mesh", "mesh as collectives", "group", "1x3", "3x1"])
+def test_groups_and_meshes_are_taken_as_they_are(processes: RankPool, form: str) -> None:
+    assert_trained(run(processes, train_in, form), RANKS)
+
+
+def test_ranks_of_a_subgroup_train_without_the_others(processes: RankPool) -> None:
+    ranks = run(processes, train_in, "subgroup")
+    assert ranks[1] is None
+    assert_trained(ranks, 2)
+
+
+# Ranks that disagree.
+
+
+class Counting(GlooCollectives):
+    """Counts what is sent."""
+
+    sent = 0
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        self.sent += 1
+        return super().all_gather(*args, **kwargs)
+
+    def reduce_scatter(self, *args: Any, **kwargs: Any) -> Any:
+        self.sent += 1
+        return super().reduce_scatter(*args, **kwargs)
+
+    def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
+        self.sent += 1
+        return super().all_reduce(*args, **kwargs)
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        self.sent += 1
+        return super().broadcast(*args, **kwargs)
+
+
+def counting(timeout_s: float = TIMEOUT_S) -> Counting:
+    return Counting(PluginContext("counting", torch.device("cpu"), timeout=timedelta(seconds=timeout_s)))
+
+
+def refused(model: nn.Module, settings: dict[str, Any]) -> tuple[type[BaseException], str]:
+    """The error that sharding raises here, after which nothing was sent and the model is as it was."""
+    collectives = counting()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(PolyshardError) as caught:
+        polyshard.shard(model, ShardConfig(**{"collectives": collectives, "timeout_s": TIMEOUT_S, **settings}))
+    assert collectives.sent == 0
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert not any(m._forward_pre_hooks for m in model.modules())
+    return type(caught.value), str(caught.value)
+
+
+def shard_with(rank: int, by_rank: list[dict[str, Any]]) -> tuple[type[BaseException], str]:
+    return refused(seeded(Net), by_rank[rank])
+
+
+@pytest.mark.parametrize(
+    ("setting", "usual", "other", "words"),
+    [
+        ("precision", "none", "bf16", ("'none'", "'bf16'")),
+        ("strategy", "full_shard", "no_shard", ("full_shard", "no_shard")),
+        ("offload", "none", "cpu", ("'none'", "'cpu'")),
+        ("policy", "never", BLOCKS["policy"], ("'never'", "'module_class'")),
+    ],
+)
+def test_ranks_with_other_settings_are_told_before_anything_is_sent(
+    processes: RankPool, setting: str, usual: Any, other: Any, words: tuple[str, str]
+) -> None:
+    for kind, text in run(processes, shard_with, [{setting: usual}, {setting: other}, {setting: usual}]):
+        assert kind is RankMismatchError
+        assert all(word in text for word in words)
+        assert "[1]" in text or "rank 0" in text
+
+
+def test_a_plugin_that_one_rank_does_not_have_stops_all(processes: RankPool) -> None:
+    ranks = run(processes, shard_with, [{}, {}, {"precision": "bf61"}])
+    assert [kind for kind, _ in ranks] == [RankMismatchError, RankMismatchError, PluginNotFoundError]
+    for _, text in ranks:
+        assert "'bf61'" in text
+    assert "rank 2" in ranks[0][1]
+
+
+def test_a_backend_that_one_rank_does_not_have_stops_all(processes: RankPool) -> None:
+    # That rank has no collectives to tell the others through.
+    ranks = run(processes, shard_with, [{"collectives": "gloo"}, {"collectives": "golo"}, {"collectives": "gloo"}])
+    assert [kind for kind, _ in ranks] == [RankMismatchError, PluginNotFoundError, RankMismatchError]
+    for _, text in ranks:
+        assert "'golo'" in text
+        assert "Did you mean 'gloo'" in text
+
+
+def shard_odd(rank: int) -> tuple[type[BaseException], str]:
+    model = seeded(Net)
+    if rank == 0:
+        model.register_parameter("odd", nn.Parameter(torch.tensor([1]), requires_grad=False))
+    return refused(model, {})
+
+
+def test_a_parameter_that_cannot_be_sharded_on_one_rank_stops_all(processes: RankPool) -> None:
+    ranks = run(processes, shard_odd)
+    assert [kind for kind, _ in ranks] == [ParameterError, RankMismatchError, RankMismatchError]
+    assert all("'odd' on rank 0" in text for _, text in ranks)
+
+
+class Branches(nn.Module):
+    """Runs the branches that it is told to run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(3, 3 + index) for index in range(3))
+
+    def forward(self, x: torch.Tensor, which: list[int]) -> list[torch.Tensor]:
+        return [self.branches[index](x) for index in which]
+
+
+def shard_branches(timeout_s: float = TIMEOUT_S) -> nn.Module:
+    return polyshard.shard(seeded(Branches), ShardConfig(timeout_s=timeout_s, policy=units_of(nn.Linear)))
+
+
+def run_other_branches(rank: int) -> str:
+    model = shard_branches()
+    with pytest.raises(RankMismatchError) as caught:
+        model(draw(2, 3), [0, 1 + rank % 2])
+    # Told once, they can go on.
+    sum(each.sum() for each in model(draw(2, 3), [0, 1])).backward()
+    assert root_of(model).gathered == ()
+    return str(caught.value)
+
+
+def test_ranks_that_run_other_modules_in_the_first_forward_are_all_told(processes: RankPool) -> None:
+    for text in run(processes, run_other_branches):
+        for rank, unit in enumerate(("branches.1", "branches.2", "branches.1")):
+            assert f"rank {rank}: all_gather of unit '{unit}'" in text
+
+
+def differentiate_other_branches(rank: int) -> dict[str, torch.Tensor]:
+    model = shard_branches()
+    model(draw(2, 3, rank=rank), [0, 1, 2])[rank].sum().backward()
+    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+def test_ranks_that_differentiate_other_branches_reduce_all_of_them(processes: RankPool) -> None:
+    ranks = run(processes, differentiate_other_branches)
+    for index in range(RANKS):
+        name = f"branches.{index}.weight"
+        # A rank without a piece of it has no gradient either.
+        whole = torch.cat([rank[name] for rank in ranks if name in rank])
+        # The gradient of a sum of outputs is the sum of the inputs, in each row; one rank of three has it.
+        expected = draw(2, 3, rank=index).sum(0).expand(3 + index, 3) / RANKS
+        torch.testing.assert_close(whole.view(3 + index, 3), expected, rtol=1e-12, atol=1e-12)
+
+
+# Ranks that fail.
+
+
+class Failing(nn.Module):
+    """Raises in the forward of one rank."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.fails = fails
+        self.last = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.fails:
+            raise ZeroDivisionError("in the user's own code")
+        return self.last(x)
+
+
+def fail_on_one(rank: int, first_step: bool) -> str:
+    torch.manual_seed(0)
+    model = Failing(False)
+    # A group in which an operation timed out is of no further use.
+    group = dist.new_group(list(range(RANKS)))
+    polyshard.shard(model, ShardConfig(collectives=group, timeout_s=2.0, policy=units_of(nn.Linear)))
+    if not first_step:
+        model(torch.ones(2, 3)).sum().backward()
+    model.fails = rank == 1
+    try:
+        model(torch.ones(2, 3)).sum().backward()
+    except Exception as error:
+        return type(error).__name__
+    return "nothing"
+
+
+@pytest.mark.parametrize("first_step", [True, pytest.param(False, points=pytest.mark.slow)])
+def test_a_rank_that_raises_in_forward_leaves_no_other_waiting(processes: RankPool, first_step: bool) -> None:
+    first, failing, last = run(processes, fail_on_one, first_step)
+    assert failing == "ZeroDivisionError"
+    assert {first, last} == {PeerFailedError.__name__}
+
+
+def shard_late(rank: int) -> str:
+    group = dist.new_group(list(range(RANKS)))
+    if rank == 1:
+        return ""
+    with pytest.raises(RankMismatchError) as caught:
+        polyshard.shard(seeded(Net), ShardConfig(collectives=group, timeout_s=1.0))
+    return str(caught.value)
+
+
+def test_a_rank_that_never_shards_is_named(processes: RankPool) -> None:
+    texts = run(processes, shard_late)
+    for rank in (0, 2):
+        assert re.search(r"Ranks \[1\] did not come to shard their model within 1 s, rank [02] waited", texts[rank])

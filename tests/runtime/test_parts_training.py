@@ -1,0 +1,220 @@
+"""That training with embedding and head apart from the root is that of the unsharded model, whatever a forward does."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from parity import Block, Step, adam, assert_parity, is_sharded, on_ranks, seeded, sgd, train_reference, units_of
+from polyshard.planning import thresholds
+from polyshard_backends.threaded import ThreadedWorld
+from tailed import USES, WIDTH, WORDS, Model, names_of, sharded, step
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+# Torch's word on a re-entrant checkpoint in a forward without gradients.
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Embedding and head of these models, and not their norm.
+    monkeypatch.setattr(thresholds, "SMALLEST_PART", WIDTH * WORDS)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "full_shard",
+        pytest.param("shard_grad_op", points=pytest.mark.slow),
+        pytest.param("no_shard", points=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("use", USES)
+def test_training_equals_the_unsharded_model_however_the_head_is_used(use: str, strategy: str) -> None:
+    settings = {"policy": units_of(Block), "strategy": strategy}
+    assert_parity(seeded(lambda: Model(use)), step, 2, settings=settings)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("reshard", [True, False, None])
+@pytest.mark.parametrize("use", ["called", "both ways, called last"])
+def test_training_is_the_same_whatever_is_released_after_forward(use: str, reshard: bool | None, scaled: bool) -> None:
+    settings = {"policy": units_of(Block), "reshard_after_forward": reshard}
+    assert_parity(seeded(lambda: Model(use, scaled)), step, 3, settings=settings, optimizer=adam)
+
+
+#: One of each way in which a part is used, or goes back.
+FEW_USES = ["called", "its weight", "its weight by name in a function", "both ways", "in an old checkpoint"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"offload": "cpu"},
+        {"forward_prefetch": 0, "backward_prefetch": 0},
+        {"forward_prefetch": 2, "backward_prefetch": 3},
+        {"reshard_after_forward": "auto", "memory_budget": "1 GiB"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("use", FEW_USES)
+def test_training_is_the_same_with_other_settings(use: str, settings: dict[str, Any]) -> None:
+    assert_parity(seeded(lambda: Model(use)), step, 3, settings={"policy": units_of(Block), **settings})
+
+
+def several_backwards(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+    """Three microbatches, of which a sharded model reduces with the last alone."""
+    losses = []
+    for part in range(3):
+        alone = part < 2 and is_sharded(model)
+        with polyshard.no_sync(model) if alone else nullcontext():
+            losses += step(model, 3 * turn + part, rank)
+    return losses
+
+
+def several_forwards(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+    """Two forwards before one backward, and one without gradients between them."""
+    generator = torch.Generator().manual_seed(10 * turn + rank)
+    draws = [torch.randint(WORDS, (2, 3), generator=generator) for _ in range(3)]
+    first = model(draws[0]).square().mean()
+    with torch.no_grad():
+        model(draws[1])
+    loss = first + model(draws[2]).square().mean()
+    loss.backward()
+    return [loss.detach()]
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", pytest.param("shard_grad_op", points=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", [several_backwards, several_forwards])
+@pytest.mark.parametrize("use", FEW_USES)
+def test_steps_of_several_forwards_and_backwards_are_the_same(use: str, shape: Step, strategy: str) -> None:
+    assert_parity(seeded(lambda: Model(use)), shape, 2, settings={"policy": units_of(Block), "strategy": strategy})
+
+
+@pytest.mark.parametrize("use", FEW_USES)
+def test_groups_that_replicate_each_other_train_the_same(use: str) -> None:
+    model = seeded(lambda: Model(use))
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        mine = sharded(world, rank, model, strategy="hybrid_shard", shard_size=2)
+        optimizer = sgd(mine)
+        for turn in range(3):
+            step(mine, turn, rank)
+            optimizer.step()
+            optimizer.zero_grad()
+        with polyshard.unsharded(mine):
+            return {name: parameter.detach().clone() for name, parameter in mine.named_parameters()}
+
+    expected = train_reference(model, step, 4).parameters
+    for whole in on_ranks(4, on_rank):
+        torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_composing_from_the_inside_out_splits_what_is_left() -> None:
+    def composed(model: nn.Module, config: polyshard.ShardConfig) -> nn.Module:
+        for block in model.blocks:
+            polyshard.fully_shard(block, config)
+        polyshard.fully_shard(model, config)
+        assert names_of(model) == ["(root)", "embedding", "blocks.0", "blocks.1", "head"]
+        return model
+
+    for use in ("called", "its weight"):
+        assert_parity(seeded(lambda: Model(use)), step, 2, wrap=composed)  # noqa: B023
+
+
+def test_a_part_inside_a_larger_model_goes_back_to_the_module_around_it() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Model("its weight")
+            self.last = nn.Linear(WORDS, 3)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.last(self.inner(tokens))
+
+    def composed(model: nn.Module, config: polyshard.ShardConfig) -> nn.Module:
+        for block in model.inner.blocks:
+            polyshard.fully_shard(block, config)
+        polyshard.fully_shard(model.inner, config)
+        polyshard.fully_shard(model, config)
+        return model
+
+    assert_parity(seeded(Outer), step, 2, wrap=composed)
+
+
+@pytest.mark.parametrize("use", ["its weight by name in a function", "its weight"])
+def test_a_head_that_is_trained_from_the_second_step_on(use: str) -> None:
+    def thawing(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        model.use = "called" if turn == 0 else use
+        model.head.requires_grad_(turn > 0)
+        return step(model, turn, rank)
+
+    assert_parity(seeded(Model), thawing, 2, settings={"policy": units_of(Block)})
+
+
+def test_optimizers_see_the_same_parameters_before_and_after_a_part_goes_back() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        mine = sharded(world, rank, seeded(lambda: Model("its weight")))
+        before = polyshard.flat_parameters(mine)
+        optimizer = torch.optim.AdamW(before, lr=1e-2)
+        for turn in range(3):
+            step(mine, turn, rank)
+            optimizer.step()
+            optimizer.zero_grad()
+        after = polyshard.flat_parameters(mine)
+        assert all(one is other for one, other in zip(before, after, strict=True))
+        with polyshard.unsharded(mine):
+            return {name: parameter.detach().clone() for name, parameter in mine.named_parameters()}
+
+    expected = train_reference(seeded(lambda: Model("its weight")), step, 2, optimizer=adam).parameters
+    for whole in on_ranks(2, on_rank):
+        torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_block_that_computes_with_another_s_weight_where_nothing_is_sharded() -> None:
+    class Borrows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block(3, 4), Block(3, 4)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return functional.linear(self.blocks[1](self.blocks[0](x)), self.blocks[0].up.weight)
+
+    def borrowing(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(10 * turn + rank)
+        loss = model(torch.randn(4, 3, generator=generator, dtype=torch.float64)).square().mean()
+        loss.backward()
+        return [loss.detach()]
+
+    settings = {"policy": units_of(Block), "strategy": "no_shard"}
+    assert_parity(seeded(Borrows), borrowing, 2, settings=settings)
+
+
+@pytest.mark.parametrize(
+    "kind", ["plain", "checkpointed", "checkpointed as of old", "bounded", "kept", "backward of a part"]
+)
+def test_an_embedding_trains_although_its_weight_is_not_gathered_for_backward(kind: str) -> None:
+    class Words(Model):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            if kind.startswith("checkpointed"):
+                # An input that needs a gradient, without which an old checkpoint computes none.
+                shift = torch.zeros(WIDTH, dtype=torch.float64, requires_grad=True)
+                body = lambda x: self.blocks[0](self.embedding(tokens) + x)  # noqa: E731
+                x = checkpoint(body, shift, use_reentrant=kind.endswith("old"))
+            else:
+                x = self.blocks[0](self.embedding(tokens))
+            return self.head(self.blocks[1](x))
+
+    model = seeded(Words)
+    if kind == "bounded":
+        # Its forward writes to the weight, where a row is longer than this.
+        model.embedding.max_norm = 1e9
+    settings = {"policy": units_of(Block), "strategy": "shard_grad_op" if kind == "kept" else "full_shard"}
+    if kind == "not ahead":
+        settings["forward_prefetch"] = settings["backward_prefetch"] = 0
+    assert_parity(model, step, 2, settings=settings)

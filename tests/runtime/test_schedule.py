@@ -1,0 +1,306 @@
+"""When units are gathered and released: as often as the strategy says, and as far ahead as asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import polyshard
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from parity import Block, Net, adam, assert_parity, draw, root_of, seeded, square_step, units_of
+from polyshard.interfaces import PluginContext
+from polyshard.runtime.order import MOST_ROUTES, ExecutionOrder
+from polyshard_backends.fake import FakeCollectives
+from torch import nn
+
+BLOCKS = {"policy": units_of(Block)}
+EACH_LINEAR = {"policy": units_of(Block, nn.Linear)}
+
+
+def fake() -> FakeCollectives:
+    return FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
+
+
+def gathers_in_a_step(policy: Any, **settings: Any) -> tuple[int, tuple[str, ...]]:
+    """How many units were gathered in one step, and which were whole between its forward and its backward."""
+    model, collectives = seeded(Net), fake()
+    polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, policy=policy, **settings))
+    loss = model(draw(4, 3)).square().mean()
+    between = root_of(model).gathered
+    loss.backward()
+    assert root_of(model).gathered == ()
+    return sum(call.operation == "all_gather" for call in collectives.calls), between
+
+
+def test_each_strategy_gathers_as_often_as_it_says() -> None:
+    # Three blocks and the root; the outermost module is kept for its backward, which follows at once.
+    blocks = BLOCKS["policy"]
+    everything = ("(root)", "blocks.0", "blocks.1", "blocks.2")
+    assert gathers_in_a_step(blocks, strategy="full_shard") == (7, ("(root)",))
+    assert gathers_in_a_step(blocks, strategy="full_shard", reshard_after_forward=True) == (8, ())
+    assert gathers_in_a_step(blocks, strategy="full_shard", reshard_after_forward=False) == (4, everything)
+    assert gathers_in_a_step(blocks, strategy="shard_grad_op") == (4, everything)
+    assert gathers_in_a_step(blocks, strategy="shard_grad_op", reshard_after_forward=True) == (8, ())
+    assert gathers_in_a_step(blocks, strategy="no_shard") == (0, ())
+
+
+def keeps_wide_blocks(module: nn.Module) -> bool | dict[str, Any]:
+    """Blocks of 9 hidden features stay whole until their backward."""
+    return {"reshard_after_forward": module.up.out_features != 9} if isinstance(module, Block) else False
+
+
+class Uneven(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = Block(5, 9)
+
+
+def test_a_policy_decides_for_each_unit_whether_it_is_released() -> None:
+    model, collectives = seeded(Uneven), fake()
+    config = polyshard.ShardConfig(collectives=collectives, policy=keeps_wide_blocks)
+    polyshard.shard(model, config)
+    loss = model(draw(4, 3)).square().mean()
+    assert root_of(model).gathered == ("(root)", "blocks.1")
+    loss.backward()
+    assert root_of(model).gathered == ()
+    assert sum(call.operation == "all_gather" for call in collectives.calls) == 6
+    assert_parity(seeded(Uneven), world_size=3, turns=5, optimizer=adam, settings={"policy": keeps_wide_blocks})
+
+
+@pytest.mark.parametrize("forward", [0, 1, 3])
+@pytest.mark.parametrize("backward", [0, 1, 3])
+@pytest.mark.parametrize("batch", [0, 600, "16 MiB"])
+def test_prefetching_changes_no_numbers(forward: int, backward: int, batch: int | str) -> None:
+    settings = {**EACH_LINEAR, "forward_prefetch": forward, "backward_prefetch": backward, "batch_nbytes": batch}
+    assert_parity(seeded(Net), world_size=2, turns=4, optimizer=adam, settings=settings)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_units_are_fetched_as_far_ahead_as_asked(ahead: int) -> None:
+    model = cast("Net", seeded(lambda: Net(blocks=4)))
+    settings = {"forward_prefetch": ahead, "backward_prefetch": ahead, "batch_nbytes": 0}
+    polyshard.shard(model, polyshard.ShardConfig(collectives=fake(), **BLOCKS, **settings))
+    gathered: dict[str, list[set[str]]] = {"forward": [], "backward": []}
+
+    def note(direction: str) -> None:
+        gathered[direction].append(set(root_of(model).gathered) - {"(root)"})
+
+    def watch(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        note("forward")
+        output.register_hook(lambda gradient: note("backward"))
+
+    # Inside a block, so that its own parameters are there.
+    handles = [cast("Block", block).up.register_forward_hook(watch) for block in model.blocks]
+    square_step(model, 0, 0)
+    # The first forward has no order to follow yet.
+    assert gathered["forward"] == [{f"blocks.{index}"} for index in range(4)]
+    backward = [{f"blocks.{each}" for each in range(max(0, index - ahead), index + 1)} for index in (3, 2, 1, 0)]
+    assert gathered["backward"] == backward
+    gathered["forward"].clear()
+    square_step(model, 1, 0)
+    forward = [{f"blocks.{each}" for each in range(index, min(4, index + ahead + 1))} for index in range(4)]
+    assert gathered["forward"] == forward
+    for handle in handles:
+        handle.remove()
+
+
+def gathers_a_step(model: nn.Module, x: torch.Tensor, **settings: Any) -> list[int]:
+    """How many units are gathered in each of three steps, over four pretended ranks."""
+    collectives = fake()
+    polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, policy=units_of(nn.Linear), **settings))
+    counts = []
+    for _ in range(3):
+        collectives.calls.clear()
+        model(x).sum().backward()
+        counts.append(sum(call.operation == "all_gather" for call in collectives.calls))
+        assert root_of(model).gathered == ()
+    return counts
+
+
+def linears() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+
+
+class Scaled(nn.Module):
+    """Parameters of the outermost module's own around those of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.layers = linears()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.layers(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "counts"),
+    [
+        # The backward of the last layer follows its forward at once, which the first step finds out.
+        (linears, {}, [10, 9, 9]),
+        (linears, {"reshard_after_forward": True}, [10, 10, 10]),
+        # Here that of the outermost module does.
+        (Scaled, {}, [11, 11, 11]),
+    ],
+    ids=["last", "released", "outermost"],
+)
+def test_what_is_needed_again_at_once_is_gathered_once(
+    make: Callable[[], nn.Module], settings: dict[str, Any], counts: list[int]
+) -> None:
+    assert gathers_a_step(make(), torch.ones(2, 8), **settings) == counts
+
+
+def test_the_last_unit_is_released_where_no_backward_follows() -> None:
+    model = polyshard.shard(linears(), polyshard.ShardConfig(collectives=fake(), policy=units_of(nn.Linear)))
+    for _ in range(3):
+        with torch.no_grad():
+            model(torch.ones(2, 8))
+        assert root_of(model).gathered == ()
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A stage, as far as a schedule looks at it."""
+
+    index: int
+    gathered_nbytes: int = 1
+    is_split: bool = False
+
+
+STAGES = [Sized(0, gathered_nbytes=0), *(Sized(index) for index in range(1, 6))]
+
+
+def walk(execution_order: ExecutionOrder[Sized], route: Sequence[int]) -> list[list[int]]:
+    """What is asked for as each stage of ``route`` is entered, in one forward."""
+    execution_order.begin_forward()
+    asked = []
+    for index in route:
+        asked.append([stage.index for batch in execution_order.enter(STAGES[index]) for stage in batch])
+    execution_order.end_forward()
+    assert [stage.index for stage in execution_order.order] == list(route)
+    return asked
+
+
+def behind(route: Sequence[int], ahead: int) -> list[list[int]]:
+    return [list(route[position + 1 : position + 1 + ahead]) for position in range(len(route))]
+
+
+ROUTES = st.lists(st.integers(1, 5), max_size=6).map(lambda indices: (0, *indices))
+WALKS = st.lists(ROUTES, min_size=1, max_size=4, unique=True).flatmap(
+    lambda routes: st.lists(st.sampled_from(routes), min_size=1, max_size=12)
+)
+
+
+@given(WALKS, st.integers(0, 3))
+def test_what_is_asked_for_is_what_a_recorded_order_says(routes: list[tuple[int, ...]], ahead: int) -> None:
+    execution_order: ExecutionOrder[Sized] = ExecutionOrder(ahead, 1)
+    recorded: set[tuple[int, ...]] = set()
+    for route in routes:
+        for position, asked in enumerate(walk(execution_order, route)):
+            entered = route[: position + 1]
+            fitting = [each for each in recorded if each[: position + 1] == entered]
+            answers = [list(each[position + 1 : position + 1 + ahead]) for each in fitting]
+            # Of no more orders than are kept, one that fits is always found; and nothing else is ever asked for.
+            assert asked in answers if answers else asked == []
+        recorded.add(route)
+
+
+@given(st.lists(ROUTES, min_size=1, max_size=MOST_ROUTES, unique=True), st.integers(0, 3), st.integers(0, 3))
+def test_orders_that_come_in_turns_are_foreseen(routes: list[tuple[int, ...]], ahead: int, turns: int) -> None:
+    execution_order: ExecutionOrder[Sized] = ExecutionOrder(ahead, 1)
+    for route in routes + routes[:1]:
+        walk(execution_order, route)
+    for _ in range(turns):
+        for route in routes[1:] + routes[:1]:
+            assert walk(execution_order, route) == behind(route, ahead)
+
+
+@given(st.lists(ROUTES, max_size=40), ROUTES)
+def test_an_order_that_is_repeated_is_followed_whatever_came_before(
+    before: list[tuple[int, ...]], route: tuple[int, ...]
+) -> None:
+    execution_order: ExecutionOrder[Sized] = ExecutionOrder(2, 1)
+    for each in [*before, route, route]:
+        walk(execution_order, each)
+    assert walk(execution_order, route) == behind(route, 2)
+    turning = STAGES[route[-1]]
+    assert execution_order.turning is turning
+    execution_order.begin_forward()
+    for index in route:
+        execution_order.enter(STAGES[index])
+    assert execution_order.turns_at(turning)
+
+
+def test_modules_that_are_called_by_themselves_in_turns_are_foreseen_too() -> None:
+    execution_order: ExecutionOrder[Sized] = ExecutionOrder(1, 1)
+    encoder, decoder = (1, 2, 3), (4, 5)
+    for route in (encoder, decoder, encoder):
+        walk(execution_order, route)
+    assert walk(execution_order, decoder) == [[5], []]
+    assert walk(execution_order, encoder) == [[2], [3], []]
+    # Twice in a row, as it never was: found as soon as it departs from what was foreseen.
+    assert walk(execution_order, encoder) == [[2], [3], []]
+    execution_order.begin_forward()
+    assert [stage.index for (stage,) in execution_order.enter(STAGES[1])] == [2]
+
+
+def test_no_more_orders_are_kept_than_the_last_ones() -> None:
+    execution_order: ExecutionOrder[Sized] = ExecutionOrder(1, 1)
+    kept = [(0, first, second) for first in range(1, 4) for second in range(1, 4)][:MOST_ROUTES]
+    forgotten = (0, 5, 5, 5)
+    for route in [forgotten, *kept]:
+        walk(execution_order, route)
+    assert walk(execution_order, forgotten)[1:] == [[], [], []]
+    assert walk(execution_order, forgotten)[1:] == [[5], [5], []]
+
+
+class Wanders(Net):
+    """Takes its blocks in the order that it is told."""
+
+    route: tuple[int, ...] = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for index in self.route:
+            x = self.blocks[index](x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("other", [(0, 2, 1, 3), (0, 3), (2, 3), (0, 1)])
+@pytest.mark.parametrize("batch", [0, "16 MiB"])
+def test_orders_that_alternate_lose_no_prefetch(other: tuple[int, ...], batch: int | str) -> None:
+    model, collectives = cast("Wanders", seeded(lambda: Wanders(blocks=4))), fake()
+    settings = {"forward_prefetch": 1, "batch_nbytes": batch}
+    polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, **BLOCKS, **settings))
+    fetched: list[bool] = []
+
+    def watch(block: nn.Module, args: Any) -> None:
+        # Before the block's own gather would be issued.
+        name = f"blocks.{list(model.blocks).index(block)}"
+        fetched.append(name in root_of(model).gathered)
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(watch, prepend=True)
+    for turn in range(8):
+        model.route = other if turn % 2 else (0, 1, 2, 3)
+        fetched.clear()
+        collectives.calls.clear()
+        square_step(model, turn, 0)
+        if turn >= 3:
+            assert fetched == [True] * len(model.route)
+            # Each block for its forward and for its backward, the root once: nothing that is not used.
+            gathers = sum(call.operation == "all_gather" for call in collectives.calls)
+            assert gathers == 2 * len(model.route) + 1
+    assert_parity(seeded(lambda: Wanders(blocks=4)), world_size=2, step=alternating(other), turns=4, settings=BLOCKS)
+
+
+def alternating(other: tuple[int, ...]) -> Callable[[nn.Module, int, int], list[torch.Tensor]]:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        cast("Wanders", model).route = other if turn % 2 else (0, 1, 2, 3)
+        return square_step(model, turn, rank)
+
+    return step

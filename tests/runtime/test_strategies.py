@@ -1,0 +1,486 @@
+"""Every strategy trains like the unsharded model: steps, accumulation, clipping, whole parameters on demand."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, cast
+
+import polyshard
+import pytest
+import torch
+from parity import (
+    Block,
+    Net,
+    adam,
+    assert_parity,
+    draw,
+    on_ranks,
+    root_of,
+    seeded,
+    sharded_copy,
+    square_step,
+    train_reference,
+    units_of,
+    whole_of,
+)
+from polyshard.errors import ConfigError, StateError
+from polyshard.interfaces import PluginContext
+from polyshard_backends.fake import FakeCollectives
+from polyshard_backends.threaded import ThreadedWorld
+from torch import nn
+
+BLOCKS = {"policy": units_of(Block)}
+#: Strategy settings and the numbers of ranks that serve them.
+STRATEGIES: list[tuple[dict[str, Any], int]] = [
+    *(({"strategy": name}, world) for name in ("full_shard", "shard_grad_op", "no_shard") for world in (2, 3, 4)),
+    ({"strategy": "hybrid_shard", "shard_size": 2}, 4),
+    ({"strategy": "hybrid_shard_zero2", "shard_size": 2}, 4),
+]
+
+
+class Slivers(nn.Module):
+    """Parameters of 1, 2 and 3 elements: with four ranks, most hold nothing of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([0.7]))
+        self.shift = nn.Linear(1, 1)
+        self.last = nn.Linear(3, 2)
+        self.none = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.shift((x * self.scale).unsqueeze(-1)).squeeze(-1)
+        return self.last(x) + self.none.sum()
+
+
+class Both:
+    """Two optimizers that step together."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self._optimizers = optimizers
+
+    def step(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+
+
+def grouped(model: nn.Module) -> torch.optim.Optimizer:
+    """Weights and biases in groups of their own, with their own settings."""
+    named = list(model.named_parameters())
+    weights = [parameter for name, parameter in named if name.endswith("weight")]
+    others = [parameter for name, parameter in named if not name.endswith("weight")]
+    return torch.optim.AdamW(
+        [{"params": weights, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0, "lr": 3e-2}], lr=1e-2
+    )
+
+
+def two_optimizers(model: nn.Module) -> torch.optim.Optimizer:
+    blocks = [parameter for name, parameter in model.named_parameters() if name.startswith("blocks")]
+    others = [parameter for name, parameter in model.named_parameters() if not name.startswith("blocks")]
+    pair = Both(torch.optim.SGD(blocks, lr=0.1, momentum=0.9), torch.optim.AdamW(others, lr=1e-2))
+    return cast("torch.optim.Optimizer", pair)
+
+
+def foreach_adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+
+
+def fused_adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def foreach_momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+
+
+def adagrad(model: nn.Module) -> torch.optim.Optimizer:
+    """Makes its state at once, from parameters of any size."""
+    return torch.optim.Adagrad(model.parameters(), lr=0.1)
+
+
+def fake(rank: int = 0, world_size: int = 4) -> FakeCollectives:
+    return FakeCollectives(PluginContext("fake", torch.device("cpu")), rank, world_size)
+
+
+def assert_wholes(
+    model: nn.Module,
+    ranks: list[dict[str, torch.Tensor]],
+    expected: dict[str, torch.Tensor],
+    settings: dict[str, Any],
+) -> None:
+    """The ranks' parts, put together, are ``expected``; ranks that hold the same part hold the same bits."""
+    shards = {"no_shard": 1}.get(settings["strategy"], settings.get("shard_size", len(ranks)))
+    for name, parameter in model.named_parameters():
+        for rank, parts in enumerate(ranks):
+            assert torch.equal(parts[name], ranks[rank % shards][name])
+        got = whole_of(parameter, [rank[name] for rank in ranks[:shards]])
+        torch.testing.assert_close(got, expected[name], rtol=1e-12, atol=1e-12)
+
+
+# Parity.
+
+
+@pytest.mark.parametrize(("settings", "world_size"), STRATEGIES)
+def test_five_adamw_steps_equal_those_of_the_unsharded_model(settings: dict[str, Any], world_size: int) -> None:
+    model = seeded(Net)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    trained = train_reference(model, square_step, world_size, 5, adam).parameters
+    assert max((trained[name] - before[name]).abs().max().item() for name in before) > 1e-2
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        mine = sharded_copy(model, rank, world, **BLOCKS, **settings)
+        optimizer = adam(mine)
+        for turn in range(5):
+            square_step(mine, turn, rank)
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: p.detach().clone() for name, p in mine.named_parameters()}
+
+    assert_wholes(model, on_ranks(world_size, on_rank), trained, settings)
+
+
+@pytest.mark.parametrize("optimizer", [foreach_adam, fused_adam, foreach_momentum, adagrad])
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_optimizers_take_ranks_that_hold_nothing_of_a_parameter(world_size: int, optimizer: Any) -> None:
+    assert_parity(
+        seeded(Slivers), world_size=world_size, turns=5, optimizer=optimizer, settings={"policy": units_of(nn.Linear)}
+    )
+
+
+def test_ranks_without_a_part_see_empty_parameters() -> None:
+    model = seeded(Slivers)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, int]:
+        mine = sharded_copy(model, rank, world, policy=units_of(nn.Linear))
+        square_step(mine, 0, rank)
+        assert all((p.grad is None) == (p.numel() == 0) for p in mine.parameters())
+        return {name: p.numel() for name, p in mine.named_parameters()}
+
+    sizes = on_ranks(4, on_rank)
+    assert [each["scale"] for each in sizes] == [1, 0, 0, 0]
+    assert [each["none"] for each in sizes] == [0, 0, 0, 0]
+    assert sum(each["last.weight"] for each in sizes) == 6
+
+
+@pytest.mark.parametrize("optimizer", [grouped, two_optimizers])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_parameter_groups_and_several_optimizers(optimizer: Any, strategy: str) -> None:
+    settings = {**BLOCKS, "strategy": strategy}
+    assert_parity(seeded(Net), world_size=3, turns=5, optimizer=optimizer, settings=settings)
+
+
+# One rank, and one of very many.
+
+
+def test_a_single_rank_is_not_sharded_and_says_so() -> None:
+    model = seeded(Net)
+    reference = train_reference(model, square_step, 1, 5, adam)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    with pytest.warns(UserWarning, match="switching to use `NO_SHARD`"):
+        polyshard.shard(model, polyshard.ShardConfig(collectives=fake(0, 1), **BLOCKS))
+    assert {name: p.shape for name, p in model.named_parameters()} == shapes
+    optimizer = adam(model)
+    for turn in range(5):
+        square_step(model, turn, 0)
+        assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), reference.parameters[name], rtol=0, atol=1e-15)
+
+
+def test_a_single_rank_that_asks_for_no_shard_hears_no_warning() -> None:
+    polyshard.shard(seeded(Net), polyshard.ShardConfig(collectives=fake(0, 1), strategy="no_shard", **BLOCKS))
+
+
+def test_one_rank_of_1024_runs_a_step() -> None:
+    # The stand-in pretends that every rank sends what this one sends, so the gathered weight is this rank's four
+    # elements over and over, and the averaged gradient is that weight's own.
+    model = nn.Linear(64, 64, bias=False).double()
+    own = model.weight.detach().flatten()[5 * 4 : 6 * 4].clone()
+    tiled = own.repeat(1024).view(64, 64).requires_grad_(True)
+    x = draw(3, 64)
+    expected = (x @ tiled.T).square().mean()
+    expected.backward()
+    assert tiled.grad is not None
+    wanted = torch.optim.SGD([tiled], lr=0.5)
+    wanted.step()
+
+    polyshard.shard(model, polyshard.ShardConfig(collectives=fake(5, 1024)))
+    assert torch.equal(model.weight.detach(), own)
+    assert polyshard.report(model).master_nbytes == 4 * 8
+    loss = model(x).square().mean()
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(model.weight.grad, tiled.grad.flatten()[20:24], rtol=1e-12, atol=1e-15)
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    torch.testing.assert_close(model.weight.detach(), tiled.detach().flatten()[20:24], rtol=1e-12, atol=1e-15)
+
+
+# Gradient accumulation.
+
+
+def accumulated(model: nn.Module, world_size: int, turns: int) -> dict[str, torch.Tensor]:
+    """Sum over ``turns`` microbatches, mean over ranks, of plain gradients."""
+    copies = [copy.deepcopy(model) for _ in range(world_size)]
+    for rank, each in enumerate(copies):
+        for turn in range(turns):
+            square_step(each, turn, rank)
+    return {
+        name: sum(dict(each.named_parameters())[name].grad for each in copies) / world_size  # type: ignore[misc]
+        for name, _ in model.named_parameters()
+    }
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's gradients; an empty one where it has no part of a parameter."""
+    return {
+        name: torch.zeros(0, dtype=p.dtype) if p.grad is None else p.grad.detach().clone()
+        for name, p in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize(("settings", "world_size"), STRATEGIES[1::3] + STRATEGIES[-2:])
+@pytest.mark.parametrize("waits", [(False, False, False), (True, True, False), (False, True, False)])
+def test_accumulated_gradients_equal_those_of_the_unsharded_model(
+    settings: dict[str, Any], world_size: int, waits: tuple[bool, ...]
+) -> None:
+    model = seeded(Net)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        mine = sharded_copy(model, rank, world, **BLOCKS, **settings)
+        for turn, wait in enumerate(waits):
+            if wait:
+                before = {name: None if p.grad is None else p.grad.clone() for name, p in mine.named_parameters()}
+                with polyshard.no_sync(mine):
+                    square_step(mine, turn, rank)
+                # What waits is private: the optimizer sees nothing of it.
+                for name, p in mine.named_parameters():
+                    old = before[name]
+                    assert (p.grad is None and old is None) or torch.equal(cast("Any", p.grad), cast("Any", old))
+            else:
+                square_step(mine, turn, rank)
+        return gradients_of(mine)
+
+    assert_wholes(model, on_ranks(world_size, on_rank), accumulated(model, world_size, len(waits)), settings)
+
+
+def test_gradients_are_none_until_a_backward_outside_of_no_sync() -> None:
+    model = seeded(Net)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        mine = sharded_copy(model, rank, world, **BLOCKS)
+        with polyshard.no_sync(mine):
+            square_step(mine, 0, rank)
+            square_step(mine, 1, rank)
+        assert all(p.grad is None for p in mine.parameters())
+        square_step(mine, 2, rank)
+        assert all(p.grad is not None for p in mine.parameters() if p.numel())
+
+    on_ranks(2, on_rank)
+
+
+def test_waiting_gradients_move_no_bytes() -> None:
+    model, collectives = seeded(Net), fake()
+    polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, **BLOCKS))
+    with polyshard.no_sync(model):
+        square_step(model, 0, 0)
+    assert {call.operation for call in collectives.calls} == {"all_gather"}
+    square_step(model, 1, 0)
+    assert sum(call.operation == "reduce_scatter" for call in collectives.calls) == 1
+
+
+def test_no_sync_belongs_to_the_outermost_module() -> None:
+    model = seeded(Net)
+    polyshard.shard(model, polyshard.ShardConfig(collectives=fake(), **BLOCKS))
+    block = cast("Net", model).blocks[1]
+    with pytest.raises(StateError, match=r"no_sync\(\).*inner.*blocks\.1.*rank 0"), polyshard.no_sync(block):
+        pass
+    with pytest.raises(StateError, match=r"no_sync\(\) needs a sharded module"), polyshard.no_sync(nn.Linear(2, 2)):
+        pass
+
+
+# Norms.
+
+
+@pytest.mark.parametrize(
+    "norm_type", [2.0, *(pytest.param(p, points=pytest.mark.slow) for p in (1.0, 3.0)), float("inf")]
+)
+@pytest.mark.parametrize("max_norm", [0.05, 1e3])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "full_shard"},
+        {"strategy": "full_shard", "offload": "cpu"},
+        {"strategy": "no_shard"},
+        {"strategy": "hybrid_shard", "shard_size": 2},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_clipping_equals_torchs_on_the_unsharded_model(
+    norm_type: float, max_norm: float, settings: dict[str, Any]
+) -> None:
+    model = seeded(Net)
+    plain = copy.deepcopy(model)
+    for name, gradient in accumulated(model, 4, 1).items():
+        plain.get_parameter(name).grad = gradient
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
+    assert 0.05 < expected < 1e3
+
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        mine = sharded_copy(model, rank, world, **BLOCKS, **settings)
+        square_step(mine, 0, rank)
+        norm = polyshard.clip_grad_norm_(mine, max_norm, norm_type)
+        return norm, gradients_of(mine)
+
+    ranks = on_ranks(4, on_rank)
+    for norm, _ in ranks:
+        assert norm.shape == ()
+        assert torch.equal(norm, ranks[0][0])
+        torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+    clipped = {name: cast("torch.Tensor", p.grad) for name, p in plain.named_parameters()}
+    assert_wholes(model, [gradients for _, gradients in ranks], clipped, settings)
+
+
+def test_clipping_without_gradients_answers_zero() -> None:
+    model = seeded(Net)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> float:
+        mine = sharded_copy(model, rank, world, **BLOCKS)
+        return polyshard.clip_grad_norm_(mine, 1.0).item()
+
+    assert on_ranks(2, on_rank) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("norm_type", [0.0, -1.0, -float("inf")])
+def test_a_norm_that_shards_cannot_combine_is_refused(norm_type: float) -> None:
+    model, collectives = seeded(Net), fake()
+    polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, **BLOCKS))
+    square_step(model, 0, 0)
+    collectives.calls.clear()
+    with pytest.raises(ConfigError, match=f"norm_type.*{norm_type}"):
+        polyshard.clip_grad_norm_(model, 1.0, norm_type)
+    assert not collectives.calls
+
+
+def test_training_with_clipping_equals_that_of_the_unsharded_model() -> None:
+    model = seeded(Slivers)
+    plain = copy.deepcopy(model)
+    optimizer = adam(plain)
+    for turn in range(5):
+        # The global batch of four ranks.
+        x = torch.cat([draw(4, 3, turn=turn, rank=rank) for rank in range(4)])
+        plain(x).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        mine = sharded_copy(model, rank, world, policy=units_of(nn.Linear))
+        opt = adam(mine)
+        for turn in range(5):
+            mine(draw(4, 3, turn=turn, rank=rank)).square().mean().backward()
+            polyshard.clip_grad_norm_(mine, 0.01)
+            opt.step()
+            opt.zero_grad()
+        with polyshard.unsharded(mine):
+            return {name: p.detach().clone() for name, p in mine.named_parameters()}
+
+    for whole in on_ranks(4, on_rank):
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(whole[name], parameter.detach(), rtol=1e-12, atol=1e-12)
+
+
+# Whole parameters outside of compute.
+
+
+@pytest.mark.parametrize(("settings", "world_size"), STRATEGIES[1::3] + STRATEGIES[-2:])
+@pytest.mark.parametrize("writeback", [True, False])
+def test_unsharded_shows_whole_parameters_and_keeps_changes_where_asked(
+    settings: dict[str, Any], world_size: int, writeback: bool
+) -> None:
+    model = seeded(Net)
+    doubled = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in doubled.parameters():
+            parameter.mul_(2.0)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
+        mine = sharded_copy(model, rank, world, **BLOCKS, **settings)
+        shards = {name: (p, p.shape, p.detach().clone()) for name, p in mine.named_parameters()}
+        with polyshard.unsharded(mine, writeback=writeback), torch.no_grad():
+            for name, parameter in mine.named_parameters():
+                assert parameter is shards[name][0]
+                assert torch.equal(parameter, model.get_parameter(name))
+                parameter.mul_(2.0)
+        for name, parameter in mine.named_parameters():
+            original, shape, values = shards[name]
+            assert parameter is original
+            assert parameter.shape == shape
+            assert torch.equal(parameter.detach(), values * (2.0 if writeback else 1.0))
+        with torch.no_grad():
+            return mine(draw(4, 3))
+
+    expected = (doubled if writeback else model)(draw(4, 3)).detach()
+    for output in on_ranks(world_size, on_rank):
+        torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_unsharded_is_refused_inside_itself_and_inside_a_step() -> None:
+    model = seeded(Net)
+    polyshard.shard(model, polyshard.ShardConfig(collectives=fake(), **BLOCKS))
+
+    def enters(*_: Any) -> None:
+        with polyshard.unsharded(model):
+            pass
+
+    def watch(output: torch.Tensor) -> None:
+        output.register_hook(enters)
+
+    with polyshard.unsharded(model), pytest.raises(StateError, match=r"already unsharding parameters.*rank 0"):
+        enters()
+    hook = cast("Net", model).blocks[0].register_forward_pre_hook(enters)
+    with pytest.raises(StateError, match=r"during forward/backward.*rank 0.*forward"):
+        model(draw(4, 3))
+    hook.remove()
+    inner = cast("Net", model).blocks[0].up
+    hook = inner.register_forward_hook(lambda module, args, output: watch(output))
+    out = model(draw(4, 3))
+    hook.remove()
+    with pytest.raises(StateError, match=r"during forward/backward.*rank 0.*backward"):
+        out.sum().backward()
+    with pytest.raises(StateError, match=r"inner.*blocks\.0"):
+        polyshard.unsharded(cast("Net", model).blocks[0])
+    # None of it left a trace.
+    assert_trains(model)
+
+
+def assert_trains(model: nn.Module) -> None:
+    square_step(model, 0, 0)
+    assert root_of(model).gathered == ()
+    assert all(p.grad is not None for p in model.parameters() if p.numel())
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_a_forward_sees_what_was_written_since_the_last_one(strategy: str) -> None:
+    model = seeded(Net)
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.mul_(0.5)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
+        mine = sharded_copy(model, rank, world, strategy=strategy, **BLOCKS)
+        # Its backward never comes, so that its units may still be whole.
+        mine(draw(4, 3))
+        with torch.no_grad():
+            for parameter in mine.parameters():
+                parameter.mul_(0.5)
+        return mine(draw(4, 3)).detach()
+
+    for output in on_ranks(2, on_rank):
+        torch.testing.assert_close(output, changed(draw(4, 3)).detach(), rtol=1e-12, atol=1e-12)

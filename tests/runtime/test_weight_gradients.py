@@ -1,0 +1,249 @@
+"""Large linear layers write their weight gradients into the reduction's input: same numbers, no second copy."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from parity import Step, draw, on_ranks, seeded, sharded_copy, train_reference, units_of
+from polyshard.interfaces import PluginContext, Work
+from polyshard.planning import thresholds
+from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+WIDE = 64
+
+
+@pytest.fixture(autouse=True)
+def small_weights_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thresholds, "DIRECT_NUMEL", WIDE * WIDE)
+
+
+class Large(nn.Module):
+    """Two layers over the threshold around a small one."""
+
+    def __init__(self, tied: bool = False, recomputes: bool = False, bias: bool = True) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDE, WIDE, bias=bias)
+        self.scale = nn.LayerNorm(WIDE)
+        self.down = nn.Linear(WIDE, WIDE, bias=bias)
+        if tied:
+            self.down.weight = self.up.weight
+        self.recomputes = recomputes
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.scale(self.up(x))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.body, x, use_reentrant=False) if self.recomputes else self.body(x)
+
+
+class Deep(nn.Module):
+    """Inputs of three dimensions, one block used ``times`` times."""
+
+    def __init__(self, times: int = 1, **kind: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, WIDE)
+        self.block = Large(**kind)
+        self.times = times
+        self.last = nn.Linear(WIDE, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).unsqueeze(1)
+        for _ in range(self.times):
+            x = self.block(x)
+        return self.last(x.squeeze(1))
+
+
+def make(times: int = 1, **kind: bool) -> nn.Module:
+    model = seeded(lambda: Deep(times, **kind)).float()
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+    x = draw(4, 3, turn=turn, rank=rank).float()
+    loss = model(x).square().mean()
+    loss.backward()
+    return [loss.detach()]
+
+
+def trained(model: nn.Module, turns: int, microbatches: int = 1, one_step: Step = step) -> dict[str, torch.Tensor]:
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        mine = sharded_copy(model, rank, world, policy=units_of(Large))
+        optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+        for turn in range(turns):
+            for part in range(microbatches - 1):
+                with polyshard.no_sync(mine):
+                    step(mine, turn + 10 * (part + 1), rank)
+            one_step(mine, turn, rank)
+            optimizer.step()
+            optimizer.zero_grad()
+        with polyshard.unsharded(mine):
+            return {name: parameter.detach().clone() for name, parameter in mine.named_parameters()}
+
+    one, other = on_ranks(2, on_rank)
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+    return one
+
+
+def reference(model: nn.Module, turns: int, microbatches: int = 1) -> dict[str, torch.Tensor]:
+    def every_microbatch(each: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        for part in range(microbatches - 1):
+            step(each, turn + 10 * (part + 1), rank)
+        return step(each, turn, rank)
+
+    return train_reference(model, every_microbatch, 2, turns=turns).parameters
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [{}, {"bias": False}, {"tied": True}, {"recomputes": True}, {"times": 2}, {"times": 2, "recomputes": True}],
+    ids=str,
+)
+def test_training_equals_the_unsharded_model(kind: dict[str, int]) -> None:
+    model = make(**kind)  # type: ignore[arg-type]
+    torch.testing.assert_close(trained(model, 3), reference(model, 3), rtol=1e-5, atol=1e-6)
+
+
+def test_a_recomputation_may_go_on_to_the_end() -> None:
+    model = make(recomputes=True)
+
+    def both(each: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        # torch ends recomputations early unless it is told not to.
+        with set_checkpoint_early_stop(turn < 2):
+            return step(each, turn, rank)
+
+    expected = train_reference(model, both, 2, turns=4).parameters
+    torch.testing.assert_close(trained(model, 4, one_step=both), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_microbatches_add_up() -> None:
+    model = make()
+    torch.testing.assert_close(trained(model, 2, 3), reference(model, 2, 3), rtol=1e-5, atol=1e-6)
+
+
+class Written(TorchDispatchMode):
+    """Where products as large as a weight are put: the address of the memory that was given for them, or None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to: list[int | None] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm) and output.numel() == WIDE * WIDE:
+            given = (kwargs or {}).get("out")
+            self.to.append(None if given is None else given.untyped_storage().data_ptr())
+        return output
+
+
+class Reduced(ThreadedCollectives):
+    """Notes the addresses of what is reduced."""
+
+    addresses: list[int]
+
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, **options: Any) -> Work:
+        self.addresses.append(full.untyped_storage().data_ptr())
+        return super().reduce_scatter(out, full, **options)
+
+
+def test_gradients_are_produced_in_the_reductions_input() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[list[int | None], list[int]]:
+        collectives = Reduced(PluginContext("threaded", torch.device("cpu")), world, rank)
+        collectives.addresses = []
+        with world.lock:
+            model = copy.deepcopy(whole)
+        # Each unit is reduced by itself.
+        config = polyshard.ShardConfig(collectives=collectives, policy=units_of(Large), batch_nbytes=0)
+        polyshard.shard(model, config)
+        with Written() as written:
+            step(model, 0, rank)
+        return written.to, collectives.addresses
+
+    whole = make(bias=False)
+    for to, reduced in on_ranks(2, on_rank):
+        # Of both layers.
+        assert len(to) == 2
+        assert set(to) <= set(reduced)
+
+
+def test_other_forwards_of_a_linear_layer_are_left_alone() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    model = make()
+    doubled = Doubled(WIDE, WIDE)
+    doubled.load_state_dict(model.get_submodule("block.up").state_dict())
+    model.get_submodule("block")._modules["up"] = doubled
+    torch.testing.assert_close(trained(model, 2), reference(model, 2), rtol=1e-5, atol=1e-6)
+
+
+def graphs_of(blocks: int) -> int:
+    """Graphs that the compiler makes of as many equal blocks, each compiled by itself, in two steps."""
+    torch.compiler.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def note(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    model = nn.Sequential(*(Large() for _ in range(blocks)))
+    for block in model:
+        block.compile(backend=note)
+    config = polyshard.ShardConfig(collectives={"name": "fake", "world_size": 4}, policy=units_of(Large))
+    polyshard.shard(model, config)
+    for _ in range(2):
+        model(torch.ones(2, WIDE)).sum().backward()
+    return len(graphs)
+
+
+@pytest.mark.slow
+# The compiler looks at .grad of the tensors that a frame takes in, and does not silence this in every version.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_blocks_share_their_graphs() -> None:
+    # More blocks than the compiler makes versions of one function before it gives up on it.
+    assert graphs_of(12) == graphs_of(2)
+
+
+class BrokenError(RuntimeError):
+    """Raised on the way back."""
+
+
+def test_a_backward_that_fails_after_a_gradient_was_written_is_forgotten() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[float, float]:
+        plain = make()
+        model = sharded_copy(plain, rank, world, policy=units_of(Large))
+
+        def fail(_: torch.Tensor) -> None:
+            raise BrokenError
+
+        handle = model.block.up.register_forward_hook(lambda _, args, output: output.register_hook(fail) and None)
+        with pytest.raises(BrokenError):
+            step(model, 0, rank)
+        handle.remove()
+        x = draw(4, 3).float().requires_grad_()
+        (ours,) = torch.autograd.grad(model(x).square().mean(), x)
+        (expected,) = torch.autograd.grad(plain(x).square().mean(), x)
+        for each in (0, 1):
+            step(model, 1, each)
+            step(plain, 1, each)
+        # The first weight of the unit lies on the first rank, the last on the second.
+        name = ("block.up.weight", "block.down.weight")[rank]
+        whole = dict(plain.named_parameters())[name].grad
+        part = dict(model.named_parameters())[name].grad
+        assert whole is not None
+        assert part is not None
+        own = whole.reshape(-1)[: part.numel()] if rank == 0 else whole.reshape(-1)[-part.numel() :]
+        return float((ours - expected).abs().max()), float((own - part).abs().max())
+
+    for of_input, of_weight in on_ranks(2, on_rank):
+        assert of_input < 1e-6
+        assert of_weight < 1e-6

@@ -1,0 +1,255 @@
+"""What ranks ask of the launcher's store, to shard and when one fails: as much for thousands of them as for four."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from polyshard import ShardConfig
+from polyshard.errors import RankMismatchError
+from polyshard.interfaces import PolicyContext, UnitPlan, WrapPolicy
+from polyshard.runtime.peers import Peers
+from polyshard.setup import shard
+from polyshard.setup.agree import Meeting
+from store_fleet import CountingStore, Traffic, on_fleet, tcp_store
+from torch import nn
+
+LAYERS = 200
+#: At most, for a rank that shards so many layers; the first figure counts requests, the second bytes.
+REQUESTS, NBYTES, KEY = 40, 4096, 200
+
+
+def config(rank: int, world_size: int, **others: Any) -> ShardConfig:
+    return ShardConfig(
+        collectives={"name": "fake", "rank": rank, "world_size": world_size},
+        policy={"name": "module_class", "classes": [nn.Linear]},
+        **others,
+    )
+
+
+def tower() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(4, 4, device="meta") for _ in range(LAYERS)))
+
+
+def shard_on_all(world_size: int, monkeypatch: pytest.MonkeyPatch) -> list[Traffic]:
+    # Made before there are threads, which draw random numbers from one generator.
+    models = [tower() for _ in range(world_size)]
+
+    def body(rank: int) -> None:
+        polyshard.shard(models[rank], config(rank, world_size))
+
+    return [traffic for _, traffic in on_fleet(world_size, body, monkeypatch)]
+
+
+def require_little(found: Sequence[Traffic]) -> None:
+    assert max(each.requests for each in found) <= REQUESTS
+    assert max(each.nbytes for each in found) <= NBYTES
+    assert max(each.longest_key for each in found) <= KEY
+
+
+def test_a_rank_asks_no_more_of_the_store_where_there_are_more_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {size: shard_on_all(size, monkeypatch) for size in (2, 4, 16)}
+    for traffic in found.values():
+        require_little(traffic)
+    most = [max(each.requests for each in traffic) for traffic in found.values()]
+    # Three agreements of five requests, and six more by the rank that comes last to all of them.
+    assert max(most) <= 3 * (5 + 6)
+
+
+@pytest.mark.nightly
+def test_a_rank_asks_no_more_of_the_store_among_hundreds(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {size: shard_on_all(size, monkeypatch) for size in (16, 64, 256)}
+    for size, traffic in found.items():
+        require_little(traffic)
+        most = max(traffic, key=lambda each: each.requests)
+        print(f"{size} ranks: at most {most.requests} requests, {max(each.nbytes for each in traffic)} bytes")
+
+
+def test_who_differs_is_told_to_all_in_the_same_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {3: {"batch_nbytes": 64}, 5: {"batch_nbytes": 64, "backward_prefetch": 3}, 6: {"batch_nbytes": 64}}
+
+    def body(rank: int) -> str:
+        with pytest.raises(RankMismatchError) as caught:
+            polyshard.shard(nn.Linear(4, 4, device="meta"), config(rank, 8, **settings.get(rank, {})))
+        return str(caught.value)
+
+    texts = {text for text, _ in on_fleet(8, body, monkeypatch)}
+    assert len(texts) == 1
+    text = texts.pop()
+    assert text.startswith(
+        "Ranks [3, 6] are about to shard differently:\n"
+        "  rank 0: ['batch_nbytes', 134217728]\n"
+        "  rank 3: ['batch_nbytes', 64]\n"
+        "Ranks [5] are about to shard differently:\n"
+        "  rank 0: ['backward_prefetch', 1]\n"
+        "  rank 5: ['backward_prefetch', 3]\n"
+        "  rank 0: ['batch_nbytes', 134217728]\n"
+        "  rank 5: ['batch_nbytes', 64]\n"
+    )
+
+
+class WordlessError(Exception):
+    """Its words cannot be had."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class Raising(WrapPolicy):
+    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
+        raise WordlessError
+
+
+def test_an_error_whose_words_cannot_be_had_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(rank: int) -> str:
+        changed = {"policy": Raising()} if rank == 1 else {}
+        with pytest.raises(WordlessError if rank == 1 else RankMismatchError) as caught:
+            polyshard.shard(nn.Linear(4, 4, device="meta"), replace(config(rank, 3, timeout_s=20), **changed))
+        return "" if rank == 1 else str(caught.value)
+
+    first, _, last = [text for text, _ in on_fleet(3, body, monkeypatch)]
+    assert "rank 1: WordlessError, whose words cannot be told" in first
+    assert last == first
+
+
+def test_a_rank_that_comes_too_late_and_all_may_call_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = threading.Event()
+
+    def body(rank: int) -> str:
+        if rank == 2:
+            late.wait(20)
+        with pytest.raises(RankMismatchError) as caught:
+            polyshard.shard(nn.Linear(4, 4, device="meta"), config(rank, 4, timeout_s=1.0))
+        late.set()
+        polyshard.shard(nn.Linear(4, 4, device="meta"), config(rank, 4, timeout_s=20))
+        return str(caught.value)
+
+    texts = {text for text, _ in on_fleet(4, body, monkeypatch)}
+    assert len(texts) == 1
+    assert texts.pop().startswith("Ranks [2] did not come to shard their model within 1 s, rank ")
+
+
+def test_a_rank_that_raised_is_heard_among_thousands_at_little_cost() -> None:
+    world_size = 4096
+    with tcp_store() as port:
+        store = CountingStore(port)
+        peers = [Peers(store, "failed", rank, world_size) for rank in range(400)]
+        peers[7].tell(ValueError("no batch"), "3")
+        for each in peers[8:]:
+            # What `ask` says, without listening.
+            each.tell_silence("4", 2.0, "a stack")
+        store.traffic = Traffic()
+        heard = peers[0].ask("4")
+        assert store.traffic.requests <= 100
+        assert store.traffic.longest_key <= KEY
+    assert "Rank 7 raised ValueError: no batch" in (peers[0].raised(heard) or "")
+    assert len(heard) <= 32
+
+
+class Block(nn.Module):
+    """One of Llama 3 8B: the shapes are what is compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(4096, 4096, bias=False)
+        self.k = nn.Linear(4096, 1024, bias=False)
+        self.v = nn.Linear(4096, 1024, bias=False)
+        self.o = nn.Linear(4096, 4096, bias=False)
+        self.gate = nn.Linear(4096, 14336, bias=False)
+        self.up = nn.Linear(4096, 14336, bias=False)
+        self.down = nn.Linear(14336, 4096, bias=False)
+        self.norms = nn.ModuleList(nn.RMSNorm(4096) for _ in range(2))
+
+
+def report_of_8b(world_size: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What a rank of so many reports of a model as large."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(128256, 4096), *(Block() for _ in range(32)), nn.Linear(4096, 128256))
+    reports: list[list[Any]] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(shard, "stands_alone", lambda *arguments: False)
+        patched.setattr(shard, "agree", lambda report, *others: reports.append(list(report)))
+        policy = {"name": "module_class", "classes": [Block]}
+        polyshard.shard(model, replace(config(0, world_size), policy=policy))
+    return reports[0]
+
+
+def agreements(
+    store: CountingStore, ranks: Sequence[int], size: int, reports: Callable[[int], Sequence[Any]], timeout_s: float
+) -> list[tuple[str, Traffic]]:
+    """One agreement of each of ``ranks``, of ``size`` in all: what it raised, if anything, and its traffic."""
+    found = []
+    meetings = [Meeting(store, range(size), rank, timedelta(seconds=timeout_s)) for rank in ranks]
+    traffic = []
+    for rank, meeting in zip(ranks, meetings, strict=True):
+        store.traffic = Traffic()
+        meeting.come(reports(rank))
+        traffic.append(store.traffic)
+    for store.traffic, meeting in zip(traffic, meetings, strict=True):
+        text = ""
+        try:
+            meeting.end()
+        except RankMismatchError as error:
+            text = str(error)
+        found.append((text, store.traffic))
+    return found
+
+
+@pytest.mark.nightly
+# Longer than a run: the last agreement ends by its time limit.
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("size", [1024, 4096, 16_384])
+def test_thousands_of_ranks_agree_and_are_told_who_differs(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Logical ranks: eight threads each speak for an eighth of them, two for one each."""
+    report = report_of_8b(size, monkeypatch)
+    odd, absent = size // 3, size // 2
+    # The two ranks that others wait for, the first and the one that differs, have threads of their own.
+    others = [rank for rank in range(size) if rank not in (0, odd)]
+    parts = [[0], [odd], *(others[part::8] for part in range(8))]
+
+    def hold(reports: Callable[[int], Sequence[Any]], timeout_s: float, without: int = -1) -> list[tuple[str, Traffic]]:
+        found: list[tuple[str, Traffic]] = []
+        begun = threading.Event()
+
+        def run(part: list[int]) -> None:
+            if part != [0]:
+                begun.wait()
+            store = CountingStore(port)
+            if part == [0]:
+                # Ahead of all others.
+                threading.Timer(0.5, begun.set).start()
+            found.extend(agreements(store, [rank for rank in part if rank != without], size, reports, timeout_s))
+
+        threads = [threading.Thread(target=run, args=(part,), daemon=True) for part in parts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    with tcp_store() as port:
+        alike = hold(lambda rank: report, 600)
+        assert [text for text, _ in alike] == [""] * size
+        # Of three agreements that shard() needs.
+        most = max(traffic.requests for _, traffic in alike), max(traffic.nbytes for _, traffic in alike)
+        print(f"{size} ranks: at most {most[0]} requests and {most[1]} bytes an agreement")
+        assert 3 * most[0] <= REQUESTS
+        assert 3 * most[1] <= NBYTES
+        assert max(traffic.longest_key for _, traffic in alike) <= KEY
+        differing = hold(lambda rank: [*report, ["batch_nbytes", 1 if rank == odd else 2]], 600)
+        assert {text for text, _ in differing} == {
+            f"Ranks [{odd}] are about to shard differently:\n"
+            f"  rank 0: ['batch_nbytes', 2]\n"
+            f"  rank {odd}: ['batch_nbytes', 1]\n"
+            "Give every rank the same model, configuration and installed plugins. Options that must differ between "
+            "ranks are named in local_options of the plugin."
+        }
+        missing = hold(lambda rank: report, 20 + size / 100, absent)
+        assert len(missing) == size - 1
+        assert all(text.startswith(f"Ranks [{absent}] did not come to shard their model") for text, _ in missing)
