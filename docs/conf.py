@@ -35,10 +35,10 @@ nitpick_ignore_regex = [("py:.*", r"(?!polyshard).*"), ("py:.*", r".*\.[A-Z]"), 
 # What functions return or take and users never name, and bases that are written down nowhere else.
 _UNNAMED = (
     r"polyshard_plugins\.stand_in\.StandIn",
-    r"polyshard\.engine\..*",
+    r"polyshard\.(planning|runtime|functions|setup|capture)\..*",
     r"polyshard\.checkpoint\.pending\.Notes",
-    r"polyshard\.lightning\.fabric\.ShardedModule",
-    r"polyshard\.forecast\.(memory|recording|timeline)\..*",
+    r"polyshard\.lightning\.(fabric\.ShardedModule|common\.Strategy)",
+    r"polyshard\.forecast\.(memory|recording|timing)\..*",
     r"polyshard\.testing\.(plugin|ranks)\..*",
     r"polyshard_plugins\.(block_scaled\.BlockScaled|offload\.ParkingRule|precision\.Configured)",
     r"polyshard_policies\.(division\..*|functions\.RecursivePolicy)",

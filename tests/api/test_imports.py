@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from fake_distribution import install
 
 #: A fresh interpreter runs these one after another: what one must not import, those before it must not either.
@@ -44,6 +45,7 @@ def crowd(site: Path) -> None:
         install(site, f"crowd-{number}", "1.0", offers, modules)
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_before_it_is_used(tmp_path: Path) -> None:
     crowd(tmp_path)
     # In front of what is installed, where it would win if order told.

@@ -78,6 +78,7 @@ def signal_one(rank: int) -> list[bool]:
     return answers
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_process_ends_all_behind_the_same_step() -> None:
     with RankPool(3) as pool:
         assert pool.run(signal_one) == [[False, False, False, True, True]] * 3
@@ -109,6 +110,7 @@ def test_former_handlers_are_put_back_behind_an_exception_too() -> None:
         assert heard == [signal.SIGUSR1]
 
 
+@pytest.mark.slow
 def test_a_second_signal_counts_as_the_first_within_a_second_and_goes_to_the_former_handler_later() -> None:
     heard: list[int] = []
     with (

@@ -49,6 +49,7 @@ def restore_from_file(rank: int, folder: str) -> tuple[Any, Any]:
     return expected, drawn()
 
 
+@pytest.mark.slow
 def test_every_rank_draws_on(tmp_path: Any) -> None:
     with RankPool(3) as pool:
         answers = pool.run(draw_on)

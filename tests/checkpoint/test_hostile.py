@@ -16,9 +16,9 @@ from typing import Any
 import polyshard
 import pytest
 import torch
+from checkpoints import remark, reseal, written
 from polyshard import checkpoint
 from polyshard.errors import CheckpointDamagedError, ConfigError, StateError
-from sealed import remark, reseal, written
 from torch import nn
 
 Change = Callable[[dict[str, Any]], Any]
@@ -77,6 +77,7 @@ def flip(path: Path, byte: int, bit: int) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_is_named(directory: Path) -> None:
     chosen = random.Random(0)
     for path in sorted(directory.iterdir()):
@@ -208,6 +209,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_manifest_that_cannot_be_is_refused(name: str, directory: Path) -> None:
     change, words = HOSTILE[name]

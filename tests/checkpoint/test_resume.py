@@ -140,16 +140,19 @@ def assert_bit_equal(folder: Path, make: Make, choose: Choose, ranks: int, setti
     return resumed[0][0]
 
 
-#: A few quick ones; the others are marked as slow.
+#: A few quick ones. Of the usual optimizers `make test-nightly` tries the strategies beside full_shard.
 QUICK = frozenset({case for case in RESUMED if case[0] == "AdamW"} | {("SGD", "full_shard 2")})
+
+
+def _how_often(name: str, sharding: str) -> pytest.MarkDecorator | tuple[()]:
+    if (name, sharding) in QUICK:
+        return ()
+    return pytest.mark.nightly if name in USUAL and not sharding.startswith("full_shard") else pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     ("name", "sharding"),
-    [
-        pytest.param(name, sharding, marks=() if (name, sharding) in QUICK else pytest.mark.slow)
-        for name, sharding in RESUMED
-    ],
+    [pytest.param(name, sharding, marks=_how_often(name, sharding)) for name, sharding in RESUMED],
 )
 def test_resuming_twice_is_not_stopping(tmp_path: Path, name: str, sharding: str) -> None:
     ranks, settings = SHARDINGS[sharding]
@@ -161,7 +164,7 @@ def test_resuming_twice_is_not_stopping(tmp_path: Path, name: str, sharding: str
 @pytest.mark.parametrize(
     ("name", "sharding"),
     [
-        pytest.param(name, sharding, marks=() if (name, sharding) in QUICK else pytest.mark.slow)
+        pytest.param(name, sharding, marks=_how_often(name, sharding))
         for name in ("AdamW", "NAdam", "Adagrad", "SGD")
         for sharding in ("full_shard 2", "shard_grad_op 3", "no_shard 2", "hybrid_shard 2 x 2")
     ],
@@ -170,9 +173,11 @@ def test_flat_parameters_resume_twice_as_well(tmp_path: Path, name: str, shardin
     assert_bit_equal(tmp_path, OPTIMIZERS[name], flat_parameters, *SHARDINGS[sharding])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choices", [(own, own, own), (own, flat_parameters, own)], ids=["own", "flat between"])
 @pytest.mark.parametrize(
-    "name", ["AdamW", *(pytest.param(name, marks=pytest.mark.slow) for name in ("NAdam", "RAdam", "Adagrad", "ASGD"))]
+    "name",
+    ["AdamW", *(pytest.param(name, marks=pytest.mark.slow) for name in ("NAdam", "RAdam", "Adagrad", "ASGD"))],
 )
 def test_every_leg_may_be_sharded_otherwise(tmp_path: Path, name: str, choices: tuple[Choose, ...]) -> None:
     legs = (SHARDINGS["full_shard 5"], SHARDINGS["hybrid_shard 2 x 2"], (3, {"strategy": "no_shard"}))

@@ -57,6 +57,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @given(**CASES)
 @settings(deadline=None, max_examples=100)
 def test_elements_lie_in_one_slice_each(

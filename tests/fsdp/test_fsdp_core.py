@@ -34,6 +34,7 @@ class TestParityWithDDP:
     ) -> None:
         assert ranks.run(2, core.nested_wrapped_model, cpu_offload, strategy) == cases(ranks, cpu_offload)
 
+    @pytest.mark.nightly
     @configs
     def test_nested_wrapped_model_single_iteration_mixed_precision(
         self, ranks: Pools, cpu_offload: CPUOffload, strategy: ShardingStrategy | None
@@ -51,10 +52,12 @@ class TestParityWithDDP:
     def test_transformer(self, ranks: Pools, cpu_offload: CPUOffload, strategy: ShardingStrategy | None) -> None:
         assert ranks.run(2, core.transformer, cpu_offload, strategy) == cases(ranks, cpu_offload)
 
+    @pytest.mark.nightly
     @configs
     def test_delayed_optim_step(self, ranks: Pools, cpu_offload: CPUOffload, strategy: ShardingStrategy | None) -> None:
         assert ranks.run(2, core.delayed_optim_step, cpu_offload, strategy) == cases(ranks, cpu_offload)
 
+    @pytest.mark.nightly
     @configs
     def test_delayed_reduce_scatter(
         self, ranks: Pools, cpu_offload: CPUOffload, strategy: ShardingStrategy | None
@@ -65,6 +68,7 @@ class TestParityWithDDP:
     def test_mixture_of_experts(self, ranks: Pools, cpu_offload: CPUOffload, strategy: ShardingStrategy | None) -> None:
         assert ranks.run(2, core.mixture_of_experts, cpu_offload, strategy) == cases(ranks, cpu_offload)
 
+    @pytest.mark.nightly
     @configs
     def test_mixture_of_experts_with_delay_before_free(
         self, ranks: Pools, cpu_offload: CPUOffload, strategy: ShardingStrategy | None
@@ -72,6 +76,7 @@ class TestParityWithDDP:
         body = core.mixture_of_experts_with_delay_before_free
         assert ranks.run(2, body, cpu_offload, strategy) == cases(ranks, cpu_offload)
 
+    @pytest.mark.nightly
     @on_cpu
     @pytest.mark.parametrize(
         ("model", "world_size"), [("nested", 3), ("always_wrap", 4), ("transformer", 1), ("transformer", 3)]

@@ -39,6 +39,7 @@ class TestGradAcc:
         turns = ((first_without_sync, 3), (not first_without_sync, 3), (first_without_sync, 3))
         assert ranks.run(2, grad_acc.accumulated, use_orig_params, turns, False) == [9, 9]
 
+    @pytest.mark.nightly
     @FORMS
     @pytest.mark.parametrize("turns", [((True, 3),), ((True, 2), (False, 2), (True, 1))])
     def test_grad_acc_cpu_offload(

@@ -45,7 +45,7 @@ LAYERS: set[type[nn.Module]] = {TransformerEncoderLayer, TransformerDecoderLayer
 FORTY = functools.partial(size_based_auto_wrap_policy, min_num_params=40)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", points=pytest.mark.gpu)])
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The device of tests in one process; those that do not ask for its value wrap a model on the CPU beside it."""
     return torch.device(request.param)

@@ -7,11 +7,10 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from collectives_cases import passes
 from polyshard.interfaces import COMPLETED, Collectives, Work
 from polyshard.testing import CollectivesSuite, plugin_context
 from polyshard_backends.fake import FakeCollectives
-from suite_faults import names_of
+from suite_faults import names_of, passes
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from parity import Net, draw, on_ranks, seeded, train_reference
+from parity import Net, assert_all_close, draw, on_ranks, seeded, train_reference
 from polyshard import CapturedStep, CaptureMode
 from polyshard.capture.graph import Recorder, Recording
 from polyshard.errors import CaptureError
@@ -209,8 +209,7 @@ def test_evaluation_and_whole_parameters_between_replays_see_the_last_step() -> 
         reference(4).parameters["last.weight"],
         reference(5).parameters["last.weight"],
     ]
-    for seen in on_ranks(2, on_rank):
-        torch.testing.assert_close(seen, wanted, rtol=1e-12, atol=1e-12)
+    assert_all_close(on_ranks(2, on_rank), wanted)
 
 
 def test_the_warm_up_lasts_until_it_is_decided_which_units_are_kept() -> None:

@@ -1,4 +1,4 @@
-"""Under which stream memory of a shared pool is allocated, on a pretended device; its GPU twin is in test_capture."""
+"""Under which stream memory of a shared pool is allocated, on a pretended device; GPU twin: ``gpu/test_capture``."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from int8_wire import Int8Wire
 from parity import Block, Net, adam, assert_parity, on_ranks, seeded, square_step, threaded, units_of
 from polyshard import errors
 from polyshard.interfaces import (
@@ -29,6 +28,7 @@ from polyshard.interfaces import (
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from refusal import Tower, description, refused, silent
 from torch import nn
+from wires import Int8Wire
 
 F32 = torch.float32
 

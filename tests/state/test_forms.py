@@ -237,7 +237,7 @@ def test_what_cannot_be_had_is_refused() -> None:
         ConfigError, match=r"form is 'whole'; give one of 'sharded', 'dtensor', 'full', 'full_on_rank_0'"
     ):
         StateOptions(form="whole")
-    with pytest.raises(StateError, match="this Odd is none"):
+    with pytest.raises(StateError, match="this Odd is not sharded"):
         states.get_model_state_dict(odd())
     with polyshard.unsharded(model), pytest.raises(StateError, match=r"inside polyshard\.unsharded"):
         states.get_model_state_dict(model)

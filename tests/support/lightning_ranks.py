@@ -14,11 +14,10 @@ import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
-from parity import Block, units_of
+from parity import Block, seed_all, units_of
 from polyshard import ShardConfig
 from polyshard.lightning import PolyshardStrategy
 from processes import KeptRanks
-from seeding import seed_all
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchrun import launched

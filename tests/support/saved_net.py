@@ -10,10 +10,10 @@ from typing import Any
 
 import polyshard
 import torch
+from parity import seed_all
 from polyshard import ShardConfig
 from polyshard.huggingface.files import OpenFiles
 from polyshard_backends.threaded import ThreadedWorld
-from seeding import seed_all
 from torch import nn
 
 Values = dict[str, torch.Tensor]

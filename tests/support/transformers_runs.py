@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torchrun
-from seeding import seed_all
+from parity import seed_all
 
 STEPS = 20
 VOCABULARY = 64

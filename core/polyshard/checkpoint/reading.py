@@ -24,7 +24,7 @@ from ..io.boxes import Box, box_within, row_major, span
 from ..io.files import MOST, carried_out, damaged, digest_of, opened, path_of, read_at
 from ..io.memory import flat_bytes, view_of
 from ..state.sharded import MODEL, OPTIMIZER
-from ..state.source import Source, chunks_of
+from ..state.source import Source, chunks_of, in_lines
 from .encoding import Json, checked, decode, tensor_told
 from .manifest import BLOCK, NAME, Manifest, Marker, StoredTensor
 
@@ -33,8 +33,6 @@ _MOST_PARTS = 64
 #: A tensor or a stand-in for one, and what it is to be filled from.
 Filling = tuple[torch.Tensor, StoredTensor]
 _Path = tuple[Any, ...]
-#: Problems that one error tells of.
-_MOST_TOLD = 8
 
 
 @dataclass(slots=True)
@@ -329,11 +327,7 @@ def read(directory: Path) -> dict[str, Any]:
         raise ConfigError(f"{directory} holds the part of one rank of a pretended world, which is no whole state.")
     source = StoredSource(marker.read_manifest(directory))
     paths = source.paths()
-    values: dict[str, Any] = {}
-    for key in paths:
-        entry = source.entry(key)
-        tensor = getattr(entry, "properties", None)
-        values[key] = None if tensor is None else torch.empty(entry.size, dtype=tensor.dtype)  # type: ignore[union-attr]
+    values: dict[str, Any] = {key: source.blank(key) for key in paths}
     source.read(values)
     found: dict[str, Any] = {MODEL: {}}
     state: dict[str, dict[str, Any]] = {}
@@ -369,5 +363,4 @@ def verify(directory: Path) -> None:
     found: list[str] = []
     examine(Marker.read(directory).read_manifest(directory), lambda error: found.append(str(error)))
     if found:
-        more = len(found) - _MOST_TOLD
-        raise CheckpointDamagedError("\n".join([*found[:_MOST_TOLD], *([f"and {more} more"] if more > 0 else [])]))
+        raise CheckpointDamagedError(in_lines(found))

@@ -269,11 +269,11 @@ def _settings(machine: Machine) -> Iterator[Finding]:
         meant = did_you_mean(head, settings)
         if name.startswith(ENVIRONMENT_PREFIX) and head not in settings:
             why = "every configuration that is read from a file stops at it"
-            yield Finding(Level.PROBLEM, name, "is no setting", why, f"unset it.{meant}", "polyshard, docs/usage.md")
+            yield Finding(Level.PROBLEM, name, "is no setting", why, f"unset it.{meant}", "polyshard, docs/settings.md")
         elif not name.startswith(ENVIRONMENT_PREFIX) and _resembles(name):
             why = "nobody reads it, so the setting that was meant keeps its value"
             cure = f"write it with {ENVIRONMENT_PREFIX}.{meant}"
-            yield Finding(Level.HINT, name, "looks like a setting", why, cure, "polyshard, docs/usage.md")
+            yield Finding(Level.HINT, name, "looks like a setting", why, cure, "polyshard, docs/settings.md")
 
 
 def _resembles(name: str) -> bool:

@@ -6,7 +6,7 @@
 - ``_init_weights``: the one place where a model says how buffers that no file holds are computed.
 - ``_keys_to_ignore_on_*``: which tensors a class leaves out of its files, or does not want from them.
 
-``tests/test_huggingface_transformers.py`` compares each with ``from_pretrained`` and ``save_pretrained``.
+``tests/huggingface/test_transformers.py`` compares each with ``from_pretrained`` and ``save_pretrained``.
 """
 
 from __future__ import annotations

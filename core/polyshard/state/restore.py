@@ -15,10 +15,8 @@ from ..errors import ConfigError
 from ..inspect import NOT_BY_ELEMENT, ShardedModel
 from .contents import Joint, Kind, frozen_names, kind_of, model_state, names_of
 from .sharded import MODEL, OPTIMIZER, CheckpointTensor, Holding, holdings, of_parameter
-from .source import SavedState, Source, listed, opening, problem_with
+from .source import SavedState, Source, in_lines, listed, opening, problem_with
 
-#: Lines of one error.
-_MOST_PROBLEMS = 8
 #: How a step is carried out, not what it computes: left as the optimizer was made.
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _NOT_COMPARED = _IMPLEMENTATION | {"params", "param_names"}
@@ -78,8 +76,7 @@ class ModelRestore:
                 )
             wrong.insert(0, f"{opening(source)} has no {listed(missing)} {where}. {remedy}")
         if wrong:
-            more = len(wrong) - _MOST_PROBLEMS
-            raise ConfigError("\n".join([*wrong[:_MOST_PROBLEMS], *([f"and {more} more"] if more > 0 else [])]))
+            raise ConfigError(in_lines(wrong))
         self.unmatched = Unmatched(tuple(missing), tuple(unexpected))
 
 
@@ -116,15 +113,8 @@ class OptimizerRestore:
             for parameter in group["params"]:
                 holding, present = held[parameter], optimizer.state_of(parameter)
                 if holding.unit is not None:
-                    flat = _FlatState(
-                        source,
-                        holding,
-                        saved,
-                        present,
-                        numbers=self._numbers,
-                        beside=_on_parameters_device(group),
-                        rank=sharded.rank,
-                    )
+                    beside = _on_parameters_device(group)
+                    flat = _FlatState(source, holding, saved, present, self._numbers, sharded.rank, beside=beside)
                     self._flat[parameter] = flat
                     self._taken.append(parameter)
                     self.targets.update(flat.targets)
@@ -139,7 +129,7 @@ class OptimizerRestore:
                         wrong.append(str(error))
                     self._entries.append((parameter, name, key))
         if wrong:
-            raise ConfigError("\n".join(wrong[:_MOST_PROBLEMS]))
+            raise ConfigError(in_lines(wrong))
         self._read_scalars()
 
     def commit(self) -> None:
@@ -191,12 +181,7 @@ class OptimizerRestore:
                 f"{opening(self._source)} holds no optimizer (rank {self._rank}). Load it without one, "
                 "or choose one that was saved with its optimizer."
             )
-        values: dict[str, Any] = {}
-        for key in paths:
-            entry = self._source.entry(key)
-            values[key] = None
-            if isinstance(entry, TensorStorageMetadata):
-                values[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        values: dict[str, Any] = {key: self._source.blank(key) for key in paths}
         self._source.read(values)
         settings: list[dict[str, Any]] = [{} for _ in range(1 + max(path[2] for path in paths.values()))]
         for key, path in paths.items():
@@ -280,10 +265,10 @@ class _FlatState:
         holding: Holding,
         saved: Mapping[str, Mapping[str, str]],
         present: Mapping[str, Any],
-        *,
         numbers: Collection[str],
-        beside: bool,
         rank: int,
+        *,
+        beside: bool,
     ) -> None:
         """Match ``source``, whose keys for each parameter and state are ``saved``, with a flat parameter.
 
@@ -312,14 +297,7 @@ class _FlatState:
 
     def scalars(self) -> dict[str, Any]:
         """Where values that the parameters share are to be read into, by key of the source."""
-        found: dict[str, Any] = {}
-        for keys in self._scalars.values():
-            for key in keys.values():
-                entry = self._source.entry(key)
-                found[key] = None
-                if isinstance(entry, TensorStorageMetadata):
-                    found[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-        return found
+        return {key: self._source.blank(key) for keys in self._scalars.values() for key in keys.values()}
 
     def take_scalars(self, values: Mapping[str, Any]) -> None:
         """Take what was read into ``scalars``. Raises ConfigError: two parameters have different values."""

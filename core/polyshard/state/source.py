@@ -58,6 +58,13 @@ class Source(ABC):
     def paths(self, *prefix: str) -> Mapping[str, tuple[Any, ...]]:
         """Each key under ``prefix`` and the path of its value."""
 
+    def blank(self, key: str) -> torch.Tensor | None:
+        """What ``read`` is given for ``key`` where the value is wanted as it is: a tensor to be filled, or None."""
+        entry = self.entry(key)
+        if isinstance(entry, TensorStorageMetadata):
+            return torch.empty(entry.size, dtype=entry.properties.dtype)
+        return None
+
 
 def problem_with(source: Source, key: str, what: str, target: Any, where: str) -> str | None:
     """Why not all of ``target`` can be read from ``source`` under ``key``; None where it can.
@@ -93,6 +100,12 @@ def problem_with(source: Source, key: str, what: str, target: Any, where: str) -
 def opening(source: Source) -> str:
     """``described`` for the beginning of a sentence."""
     return f"{source.described[0].upper()}{source.described[1:]}"
+
+
+def in_lines(problems: Sequence[str]) -> str:
+    """The first of ``problems``, one a line."""
+    more = len(problems) - _MOST_NAMES
+    return "\n".join([*problems[:_MOST_NAMES], *([f"and {more} more"] if more > 0 else [])])
 
 
 def listed(names: Sequence[str]) -> str:

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from parity import seed_all
 from polyshard_fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from polyshard_fsdp._common_utils import clean_tensor_name
 from polyshard_fsdp.sharded_grad_scaler import ShardedGradScaler
 from polyshard_fsdp.wrap import size_based_auto_wrap_policy
-from seeding import seed_all
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 

@@ -13,10 +13,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from parity import seed_all
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from polyshard_fsdp import _runtime_utils
 from polyshard_fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
-from seeding import seed_all
 from torch import nn
 from torch.nn import TransformerDecoderLayer, TransformerEncoderLayer, functional
 
