@@ -15,9 +15,7 @@ from pathlib import Path
 import torch
 from pages import markers, tell
 from polyshard.interfaces import Layout, ParameterGeometry, PluginContext, UnitGeometry
-from polyshard_layouts.blocks import Blocks
-from polyshard_layouts.flat import Flat
-from polyshard_layouts.rows import Rows
+from polyshard_layouts.layouts import Blocks, Flat, Rows
 from workloads import WORKLOADS, LanguageModel
 
 PAGE = Path(__file__).parents[1] / "docs" / "figures-parts.md"

@@ -39,9 +39,9 @@ _UNNAMED = (
     r"polyshard\.checkpoint\.pending\.Notes",
     r"polyshard\.lightning\.(fabric\.ShardedModule|common\.Strategy)",
     r"polyshard\.forecast\.(memory|recording|timing)\..*",
-    r"polyshard\.testing\.(plugin|rank_calls)\..*",
-    r"polyshard_plugins\.(block_scaled\.BlockScaled|parking\.ParkingRule|precision\.Configured)",
-    r"polyshard_policies\.(division|homes)\..*",
+    r"polyshard\.testing\.(plugin|ranks)\..*",
+    r"polyshard_plugins\.(block_scaled\.BlockScaled|offload\.ParkingRule|precision\.Configured)",
+    r"polyshard_policies\.(division\..*|functions\.RecursivePolicy)",
 )
 nitpick_ignore_regex.append(("py:class", "|".join(_UNNAMED)))
 

@@ -27,7 +27,7 @@ from polyshard.extension import (
     streams_for,
 )
 from polyshard.interfaces import Collectives
-from polyshard_plugins.casts import make_input_cast
+from polyshard_plugins.precision import make_input_cast
 from torch import nn
 
 from . import _runtime_utils

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from polyshard.errors import AlreadyShardedError, ConfigError
 from polyshard.extension import iter_tensors
-from polyshard_plugins.casts import make_input_cast, make_output_cast
+from polyshard_plugins.precision import make_input_cast, make_output_cast
 from torch import nn
 
 from ._common_utils import _get_module_fsdp_state

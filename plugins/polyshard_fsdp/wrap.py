@@ -9,7 +9,7 @@ from typing import Any
 
 from polyshard.errors import ConfigAssertionError, UnsupportedError
 from polyshard.interfaces import PolicyContext
-from polyshard_policies.recursive import RecursivePolicy
+from polyshard_policies.functions import RecursivePolicy
 from torch import nn
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,

@@ -17,7 +17,7 @@ from polyshard import errors
 from polyshard.checkpoint import manifest
 from polyshard.errors import PolyshardDeprecationWarning, deprecation
 from polyshard.interfaces import CURRENT_API, OLDEST_API, Group
-from polyshard_plugins import trace_files
+from polyshard_plugins import trace_step
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
@@ -65,7 +65,7 @@ def test_formats_of_files_are_those_that_are_written_and_read() -> None:
     told = {re.sub(r"`", "", name): cells for name, cells in rows("Files").items()}
     assert told["checkpoints of polyshard.checkpoint"] == [str(manifest.FORMAT)] * 2
     assert told["state of polyshard.accelerate"] == [str(accelerate_state._FORMAT)] * 2
-    assert told["traces of the listener trace"] == [str(trace_files.FORMAT)] * 2
+    assert told["traces of the listener trace"] == [str(trace_step.FORMAT)] * 2
 
 
 def test_a_deprecation_is_seen_where_it_is_used() -> None:

@@ -45,10 +45,6 @@ class TestConformance(CollectivesSuite):
         with pytest.raises(UnsupportedError, match="pair of process groups"):
             super().test_partition_numbers_ranks_by_their_list(world_size)
 
-    def test_parts_exchange_by_their_own_numbers(self, world_size: int) -> None:
-        with pytest.raises(UnsupportedError, match="pair of process groups"):
-            super().test_parts_exchange_by_their_own_numbers(world_size)
-
     def test_closing_a_part_leaves_the_others(self, world_size: int) -> None:
         with pytest.raises(UnsupportedError, match="pair of process groups"):
             super().test_closing_a_part_leaves_the_others(world_size)

@@ -12,7 +12,7 @@ from polyshard_plugins.finite import Finite
 from polyshard_plugins.offload import CpuOffload, NoOffload
 from polyshard_plugins.precision import Bf16, Fp16, Fp32
 from polyshard_plugins.trace import Trace
-from polyshard_policies.size import Size
+from polyshard_policies.functions import Size
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from polyshard.interfaces import OffloadManager, UnitSpec
 from polyshard.testing import OffloadSuite, plugin_context
-from polyshard_plugins.partial_offload import PartialOffload
+from polyshard_plugins.offload import PartialOffload
 from processes import KeptRanks, device_of, gpu_ranks
 from torch import nn
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from polyshard.interfaces import ParameterGeometry, PluginContext, UnitGeometry
 from polyshard.planning.layout import FlatLayout, Piece, Slot, dense_stride, laid_out
-from polyshard_layouts.flat import Flat
+from polyshard_layouts.layouts import Flat
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6)
 WORLD_SIZES = st.integers(1, 9)

@@ -11,9 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from polyshard.interfaces import Arrangement, ParameterGeometry, PluginContext, UnitGeometry
-from polyshard_layouts.blocks import Blocks
-from polyshard_layouts.flat import Flat
-from polyshard_layouts.rows import Rows
+from polyshard_layouts.layouts import Blocks, Flat, Rows
 
 CONTEXT = PluginContext("under test", torch.device("cpu"))
 DTYPES = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64, 16: torch.complex128}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -20,10 +21,21 @@ from parity import Block, Net, adam, draw, on_ranks, seeded, sharded_copy, squar
 from polyshard.errors import ConfigError
 from polyshard.interfaces import Observer, PluginContext, UnitSpec
 from polyshard_backends.threaded import ThreadedWorld
-from polyshard_plugins import _trace_intervals as intervals
 from polyshard_plugins import trace_step
-from polyshard_plugins._trace_marks import Clock, Kind, Memory, Recording
-from polyshard_plugins.trace import Lane, MemorySample, Span, StepTrace, Trace, draw_trace, read_trace, write_trace
+from polyshard_plugins.trace import (
+    Clock,
+    Kind,
+    Lane,
+    Memory,
+    MemorySample,
+    Recording,
+    Span,
+    StepTrace,
+    Trace,
+    draw_trace,
+    read_trace,
+    write_trace,
+)
 from processes import run_processes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -57,36 +69,6 @@ def span(lane: Lane, start: float, end: float, unit: str = "blocks.0", **changed
 
 def step_of(*spans: Span, duration: float = 100.0, memory: tuple[MemorySample, ...] = ()) -> StepTrace:
     return StepTrace(step=3, rank=0, device="cpu", duration_us=duration, spans=spans, memory=memory)
-
-
-TIMES = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=12)
-
-
-def grid_of(pairs: list[tuple[int, int]]) -> set[int]:
-    """The whole numbers n for which n to n + 1 is in one of ``pairs``."""
-    return {n for start, end in pairs for n in range(start, end)}
-
-
-def cells(found: list[tuple[float, float]]) -> set[int]:
-    return grid_of([(int(start), int(end)) for start, end in found])
-
-
-@given(TIMES)
-def test_a_union_holds_what_any_interval_holds(pairs: list[tuple[int, int]]) -> None:
-    merged = intervals.union(pairs)
-    assert cells(merged) == grid_of(pairs)
-    assert intervals.length(pairs) == len(grid_of(pairs))
-    # Sorted, and apart.
-    assert all(end < start for (_, end), (start, _) in itertools.pairwise(merged))
-
-
-@given(TIMES, TIMES)
-def test_what_is_left_is_in_the_first_and_not_in_the_second(
-    kept: list[tuple[int, int]], removed: list[tuple[int, int]]
-) -> None:
-    rest = intervals.without(kept, removed)
-    assert cells(rest) == grid_of(kept) - grid_of(removed)
-    assert intervals.length(rest) == len(grid_of(kept) - grid_of(removed))
 
 
 def test_communication_counts_as_exposed_while_no_unit_computes() -> None:
@@ -126,10 +108,6 @@ def test_what_did_not_finish_counts_as_no_time() -> None:
     assert trace.exposed == [(20, 25), (28, 30)]
 
 
-def test_a_step_of_no_time_exposes_nothing() -> None:
-    assert step_of(duration=0.0).exposed_share == 0.0
-
-
 SPANS = st.lists(
     st.tuples(st.sampled_from(list(Lane)), st.integers(0, 25), st.integers(0, 10), st.sampled_from(UNITS)).map(
         lambda drawn: span(drawn[0], drawn[1], drawn[1] + drawn[2], unit=drawn[3])
@@ -163,16 +141,6 @@ def test_innermost_are_those_that_hold_no_other_unit(spans: list[Span]) -> None:
     assert sorted(map(id, trace_step.innermost(spans))) == sorted(map(id, expected))
 
 
-@given(SPANS)
-def test_rows_hold_every_span_once_and_only_what_nests(spans: list[Span]) -> None:
-    found = trace_step.rows(spans)
-    assert sorted(map(id, itertools.chain(*found))) == sorted(map(id, spans))
-    for row in found:
-        for one, other in itertools.combinations(row, 2):
-            (a, b), (c, d) = one.interval, other.interval
-            assert b <= c or d <= a or (a <= c and d <= b) or (c <= a and b <= d)
-
-
 def crowded() -> StepTrace:
     return step_of(
         span(Lane.COMPUTE, 0, 100, unit="(root)"),
@@ -189,6 +157,15 @@ def crowded() -> StepTrace:
             MemorySample(100.0, 0, 1100, 8192),
         ),
     )
+
+
+@given(SPANS)
+def test_any_spans_are_a_chrome_trace_and_read_back(spans: list[Span]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "step.json")
+        write_trace(step_of(*spans), path)
+        assert_chrome_trace(json.loads(path.read_text()))
+        assert read_trace(path) == step_of(*spans)
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
@@ -707,14 +684,6 @@ def test_one_object_serves_units_made_one_by_one(tmp_path: Path) -> None:
     for turn in range(2):
         square_step(model, turn, 0)
     assert counts(read_trace(tmp_path / "step-2-rank-0.json")) == expected_counts(2, 1)
-
-
-def test_ranks_that_share_a_process_do_not_mix(tmp_path: Path) -> None:
-    train(tmp_path, turns=2, steps="every", ranks="all", picture="none")
-    for path in tmp_path.iterdir():
-        trace = read_trace(path)
-        assert path.name == f"step-{trace.step}-rank-{trace.rank}.json"
-        assert len(trace.of(Lane.REDUCE)) == len(UNITS)
 
 
 def train_on_gloo(rank: int, folder: str) -> None:

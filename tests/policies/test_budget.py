@@ -13,7 +13,6 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from fake_distribution import install
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parity import Block, Net, assert_parity, seeded, square_step
@@ -21,8 +20,7 @@ from polyshard.errors import ConfigError
 from polyshard.interfaces import PluginContext, PolicyContext, WrapPolicy
 from polyshard.planning.plan import plan_modules
 from polyshard.testing import PolicySuite
-from polyshard_policies.budget import Budget
-from polyshard_policies.gather_time import Link
+from polyshard_policies.budget import Budget, Link
 from torch import nn
 
 ROOT = Path(__file__).parents[2]
@@ -394,10 +392,7 @@ def test_options_that_it_cannot_take(options: dict[str, Any], words: list[str]) 
         assert word in str(caught.value)
 
 
-def test_by_name_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Also where polyshard was installed before it had one.
-    install(tmp_path, "acme-budget", "1.0", [("polyshard.policies", "budget", "polyshard_policies.budget:Budget")])
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_by_name_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(
         """
         [shard]

@@ -11,7 +11,7 @@ from polyshard.errors import ConfigError, RankMismatchError
 from polyshard.interfaces import PluginContext, PolicyContext, WrapPolicy
 from polyshard.testing import PolicySuite
 from polyshard_backends.threaded import ThreadedWorld
-from polyshard_policies.transformers import NoSplitModules
+from polyshard_policies.module_class import NoSplitModules
 from torch import nn
 
 CONTEXT = PluginContext(name="transformers", device=torch.device("cpu"))

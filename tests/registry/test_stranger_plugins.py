@@ -163,7 +163,7 @@ def test_one_stranger_twice_beside_a_built_in(site: Path) -> None:
     with pytest.raises(errors.PluginConflictError, match="Ask the author of acme-double"):
         resolve(Group.POLICIES, "acme-double:always")
     states = {plugin.value: plugin.state for plugin in installed(Group.POLICIES) if plugin.name == "always"}
-    assert states["polyshard_policies.simple:Always"] is PluginState.READY
+    assert states["polyshard_policies.module_class:Always"] is PluginState.READY
     assert states["acme_double:Mine"] is states["acme_double:Other"] is PluginState.AMBIGUOUS
 
 
@@ -332,9 +332,9 @@ def test_a_listener_with_wrong_hooks_is_incomplete(site: Path, module: str, hook
 
 
 def test_an_inherited_version_is_refused_by_name(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = "from polyshard_policies.simple import Never\nclass Mine(Never): pass\n"
+    source = "from polyshard_policies.module_class import Never\nclass Mine(Never): pass\n"
     install(site, "acme-heir", "1.0", [(POLICIES, "heir", "acme_heir:Mine")], {"acme_heir": source})
-    words = "inherits api_version from polyshard_policies.simple:Never; state its own"
+    words = "inherits api_version from polyshard_policies.module_class:Never; state its own"
     assert main(["plugins", "list", "--json", "policies"]) == 0
     (found,) = [each for each in json.loads(capsys.readouterr().out) if each["name"] == "heir"]
     assert found["state"] == "incompatible"
@@ -344,7 +344,7 @@ def test_an_inherited_version_is_refused_by_name(site: Path, capsys: pytest.Capt
 
 def test_an_object_that_is_called_states_its_version_in_its_own_class(site: Path) -> None:
     lines = [
-        "from polyshard_policies.simple import Never",
+        "from polyshard_policies.module_class import Never",
         "class Makes:",
         "    api_version = 1",
         "    def __call__(self, context): return Never(context)",
@@ -381,4 +381,4 @@ def test_the_listing_as_json_holds_what_a_program_asks_for(site: Path, capsys: p
     assert [records["acme_torn"][key] for key in ("file", "state", "error")] == [
         *(str(site / "acme_torn.py"), "broken", "SystemExit: 4")
     ]
-    assert records["size"]["file"].endswith("polyshard_policies/size.py")
+    assert records["size"]["file"].endswith("polyshard_policies/functions.py")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from polyshard.interfaces import Arrangement, Layout, PluginContext, UnitGeometry
 from polyshard.testing import LayoutSuite, plugin_context
-from polyshard_layouts.flat import Flat
+from polyshard_layouts.layouts import Flat
 from suite_faults import Fault, failing, local_faults, names_of
 
 

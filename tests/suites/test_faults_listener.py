@@ -77,23 +77,17 @@ class TestSoundListener(ListenerSuite):
 class Unmarked(Sound):
     """Has a method like a hook, which nobody calls."""
 
-    api_version = 1
-
     def step_end(self, model: nn.Module) -> None:
         self.backwards = 0
 
 
 class NoSuchHook(Sound):
-    api_version = 1
-
     @hookimpl
     def step_start(self, model: nn.Module) -> None:
         return None
 
 
 class NoSuchArgument(Sound):
-    api_version = 1
-
     @hookimpl
     def after_shard(self, model: nn.Module, optimizer: Any) -> None:
         return None
@@ -101,8 +95,6 @@ class NoSuchArgument(Sound):
 
 class NoReshard(Sound):
     """Leaves a method of an observer out."""
-
-    api_version = 1
 
     @hookimpl
     def make_observer(self, unit: UnitSpec) -> Observer | None:
@@ -112,16 +104,12 @@ class NoReshard(Sound):
 class TakesNoDirection(Sound):
     """Does not take whether it is a backward."""
 
-    api_version = 1
-
     def compute(self, unit: UnitSpec) -> None:  # type: ignore[override]
         return None
 
 
 class ExpectsReductions(Sound):
     """Takes it that every backward reduces, where gradients may be kept for the next one."""
-
-    api_version = 1
 
     @hookimpl
     def step_end(self, model: nn.Module) -> None:
@@ -130,8 +118,6 @@ class ExpectsReductions(Sound):
 
 class Draws(Sound):
     """Takes a random number each step."""
-
-    api_version = 1
 
     @hookimpl
     def step_begin(self, model: nn.Module) -> None:
@@ -142,8 +128,6 @@ class Draws(Sound):
 class Averages(Sound):
     """Divides by the backwards, of which an evaluation has none."""
 
-    api_version = 1
-
     @hookimpl
     def step_end(self, model: nn.Module) -> None:
         assert len(self.reductions) / self.backwards >= 0
@@ -151,8 +135,6 @@ class Averages(Sound):
 
 class ExpectsEnds(Sound):
     """Takes it that every step that begins also ends."""
-
-    api_version = 1
 
     def __init__(self, context: PluginContext) -> None:
         super().__init__(context)
@@ -170,8 +152,6 @@ class ExpectsEnds(Sound):
 
 class OneComputation(Sound):
     """Takes it that a unit computes one thing at a time."""
-
-    api_version = 1
 
     def __init__(self, context: PluginContext) -> None:
         super().__init__(context)
@@ -192,8 +172,6 @@ class OneComputation(Sound):
 class ExpectsAllUnits(Sound):
     """Takes it that all units reduce, where some do."""
 
-    api_version = 1
-
     @hookimpl
     def step_end(self, model: nn.Module) -> None:
         assert not self.reductions or set(self.reductions) == self.units
@@ -202,7 +180,6 @@ class ExpectsAllUnits(Sound):
 class OneModel(Sound):
     """Keeps the model that is in a step where all listeners see it."""
 
-    api_version = 1
     model: ClassVar[nn.Module | None] = None
 
     @hookimpl
@@ -216,8 +193,6 @@ class OneModel(Sound):
 
 class LoadsWhatItSaved(Sound):
     """Knows the checkpoints of this process alone."""
-
-    api_version = 1
 
     def __init__(self, context: PluginContext) -> None:
         super().__init__(context)
@@ -235,8 +210,6 @@ class LoadsWhatItSaved(Sound):
 class Tidies(Sound):
     """Removes files from a checkpoint that it does not know."""
 
-    api_version = 1
-
     @hookimpl
     def on_save(self, model: nn.Module, path: Path) -> None:
         for file in path.iterdir():
@@ -246,8 +219,6 @@ class Tidies(Sound):
 class Marks(Sound):
     """Writes on the model."""
 
-    api_version = 1
-
     @hookimpl
     def after_shard(self, model: nn.Module) -> None:
         model.listened_to = True
@@ -256,16 +227,12 @@ class Marks(Sound):
 class Hooks(Sound):
     """Has each step call it from inside of the model."""
 
-    api_version = 1
-
     @hookimpl
     def step_begin(self, model: nn.Module) -> None:
         model.register_forward_hook(lambda *_: None)
 
 
 class SumsOverRanks(Sound):
-    api_version = 1
-
     @hookimpl
     def step_end(self, model: nn.Module) -> None:
         if dist.is_initialized():
@@ -273,8 +240,6 @@ class SumsOverRanks(Sound):
 
 
 class ReadsTheDevice(Sound):
-    api_version = 1
-
     def __init__(self, context: PluginContext) -> None:
         super().__init__(context)
         self.total = torch.zeros(1, device=context.device)
@@ -289,6 +254,8 @@ def make(plugin: type[Sound]) -> object:
 
 
 def fault(plugin: type[Sound], *fails: str, why: str = "") -> Any:
+    if "api_version" not in vars(plugin):
+        plugin.api_version = 1
     return pytest.param(Fault(lambda: make(plugin), fails, why), id=plugin.__name__)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -70,14 +70,12 @@ class FromTheFuture(Sound):
 
 
 class CountsForTrue(Sound):
-    api_version = 1
     capabilities = OffloadCapabilities(parks=1)  # type: ignore[arg-type]
 
 
 class EverySecond(Sound):
     """Parks, or not, by how many were made before."""
 
-    api_version = 1
     made = itertools.count()
 
     def __init__(self, context: PluginContext) -> None:
@@ -88,8 +86,6 @@ class EverySecond(Sound):
 class Wavers(Sound):
     """Parks another unit each time it is asked."""
 
-    api_version = 1
-
     def units_to_park(self, units: Sequence[UnitSpec]) -> Sequence[UnitSpec]:
         self.asked = getattr(self, "asked", 0) + 1
         return units[self.asked % len(units) :][:1]
@@ -98,8 +94,6 @@ class Wavers(Sound):
 class ParksByRank(Sound):
     """Parks as many units as the launcher says."""
 
-    api_version = 1
-
     def units_to_park(self, units: Sequence[UnitSpec]) -> Sequence[UnitSpec]:
         return units[: int(os.environ.get("RANK", "1"))]
 
@@ -107,16 +101,12 @@ class ParksByRank(Sound):
 class ParksOthers(Sound):
     """Parks units as it would name them itself."""
 
-    api_version = 1
-
     def units_to_park(self, units: Sequence[UnitSpec]) -> Sequence[UnitSpec]:
         return [replace(unit, name=f"module.{unit.name}") if unit.shard_numel == 6 else unit for unit in units]
 
 
 class FetchedAlready(Sound):
     """Leaves out a small unit that it fetched in this forward, whose memory may be another's since."""
-
-    api_version = 1
 
     def begin_forward(self) -> None:
         self.kept.clear()
@@ -130,16 +120,12 @@ class FetchedAlready(Sound):
 class WidensMasters(Sound):
     """Parks 16-bit masters in fp32."""
 
-    api_version = 1
-
     def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
         return shard.float() if shard.itemsize == 2 else shard.clone()
 
 
 class SpreadMasters(Sound):
     """Interleaves masters with something else."""
-
-    api_version = 1
 
     def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
         return _spread(shard)
@@ -148,16 +134,12 @@ class SpreadMasters(Sound):
 class ScalesLate(Sound):
     """Sends 16 bits as bf16, whichever they are."""
 
-    api_version = 1
-
     def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
         own_slice.copy_(master.bfloat16() if own_slice.itemsize == 2 else master)
 
 
 class OneStage(Sound):
     """Keeps what masters are cast into, in the dtype of the first time."""
-
-    api_version = 1
 
     def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
         stage = self.kept.setdefault(unit.name, torch.empty_like(own_slice))
@@ -166,8 +148,6 @@ class OneStage(Sound):
 
 class RoundsUp(Sound):
     """Clears what is behind the slice, where there is something."""
-
-    api_version = 1
 
     def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
         own_slice.copy_(master)
@@ -179,8 +159,6 @@ class RoundsUp(Sound):
 class RoundsMasters(Sound):
     """Keeps of a master what was sent."""
 
-    api_version = 1
-
     def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
         own_slice.copy_(master)
         master.copy_(own_slice)
@@ -189,8 +167,6 @@ class RoundsMasters(Sound):
 class SeesNothingToFetch(Sound):
     """Looks at the largest value, of no values too."""
 
-    api_version = 1
-
     def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
         assert master.abs().amax() < 1e30
         own_slice.copy_(master)
@@ -198,8 +174,6 @@ class SeesNothingToFetch(Sound):
 
 class SpreadGradients(Sound):
     """Interleaves 16-bit gradients with something else, until another is added."""
-
-    api_version = 1
 
     def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
         if into is not None:
@@ -210,16 +184,12 @@ class SpreadGradients(Sound):
 class GradientsLikeMasters(Sound):
     """Stores gradients in the dtype of the master, whose own they need not be."""
 
-    api_version = 1
-
     def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
         return grad.to(unit.master_dtype, copy=True) if into is None else into.add_(grad)
 
 
 class WideSums(Sound):
     """Adds up in fp32, and returns that."""
-
-    api_version = 1
 
     def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
         return grad.clone() if into is None else into.float() + grad.float()
@@ -228,16 +198,12 @@ class WideSums(Sound):
 class Forgetful(Sound):
     """Overwrites the gradient of the 16-bit microbatch before."""
 
-    api_version = 1
-
     def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
         return grad.clone() if into is None or grad.itemsize == 2 else into.add_(grad)
 
 
 class NeverCleared(Sound):
     """Adds to what it has of the unit, from whichever step."""
-
-    api_version = 1
 
     def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
         if into is not None:
@@ -249,8 +215,6 @@ class NeverCleared(Sound):
 class ByModule(Sound):
     """Has one gradient of a module."""
 
-    api_version = 1
-
     def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
         if into is not None:
             return into.add_(grad)
@@ -261,7 +225,6 @@ class ByModule(Sound):
 class OnePool(Sound):
     """Has one memory for small gradients, for all managers of the process."""
 
-    api_version = 1
     pool: ClassVar[dict[tuple[str, torch.dtype], torch.Tensor]] = {}
 
     def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
@@ -274,8 +237,6 @@ class OnePool(Sound):
 class OneShelf(Sound):
     """Parks all masters in one place."""
 
-    api_version = 1
-
     def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
         shelf = self.kept.setdefault(str(shard.dtype), torch.zeros(1000, dtype=shard.dtype))
         return shelf[: shard.numel()].copy_(shard)
@@ -284,16 +245,12 @@ class OneShelf(Sound):
 class FirstPlace(Sound):
     """Does not take back a unit that it was given before."""
 
-    api_version = 1
-
     def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
         return self.kept.setdefault(unit.name, shard.clone())
 
 
 class WaitsForTheLast(Sound):
     """Waits for what it stored last, which it takes for granted."""
-
-    api_version = 1
 
     def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
         self.kept["last"] = super().store_grad(unit, grad, into)
@@ -306,8 +263,6 @@ class WaitsForTheLast(Sound):
 class ThreeSlots(Sound):
     """Has memory for the gradients of three units."""
 
-    api_version = 1
-
     def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
         stored = super().store_grad(unit, grad, into)
         self.kept.pop(unit.name, None)
@@ -319,8 +274,6 @@ class ThreeSlots(Sound):
 
 class Frozen(Sound):
     """Fetches what was placed, whatever the optimizer made of it."""
-
-    api_version = 1
 
     def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
         self.kept[unit.name] = shard.clone()
@@ -336,7 +289,9 @@ def _spread(tensor: torch.Tensor) -> torch.Tensor:
     return wide[::2]
 
 
-def fault(plugin: Callable[[PluginContext], OffloadManager], *fails: str, why: str = "") -> Any:
+def fault(plugin: type[Sound], *fails: str, why: str = "") -> Any:
+    if "api_version" not in vars(plugin):
+        plugin.api_version = 1
     return pytest.param(Fault(lambda: plugin(plugin_context()), fails, why), id=plugin.__name__)
 
 

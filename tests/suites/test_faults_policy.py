@@ -43,8 +43,6 @@ class TestSoundPolicy(PolicySuite):
 class GroupsForManyRanks(Sound):
     """Puts what it chose into a module of its own, where there are many ranks."""
 
-    api_version = 1
-
     def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
         found = super().plan(root, context)
         return {nn.ModuleList(found): {}} if context.shards > 1000 else found
@@ -53,16 +51,12 @@ class GroupsForManyRanks(Sound):
 class OneForTrue(Sound):
     """Keeps parameters gathered where ranks are few, by a number."""
 
-    api_version = 1
-
     def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
         return dict.fromkeys(super().plan(root, context), {"reshard_after_forward": 1} if context.shards == 1 else {})
 
 
 class Misspells(Sound):
     """Overrides a setting that no unit has."""
-
-    api_version = 1
 
     def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
         return {key: {"presicion": "bf16"} for key in super().plan(root, context)}
@@ -71,8 +65,6 @@ class Misspells(Sound):
 class MisspellsAnOption(Sound):
     """Names a plugin with an option that it does not have."""
 
-    api_version = 1
-
     def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
         overrides: Mapping[str, Any] = {"precision": {"name": "bf16", "cast_input": True}}
         return dict.fromkeys(super().plan(root, context), overrides)
@@ -80,8 +72,6 @@ class MisspellsAnOption(Sound):
 
 class Marks(Sound):
     """Writes on a module that it is a unit."""
-
-    api_version = 1
 
     def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
         found = super().plan(root, context)
@@ -93,8 +83,6 @@ class Marks(Sound):
 class Tries(Sound):
     """Draws random numbers to try the model with."""
 
-    api_version = 1
-
     def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
         nn.Linear(2, 2)
         return super().plan(root, context)
@@ -102,8 +90,6 @@ class Tries(Sound):
 
 class AsksTheLauncher(Sound):
     """Chooses one unit fewer on another rank than the first."""
-
-    api_version = 1
 
     def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
         found = dict(super().plan(root, context))
@@ -114,8 +100,6 @@ class AsksTheLauncher(Sound):
 
 class ChoosesOnce(Sound):
     """Names a module once, and never again."""
-
-    api_version = 1
 
     def __init__(self, context: PluginContext) -> None:
         self.named: set[nn.Module] = set()
@@ -129,8 +113,6 @@ class ChoosesOnce(Sound):
 class TakesIgnored(Sound):
     """Chooses what is in ignored modules, too."""
 
-    api_version = 1
-
     def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
         return super().plan(root, PolicyContext(ignored_parameters=context.ignored_parameters))
 
@@ -138,7 +120,6 @@ class TakesIgnored(Sound):
 class CountsIgnored(Sound):
     """Counts parameters that are not sharded."""
 
-    api_version = 1
     classes = (nn.Linear,)
 
     def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
@@ -149,24 +130,18 @@ class CountsIgnored(Sound):
 class LooksAtValues(Sound):
     """Leaves out what is zero."""
 
-    api_version = 1
-
     def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
         found = super().plan(root, context)
         return {module: {} for module in found if any(each.abs().sum().item() for each in module.parameters())}
 
 
 class TakesChildrenForGranted(Sound):
-    api_version = 1
-
     def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
         assert next(root.children()) is not None
         return super().plan(root, context)
 
 
 class SaysNothing(Sound):
-    api_version = 1
-
     def reason(self, module: nn.Module, name: str) -> str:
         return None  # type: ignore[return-value]
 
@@ -174,14 +149,11 @@ class SaysNothing(Sound):
 class ChoosesLists(Sound):
     """Chooses what nobody calls."""
 
-    api_version = 1
     classes = (nn.ModuleList,)
 
 
 class Rounds(Sound):
     """Lets units compute in bf16, and does not say that the model trains otherwise."""
-
-    api_version = 1
 
     def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
         return {key: {"precision": "bf16"} for key in super().plan(root, context)}
@@ -192,6 +164,8 @@ def make(plugin: type[WrapPolicy]) -> WrapPolicy:
 
 
 def fault(plugin: type[WrapPolicy], *fails: str, why: str = "") -> Any:
+    if "api_version" not in vars(plugin):
+        plugin.api_version = 1
     return pytest.param(Fault(lambda: make(plugin), fails, why), id=plugin.__name__)
 
 

@@ -108,14 +108,12 @@ class TestSoundCasts(PrecisionSuite):
 
 
 class CountsForTrue(Sound):
-    api_version = 1
     capabilities = PrecisionCapabilities(encodes=1)  # type: ignore[arg-type]
 
 
 class EverySecond(Low):
     """Says that it encodes, or not, by how many were made before."""
 
-    api_version = 1
     made = itertools.count()
 
     def __init__(self, context: PluginContext) -> None:
@@ -126,8 +124,6 @@ class EverySecond(Low):
 class NarrowReduction(Sound):
     """Accumulates fp64 gradients in less than they travel in."""
 
-    api_version = 1
-
     def dtypes(self, unit: UnitSpec) -> UnitDtypes:
         reduce = torch.float32 if unit.master_dtype is torch.float64 else unit.master_dtype
         return replace(super().dtypes(unit), reduce=reduce)
@@ -136,16 +132,12 @@ class NarrowReduction(Sound):
 class SilentHalf(Low):
     """Sends gradients in fp16, and does not say that they need scaling."""
 
-    api_version = 1
-
     def dtypes(self, unit: UnitSpec) -> UnitDtypes:
         return replace(super().dtypes(unit), wire=torch.float16)
 
 
 class AsksTheLauncher(Sound):
     """Accumulates in fp64 on one rank."""
-
-    api_version = 1
 
     def __init__(self, context: PluginContext) -> None:
         super().__init__(context)
@@ -159,16 +151,12 @@ class AsksTheLauncher(Sound):
 class AlmostAnswers(Sound):
     """Leaves modules alone that have statistics, and answers these."""
 
-    api_version = 1
-
     def leaves_alone(self, module: torch.nn.Module) -> bool:
         return getattr(module, "running_mean", False)
 
 
 class FloatsMasks(Sound):
     """Casts all inputs but numbers of tokens."""
-
-    api_version = 1
 
     def input_cast(self, unit: UnitSpec) -> InputCast | None:
         dtype = unit.master_dtype
@@ -177,8 +165,6 @@ class FloatsMasks(Sound):
 
 class CastsInPlace(Sound):
     """Puts what it cast into the caller's list."""
-
-    api_version = 1
 
     def input_cast(self, unit: UnitSpec) -> InputCast | None:
         inner = super().input_cast(unit)
@@ -202,8 +188,6 @@ def detached(dtype: torch.dtype) -> Cast:
 class CutsInputs(Sound):
     """Lets no gradient through the cast."""
 
-    api_version = 1
-
     def input_cast(self, unit: UnitSpec) -> InputCast | None:
         return of_inputs(detached(unit.master_dtype))
 
@@ -211,16 +195,12 @@ class CutsInputs(Sound):
 class CutsOutputs(Sound):
     """The same behind the unit."""
 
-    api_version = 1
-
     def output_cast(self, unit: UnitSpec) -> OutputCast | None:
         return lambda output: map_tensors(detached(unit.master_dtype), output)
 
 
 class FlattensOutputs(Low):
     """Makes lists of tuples."""
-
-    api_version = 1
 
     def output_cast(self, unit: UnitSpec) -> OutputCast | None:
         def cast(output: Any) -> Any:
@@ -236,8 +216,6 @@ class FlattensOutputs(Low):
 class AnyNumberOfBytes(Sound):
     """Rounds up to multiples of eight."""
 
-    api_version = 1
-
     def wire(self, unit: UnitSpec) -> WireSpec | None:
         return WireSpec(16 + (unit.shard_numel + 7) // 8 * 8)
 
@@ -245,15 +223,11 @@ class AnyNumberOfBytes(Sound):
 class TwoRanks(Sound):
     """Decodes what two ranks sent."""
 
-    api_version = 1
-
     def decode(self, unit: UnitSpec, wire: torch.Tensor, out: torch.Tensor) -> None:
         super().decode(unit, wire[:2], out[:2])
 
 
 class WrongScale(Sound):
-    api_version = 1
-
     def decode(self, unit: UnitSpec, wire: torch.Tensor, out: torch.Tensor) -> None:
         super().decode(unit, wire, out)
         out.mul_(1.5)
@@ -261,8 +235,6 @@ class WrongScale(Sound):
 
 class EightTogether(Sound):
     """Has room for eight units in one call, and leaves out what is more."""
-
-    api_version = 1
 
     def decode_many(
         self, units: Sequence[UnitSpec], wires: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
@@ -273,8 +245,6 @@ class EightTogether(Sound):
 class DividesByTheLargest(Sound):
     """As if one of them were not zero."""
 
-    api_version = 1
-
     def encode(self, unit: UnitSpec, wire: torch.Tensor, shard: torch.Tensor) -> None:
         if shard.numel():
             assert 127 / shard.abs().amax().item()
@@ -284,8 +254,6 @@ class DividesByTheLargest(Sound):
 class SeesNothingToSend(Sound):
     """Looks at the largest value, of no values too."""
 
-    api_version = 1
-
     def encode(self, unit: UnitSpec, wire: torch.Tensor, shard: torch.Tensor) -> None:
         assert shard.abs().amax() < 1e30
         super().encode(unit, wire, shard)
@@ -293,8 +261,6 @@ class SeesNothingToSend(Sound):
 
 class ScalesMasters(Sound):
     """Divides bf16 masters themselves by their scale."""
-
-    api_version = 1
 
     def encode(self, unit: UnitSpec, wire: torch.Tensor, shard: torch.Tensor) -> None:
         super().encode(unit, wire, shard)
@@ -304,8 +270,6 @@ class ScalesMasters(Sound):
 
 class AddsToTheWire(Sound):
     """Sets bits of fp64 shards, and clears none."""
-
-    api_version = 1
 
     def encode(self, unit: UnitSpec, wire: torch.Tensor, shard: torch.Tensor) -> None:
         before = wire.clone()
@@ -317,16 +281,12 @@ class AddsToTheWire(Sound):
 class Forgets(Sound):
     """Takes nothing back from a checkpoint."""
 
-    api_version = 1
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         return None
 
 
 class Unwritable(Sound):
     """Has something in its state that no file takes."""
-
-    api_version = 1
 
     def state_dict(self) -> Mapping[str, Any]:
         return {**super().state_dict(), "round": lambda shard: shard.round()}
@@ -335,8 +295,6 @@ class Unwritable(Sound):
 class GradientsInBytes(Sound):
     """Hands gradients in a dtype to the optimizer with which it cannot calculate."""
 
-    api_version = 1
-
     def dtypes(self, unit: UnitSpec) -> UnitDtypes:
         return replace(super().dtypes(unit), grad=torch.float8_e4m3fn)
 
@@ -344,16 +302,12 @@ class GradientsInBytes(Sound):
 class CastsNothing(Low):
     """Computes in bf16, on inputs that come as they are."""
 
-    api_version = 1
-
     def input_cast(self, unit: UnitSpec) -> InputCast | None:
         return None
 
 
 class CastsInTraining(Low):
     """Casts inputs where there will be a backward."""
-
-    api_version = 1
 
     def input_cast(self, unit: UnitSpec) -> InputCast | None:
         casts = of_inputs(floats_to(torch.bfloat16))
@@ -365,6 +319,8 @@ def make(plugin: type[PrecisionCaster]) -> PrecisionCaster:
 
 
 def fault(plugin: type[PrecisionCaster], *fails: str, why: str = "") -> Any:
+    if "api_version" not in vars(plugin):
+        plugin.api_version = 1
     return pytest.param(Fault(lambda: make(plugin), fails, why), id=plugin.__name__)
 
 

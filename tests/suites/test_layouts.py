@@ -9,9 +9,7 @@ import pytest
 import torch
 from polyshard.interfaces import Arrangement, Layout, PluginContext, UnitGeometry
 from polyshard.testing import LayoutSuite
-from polyshard_layouts.blocks import Blocks
-from polyshard_layouts.flat import Flat
-from polyshard_layouts.rows import Rows
+from polyshard_layouts.layouts import Blocks, Flat, Rows
 from reference_models import Halves
 
 CONTEXT = PluginContext("under test", torch.device("cpu"))

@@ -32,8 +32,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from parity import seed_all
-from polyshard.testing import RankProcesses
-from polyshard.testing.rank_calls import Joined, answer_calls, prepared, store_in
+from polyshard.testing import Rank, RankProcesses
+from polyshard.testing.ranks import answer_calls, prepared, process_rank, store_in
 
 _TOGETHER = int(os.environ.get("POLYSHARD_RANKS_ON_ONE_GPU", "0"))
 
@@ -84,11 +84,11 @@ def _serve_nccl(rank: int, world_size: int, folder: str, environ: dict[str, str]
             timeout=timedelta(seconds=_STARTUP),
             device_id=device,
         )
-        answer_calls(Joined(rank, world_size, device), connection)
+        answer_calls(process_rank(rank, world_size, device), connection)
         dist.destroy_process_group()
 
 
-def _alike(target: Callable[..., T], args: tuple[Any, ...], joined: Joined) -> T:
+def _alike(target: Callable[..., T], args: tuple[Any, ...], joined: Rank) -> T:
     warnings.simplefilter("error")
     # What ran here before may have seeded each rank differently.
     seed_all(0)

@@ -10,7 +10,7 @@ import torch
 from parity import Block, draw, root_of, seeded, sharded_copy, units_of
 from polyshard.interfaces import Arrangement, Layout, PluginContext, UnitGeometry
 from polyshard_backends.threaded import ThreadedWorld
-from polyshard_layouts.rows import Rows
+from polyshard_layouts.layouts import Rows
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint

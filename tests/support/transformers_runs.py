@@ -90,7 +90,7 @@ def arguments(folder: str, **settings: Any) -> Any:
 def shard_config(**settings: Any) -> Any:
     from polyshard import ShardConfig
     from polyshard.interfaces import PluginContext
-    from polyshard_policies.transformers import NoSplitModules
+    from polyshard_policies.module_class import NoSplitModules
 
     return ShardConfig(policy=NoSplitModules(PluginContext("transformers", torch.device("cpu"))), **settings)
 

@@ -273,7 +273,7 @@ ACME = """
 from polyshard.interfaces import Group
 from polyshard_backends.fake import FakeCollectives
 from polyshard_plugins.offload import NoOffload
-from polyshard_policies.simple import Never
+from polyshard_policies.module_class import Never
 
 class Compressed:
     api_version = 1

@@ -38,7 +38,7 @@ from ..registry.find import normalised, offers_of
 from .shared import Commands, print_table
 
 if TYPE_CHECKING:
-    from ..testing.outcomes import Outcome
+    from ..testing.check_process import Outcome
 
 #: The state of a plugin that cannot be resolved, by the error.
 _STATES: Mapping[type[PluginError], registry.PluginState] = {
@@ -224,7 +224,7 @@ def _parameters(resolved: registry.Resolved[Any]) -> dict[str, inspect.Parameter
 
 def _attributes(group: Group, text: str) -> dict[str, Any]:
     # Imported with pytest, so that all else of the command works without it.
-    from ..testing.suites import OF_GROUP
+    from ..testing.installed import OF_GROUP
 
     found = _table("--suite", text)
     known = {
@@ -335,13 +335,12 @@ def _tests(group: Group, label: str, options: str, attributes: Mapping[str, Any]
     ``options`` is text, an inline table of TOML: TOML has values that JSON has not.
     """
     # Imported with pytest, so that all else of the command works without it.
-    from ..testing import installed, suites
+    from ..testing import installed
 
     base = _MIXED_IN.get(group, "InstalledPlugin")
     lines = [
         "import torch",
-        f"from {installed.__name__} import {base}",
-        f"from {suites.__name__} import OF_GROUP",
+        f"from {installed.__name__} import OF_GROUP, {base}",
         "from polyshard.interfaces import Group",
     ]
     for device in devices:
@@ -359,8 +358,7 @@ def _tests(group: Group, label: str, options: str, attributes: Mapping[str, Any]
 
 def _run_suite(tests: str, timeout_s: float) -> SuiteRun:
     """Run a file of tests in a process of its own; pytest must be installed."""
-    from ..testing.check_process import RECORD, TESTS
-    from ..testing.outcomes import Record
+    from ..testing.check_process import RECORD, TESTS, Record
 
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, TESTS).write_text(tests, encoding="utf-8")
@@ -402,7 +400,7 @@ def _run(folder: str, timeout_s: float) -> tuple[str, str]:
 
 
 def _found(outcomes: Sequence[Outcome], ended: str, output: str) -> SuiteRun:
-    from ..testing.outcomes import MADE, Stage
+    from ..testing.check_process import MADE, Stage
 
     made = {each.where: each for each in outcomes if each.rule == MADE}
     devices = tuple(_device(each.where) for each in made.values() if each.stage is Stage.PASSED)
@@ -419,7 +417,7 @@ def _found(outcomes: Sequence[Outcome], ended: str, output: str) -> SuiteRun:
 
 
 def _rule(name: str, outcomes: Iterable[Outcome], ended: str) -> Rule:
-    from ..testing.outcomes import Stage
+    from ..testing.check_process import Stage
 
     cases: dict[tuple[str, str], Outcome] = {}
     for each in outcomes:

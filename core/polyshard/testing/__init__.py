@@ -11,16 +11,21 @@ A subclass overrides what constructs the plugin and inherits the tests::
 pytest must be installed; nothing else in polyshard imports this package.
 """
 
-from . import shown_values as shown_values
+# ruff: noqa: E402
+import pytest
+
+# Before the suites are imported: pytest then shows the values that an assertion compared, as in an author's own tests.
+_ASSERTING = ("layout", "listener", "offload", "plugin", "policy", "precision", "training")
+pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _ASSERTING))
+
 from .collectives import CollectivesSuite
-from .context import plugin_context
 from .layout import LayoutSuite
 from .listener import ListenerSuite
 from .offload import OffloadSuite
+from .plugin import plugin_context
 from .policy import PolicySuite
 from .precision import PrecisionSuite
-from .rank_processes import KeptProcesses, RankProcesses
-from .ranks import Rank, run_in, run_ranks
+from .ranks import KeptProcesses, Rank, RankProcesses, run_in, run_ranks
 
 __all__ = [
     "CollectivesSuite",

@@ -13,36 +13,17 @@ import torch
 from polyshard.interfaces import Collectives, CollectivesCapabilities, Group, ReduceOp
 
 from . import collectives_checks as checks
-from . import collectives_exchange_checks as exchange_checks
-from .plugin import PluginSuite
-from .rank_processes import KeptProcesses
-from .ranks import Rank, run_in, run_ranks
+from .plugin import PluginSuite, fingerprint_of
+from .ranks import KeptProcesses, Rank, run_in, run_ranks
 
 T = TypeVar("T")
-
-
-def _capabilities(collectives: Collectives) -> CollectivesCapabilities:
-    return collectives.capabilities
-
-
-def _on_rank(make: Callable[[Rank], Collectives], fn: Callable[[Collectives], T], rank: Rank) -> T:
-    collectives = make(rank)
-    result = fn(collectives)
-    # Not where fn raised: closing may be a meeting, to which no other rank comes.
-    collectives.close()
-    return result
-
-
-def _own_fingerprint(collectives: Collectives) -> Any:
-    method = getattr(collectives, "fingerprint", None)
-    return method() if callable(method) else method
 
 
 class CollectivesSuite(PluginSuite):
     """Subclass it, name the class ``Test…``, and override ``make``, or, for ranks of another kind, ``run_ranks``.
 
-    Every test runs for each of ``world_sizes``. What a backend's capabilities rule out is not asked of it. A backend
-    without ``can_communicate`` is held to the answers of ranks that all send alike.
+    Every test runs for each of ``world_sizes``. Operations that the backend's capabilities rule out are not tested. A
+    backend without ``can_communicate`` must answer as if all ranks sent the same.
     """
 
     group = Group.COLLECTIVES
@@ -50,7 +31,7 @@ class CollectivesSuite(PluginSuite):
     world_sizes: ClassVar[tuple[int, ...]] = (1, 2, 3)
     """Numbers of ranks to test with."""
     ranks: ClassVar[Literal["threads", "processes"]] = "threads"
-    """What ranks are: threads of this process, or processes in which ``torch.distributed`` is initialised."""
+    """Ranks are threads of this process, or processes in which ``torch.distributed`` is initialised."""
     device_type: ClassVar[Literal["cpu", "cuda"]] = "cpu"
     """Where ranks that are processes compute; with ``"cuda"`` each has a device of its own."""
     timeout_s: ClassVar[float] = 60.0
@@ -68,16 +49,16 @@ class CollectivesSuite(PluginSuite):
         raise NotImplementedError(f"{type(self).__name__} must override make(rank), or run_ranks(world_size, fn)")
 
     def make_impatient(self, rank: Rank, timeout: timedelta) -> Collectives | None:
-        """What ``make`` does, with a context whose ``timeout`` is given: to see that a wait ends by then.
+        """As ``make``, with a context of this ``timeout``: to test that a wait ends by then.
 
-        None, unless overridden, leaves that untested.
+        None, the default, leaves that untested.
         """
         return None
 
     def run_ranks(self, world_size: int, fn: Callable[[Collectives], T]) -> list[T]:
         """Run ``fn`` on a newly constructed backend on every rank; return the results in rank order.
 
-        ``fn`` can be pickled. It must raise here what it raised on a rank, and a hang must end in an error.
+        ``fn`` can be pickled. An exception on a rank must be raised here, and a hang must end in an error.
         """
         return self._in_kept_ranks(world_size, partial(_on_rank, self.make, fn))
 
@@ -91,7 +72,7 @@ class CollectivesSuite(PluginSuite):
         return self.start_ranks(world_size, fn)
 
     def factory(self) -> Callable[..., Any]:
-        """What the entry point names: the class of the backend. Override it where it is a function."""
+        """The object that the entry point names: the backend's class. Override it where it is a function."""
         made: type = self.run_ranks(self.world_sizes[0], type)[0]
         return made
 
@@ -109,7 +90,7 @@ class CollectivesSuite(PluginSuite):
             metafunc.parametrize("world_size", self.world_sizes)
 
     def test_fingerprint_is_text_that_every_rank_has(self) -> None:
-        texts = self.run_ranks(max(self.world_sizes), _own_fingerprint)
+        texts = self.run_ranks(max(self.world_sizes), fingerprint_of)
         assert isinstance(texts[0], str | None), f"fingerprint() is {texts[0]!r}"
         assert len(set(texts)) == 1, f"fingerprint() differs between ranks: {texts}"
 
@@ -128,13 +109,13 @@ class CollectivesSuite(PluginSuite):
 
     def test_construction_does_not_communicate(self, world_size: int) -> None:
         self._only_with_make()
-        # The others never construct theirs: who spoke to them would wait until the run is ended.
+        # The others never construct theirs: speaking to them would wait until the run is ended.
         self._in_kept_ranks(world_size, partial(_construct_on_first, self.make))
 
     def test_a_rank_that_never_comes_is_an_error_in_time(self, world_size: int) -> None:
         self._only_with_make()
         if world_size > 1:
-            # In ranks of its own: what was given up may be of no use any more.
+            # In ranks of its own: after a timeout these may be of no use any more.
             timeout = timedelta(seconds=self.impatience_s)
             self.start_ranks(world_size, partial(_wait_in_vain, self.make_impatient, timeout=timeout))
 
@@ -186,26 +167,13 @@ class CollectivesSuite(PluginSuite):
 
     def test_all_to_all_carries_every_dtype(self, world_size: int) -> None:
         if self._capabilities(world_size).exchanges:
-            each = [partial(exchange_checks.check_all_to_all, dtype=dtype) for dtype in checks.GATHER_DTYPES]
-            self._run_each(world_size, each)
-
-    @pytest.mark.parametrize("wait_order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)], ids=str)
-    def test_exchanges_overlap_with_gathers_and_reductions(self, world_size: int, wait_order: tuple[int, ...]) -> None:
-        if self._capabilities(world_size).exchanges:
-            self.run_ranks(world_size, partial(exchange_checks.check_exchanges_overlap, wait_order=wait_order))
-
-    def test_parts_exchange_by_their_own_numbers(self, world_size: int) -> None:
-        if self._capabilities(world_size).exchanges:
-            lists = _interleaved(world_size)
-            self.run_ranks(world_size, partial(exchange_checks.check_exchange_in_part, rank_lists=lists))
-
-    def test_waiting_for_an_exchange_orders_streams(self, world_size: int) -> None:
-        if self._capabilities(world_size).exchanges:
-            self.run_ranks(world_size, exchange_checks.check_exchange_streams)
+            self._run_each(
+                world_size, [partial(checks.check_all_to_all, dtype=dtype) for dtype in checks.GATHER_DTYPES]
+            )
 
     def test_all_to_all_refuses_blocks_that_do_not_fit(self, world_size: int) -> None:
         if self._capabilities(world_size).exchanges:
-            self.run_ranks(world_size, exchange_checks.check_bad_blocks)
+            self.run_ranks(world_size, checks.check_bad_blocks)
 
     def test_objects_arrive_in_rank_order(self, world_size: int) -> None:
         self.run_ranks(world_size, checks.check_objects)
@@ -217,7 +185,7 @@ class CollectivesSuite(PluginSuite):
         self.run_ranks(world_size, checks.check_barrier)
 
     def test_partition_into_interleaved_parts(self, world_size: int) -> None:
-        self.run_ranks(world_size, partial(checks.check_partition, rank_lists=_interleaved(world_size)))
+        self.run_ranks(world_size, partial(checks.check_partition, rank_lists=checks.interleaved(world_size)))
 
     def test_partition_numbers_ranks_by_their_list(self, world_size: int) -> None:
         self.run_ranks(world_size, partial(checks.check_partition, rank_lists=[list(reversed(range(world_size)))]))
@@ -226,7 +194,7 @@ class CollectivesSuite(PluginSuite):
         self.run_ranks(world_size, checks.check_bad_partition)
 
     @pytest.mark.parametrize("wait_order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)], ids=str)
-    def test_gathers_and_reductions_overlap(self, world_size: int, wait_order: tuple[int, ...]) -> None:
+    def test_operations_overlap(self, world_size: int, wait_order: tuple[int, ...]) -> None:
         self.run_ranks(world_size, partial(checks.check_overlap, wait_order=wait_order))
 
     def test_waiting_orders_streams(self, world_size: int) -> None:
@@ -256,10 +224,6 @@ class CollectivesSuite(PluginSuite):
             pytest.skip("a suite that overrides run_ranks alone does not say how one rank constructs its backend")
 
 
-def _interleaved(world_size: int) -> list[list[int]]:
-    return [list(range(start, world_size, 2)) for start in range(min(2, world_size))]
-
-
 def _construct_on_first(make: Callable[[Rank], Collectives], rank: Rank) -> None:
     if rank.rank == 0:
         make(rank)
@@ -269,3 +233,15 @@ def _wait_in_vain(make: Callable[[Rank, timedelta], Collectives | None], rank: R
     collectives = make(rank, timeout)
     if collectives is not None:
         checks.check_in_time(collectives)
+
+
+def _capabilities(collectives: Collectives) -> CollectivesCapabilities:
+    return collectives.capabilities
+
+
+def _on_rank(make: Callable[[Rank], Collectives], fn: Callable[[Collectives], T], rank: Rank) -> T:
+    collectives = make(rank)
+    result = fn(collectives)
+    # Not where fn raised: closing may be a meeting, to which no other rank comes.
+    collectives.close()
+    return result

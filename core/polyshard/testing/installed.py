@@ -1,4 +1,4 @@
-"""The suite of an installed plugin, by its name alone: what ``polyshard plugins check`` runs."""
+"""The suites of installed plugins, by their names alone, as ``polyshard plugins check`` runs them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from .. import registry
 from ..errors import ConfigError, WorldSizeError
 from ..interfaces import Collectives, Group, PluginContext, PolicyContext
 from .collectives import CollectivesSuite
-from .context import plugin_context
-from .plugin import PluginSuite
+from .layout import LayoutSuite
+from .listener import ListenerSuite
+from .offload import OffloadSuite
+from .plugin import PluginSuite, plugin_context
 from .policy import PolicySuite
+from .precision import PrecisionSuite
 from .ranks import Rank, run_threads
 
 T = TypeVar("T")
@@ -32,7 +35,7 @@ def _resolved(group: Group, label: str, options: str) -> registry.Resolved[Any]:
 
 
 class InstalledPlugin(PluginSuite):
-    """To be mixed into the suite of a group: constructs what its attributes name."""
+    """To be mixed into the suite of a group: constructs the plugin that its attributes name."""
 
     label: ClassVar[str]
     """Name of the plugin: ``"distribution:name"``."""
@@ -41,18 +44,18 @@ class InstalledPlugin(PluginSuite):
 
     @property
     def resolved(self) -> registry.Resolved[Any]:
-        """What was found under the name."""
+        """The plugin found under the name."""
         return _resolved(self.group, self.label, self.options)
 
     def make(self) -> Any:
         context = plugin_context(device=self.device)
         if self.group is Group.PLUGINS:
-            # Listeners alone are told, as of the models that their suite shards.
+            # Listeners alone know them, as of the models that their suite shards.
             context = dataclasses.replace(context, rank=0, world_size=2)
         return registry.construct(self.resolved, context).instance
 
     def try_making(self) -> None:
-        """Raise what keeps the plugin from being made."""
+        """Raise the error that keeps the plugin from being made."""
         self.make()
 
     def factory(self) -> Callable[..., Any]:
@@ -62,18 +65,18 @@ class InstalledPlugin(PluginSuite):
 class InstalledCollectives(InstalledPlugin, CollectivesSuite):
     """Collectives between ranks that the plugin can serve: threads where its factory has ``make_world``, or processes.
 
-    Options called ``rank`` and ``world_size`` get those of each rank, where they were not given: so a backend that
-    pretends a rank learns which.
+    Options called ``rank`` and ``world_size`` get those of each rank, unless they were given: a backend that pretends a
+    rank needs its number.
     """
 
     timeout_s = 20.0
 
     def try_making(self) -> None:
-        """Raise what keeps the plugin from being made for any number of ranks; test with the others alone."""
+        """Raise the error that keeps the plugin from being made for any number of ranks; test with the others."""
         served, refusals = [], []
         for world_size in self.world_sizes:
             try:
-                self.run_ranks(world_size, _nothing)
+                self.run_ranks(world_size, type)
             except WorldSizeError as error:
                 refusals.append(error)
             else:
@@ -116,10 +119,6 @@ class InstalledCollectives(InstalledPlugin, CollectivesSuite):
         return self.start_ranks(world_size, fn) if self._in_threads else super()._in_kept_ranks(world_size, fn)
 
 
-def _nothing(collectives: Collectives) -> None:
-    """What is called where the construction is all that matters."""
-
-
 class InstalledPolicy(InstalledPlugin, PolicySuite):
     """A policy, of a model that it can serve."""
 
@@ -127,7 +126,7 @@ class InstalledPolicy(InstalledPlugin, PolicySuite):
     """``"package.module:function"`` that builds the model; empty for the suite's own."""
 
     def try_making(self) -> None:
-        """Raise what keeps the policy from being made, or from serving the model."""
+        """Raise the error that keeps the policy from being made, or from serving the model."""
         policy = self.make()
         try:
             policy.plan(self.model(), PolicyContext())
@@ -141,3 +140,13 @@ class InstalledPolicy(InstalledPlugin, PolicySuite):
             return super().model()
         built: torch.nn.Module = pkgutil.resolve_name(self.model_factory)()
         return built
+
+
+OF_GROUP: Mapping[Group, type] = {
+    Group.COLLECTIVES: CollectivesSuite,
+    Group.PRECISION: PrecisionSuite,
+    Group.OFFLOAD: OffloadSuite,
+    Group.POLICIES: PolicySuite,
+    Group.LAYOUTS: LayoutSuite,
+    Group.PLUGINS: ListenerSuite,
+}

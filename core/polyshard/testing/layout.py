@@ -12,11 +12,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyshard.interfaces import Arrangement, Group, Layout, ParameterGeometry, UnitGeometry
 
-from .plugin import LocalPluginSuite, as_rank
+from .plugin import Dispatched, LocalPluginSuite, as_rank
 
 #: Lines of Python that laying out a unit may take: seconds where nothing traces them.
 MOST_LINES = 1_000_000
@@ -50,18 +49,6 @@ def _contiguous(shape: Shape) -> Shape:
 def _parameter(index: int, given: Any, dtype: torch.dtype) -> ParameterGeometry:
     shape, stride = given if isinstance(given[0], tuple) else (given, _contiguous(given))
     return ParameterGeometry(f"layer.{index}.weight", shape, stride, dtype, True)
-
-
-class _NoTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every operation of torch, so that it can be said which."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.called: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.called.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 class _TooLongError(BaseException):
@@ -130,43 +117,38 @@ class LayoutSuite(LocalPluginSuite):
             assert taken == list(range(len(unit.parameters))), _about(unit)
 
     def test_parameters_do_not_overlap_and_lie_in_the_order_that_is_told(self) -> None:
-        layout = self.make()
-        for unit in self.units():
-            for each in layout.arrange(unit):
-                end = 0
-                for index, offset in zip(each.order, each.offsets, strict=True):
-                    assert offset >= end, f"{unit.parameters[index].name} begins before {end}, {_about(unit)}"
-                    end = offset + unit.parameters[index].numel
+        for unit, each in self._arrangements():
+            end = 0
+            for index, offset in zip(each.order, each.offsets, strict=True):
+                assert offset >= end, f"{unit.parameters[index].name} begins before {end}, {_about(unit)}"
+                end = offset + unit.parameters[index].numel
 
     def test_slices_hold_every_parameter_to_its_end(self) -> None:
-        layout = self.make()
-        for unit in self.units():
-            for each in layout.arrange(unit):
-                for index, offset in zip(each.order, each.offsets, strict=True):
-                    end = offset + unit.parameters[index].numel
-                    assert end <= each.shard_numel * unit.shards, f"{unit.parameters[index].name}, {_about(unit)}"
+        for unit, each in self._arrangements():
+            for index, offset in zip(each.order, each.offsets, strict=True):
+                end = offset + unit.parameters[index].numel
+                assert end <= each.shard_numel * unit.shards, f"{unit.parameters[index].name}, {_about(unit)}"
 
     def test_parameters_begin_at_multiples_of_the_alignment(self) -> None:
-        layout = self.make()
-        for unit in self.units():
-            for each in layout.arrange(unit):
-                assert not any(offset % unit.alignment for offset in each.offsets), _about(unit)
+        for unit, each in self._arrangements():
+            assert not any(offset % unit.alignment for offset in each.offsets), _about(unit)
 
     def test_slices_are_aligned(self) -> None:
-        layout = self.make()
-        for unit in self.units():
-            for each in layout.arrange(unit):
-                aligned = each.shard_numel % unit.slice_alignment(each.shard_numel) == 0
-                assert aligned or each.exact, _about(unit)
+        for unit, each in self._arrangements():
+            assert each.shard_numel % unit.slice_alignment(each.shard_numel) == 0 or each.exact, _about(unit)
 
     def test_what_is_cut_by_rows_has_whole_rows_in_every_slice(self) -> None:
+        for unit, each in self._arrangements():
+            assert each.by_rows <= set(each.order), _about(unit)
+            for index, offset in zip(each.order, each.offsets, strict=True):
+                if index in each.by_rows:
+                    self._check_rows(unit, unit.parameters[index], offset, each.shard_numel)
+
+    def _arrangements(self) -> Iterator[tuple[UnitGeometry, Arrangement]]:
         layout = self.make()
         for unit in self.units():
             for each in layout.arrange(unit):
-                assert each.by_rows <= set(each.order), _about(unit)
-                for index, offset in zip(each.order, each.offsets, strict=True):
-                    if index in each.by_rows:
-                        self._check_rows(unit, unit.parameters[index], offset, each.shard_numel)
+                yield unit, each
 
     def _check_rows(self, unit: UnitGeometry, parameter: ParameterGeometry, offset: int, size: int) -> None:
         row = parameter.row_numel
@@ -204,10 +186,11 @@ class LayoutSuite(LocalPluginSuite):
 
     def test_it_is_arithmetic_alone(self) -> None:
         layout = self.make()
-        with _NoTensors() as torch_itself:
+        called: list[str] = []
+        with Dispatched(lambda operation: called.append(str(operation))):
             for unit in self.units():
                 layout.arrange(unit)
-                assert not torch_itself.called, f"{torch_itself.called[0]} was called, {_about(unit)}"
+                assert not called, f"{called[0]} was called, {_about(unit)}"
 
     def test_it_ends_soon(self) -> None:
         layout = self.make()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,22 +23,17 @@ from ..api import close, no_sync, shard, unsharded
 from ..config import ShardConfig
 from ..errors import PolyshardError
 from ..events import Events
-from ..interfaces import Group, Observer, UnitSpec
-from .listener_watch import Watched
-from .plugin import LocalPluginSuite
+from ..hookspecs import hookimpl
+from ..interfaces import Group, Listener, Observer, UnitSpec
+from .plugin import Dispatched, LocalPluginSuite, ModuleState, group_of_one, is_collective
 from .training import Block, Model, Values, seeded, tokens
 
-_OBSERVER = {
-    "unshard": ("unit",),
-    "unsharded": ("unit",),
-    "compute": ("unit", "backward"),
-    "computed": ("unit", "backward"),
-    "wait": ("unit",),
-    "waited": ("unit",),
-    "reduce": ("unit",),
-    "reduced": ("unit",),
-    "reshard": ("unit",),
-}
+if TYPE_CHECKING:
+    from ..config import ShardConfig
+
+#: Methods of an observer, with their arguments.
+_OBSERVER = dict.fromkeys(("unshard", "unsharded", "wait", "waited", "reduce", "reduced", "reshard"), "unit")
+_OBSERVER |= dict.fromkeys(("compute", "computed"), "unit, backward")
 
 
 class _PlannedError(Exception):
@@ -43,7 +41,7 @@ class _PlannedError(Exception):
 
 
 class _Model(Model):
-    """With dropout, so that numbers depend on who else draws random ones, and with ways to go wrong."""
+    """With dropout, whose numbers depend on who else draws random ones, and with ways to fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,8 +105,8 @@ class _Run:
 class ListenerSuite(LocalPluginSuite):
     """Subclass it, name the class ``Test…``, and override ``make``; override ``device`` to test on another one.
 
-    What ``polyshard.hookspecs`` and ``polyshard.interfaces.Observer`` ask of a listener, over every kind of step of a
-    small model that one pretended rank of two has. Where its hooks or observers do not fit, one test says so, and those
+    The rules of ``polyshard.hookspecs`` and ``polyshard.interfaces.Observer``, over every kind of step of a small model
+    on one pretended rank of two. Where the listener's hooks or observers do not fit, one test says so, and the tests
     that need them are skipped.
     """
 
@@ -212,7 +210,7 @@ class ListenerSuite(LocalPluginSuite):
         assert _equal(with_it, _without(use, self.device)), "parameters differ from those without the listener"
 
     def _watched(self) -> Watched:
-        """What it did while a model was sharded and over a step."""
+        """A listener that was watched while a model was sharded and over a step."""
         watched = Watched(self._listener(), self.device)
         with watched.watching(), _seeds(self.device):
             run = _Run(watched, self.device)
@@ -298,7 +296,7 @@ def _save_and_load(make: Callable[[], object | None], device: torch.device) -> l
 
 @functools.cache
 def _without(use: _Use, device: torch.device) -> list[Values]:
-    """What comes of ``use`` without a listener: the same for all of them."""
+    """The result of ``use`` without a listener: the same for all of them."""
     with _seeds(device):
         return use(lambda: None, device)
 
@@ -314,11 +312,9 @@ def _check_signatures(observer: Observer, unit: UnitSpec) -> None:
     for name, arguments in _OBSERVER.items():
         signature = inspect.signature(getattr(observer, name))
         try:
-            signature.bind(*(unit if argument == "unit" else True for argument in arguments))
+            signature.bind(*((unit, True) if "backward" in arguments else (unit,)))
         except TypeError as error:
-            raise AssertionError(
-                f"{name}{signature} of the observer must take ({', '.join(arguments)}): {error}"
-            ) from error
+            raise AssertionError(f"{name}{signature} of the observer must take ({arguments}): {error}") from error
 
 
 def _equal(one: Sequence[Values], other: Sequence[Values]) -> bool:
@@ -326,3 +322,144 @@ def _equal(one: Sequence[Values], other: Sequence[Values]) -> bool:
         mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
         for mine, theirs in zip(one, other, strict=True)
     )
+
+
+#: Hooks that are not called inside a step.
+_AT_REST = frozenset({"before_shard", "after_shard", "on_save", "on_load", "make_observer"})
+#: Operations that copy values of a device to the host to decide something.
+_READS = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal"})
+#: Objects whose ``synchronize`` waits for a device. Of classes written in C, the device itself reports it.
+_WAITING: tuple[Any, ...] = (torch.cuda, torch.cuda.Stream, torch.cuda.Event, torch.accelerator)
+
+
+class Watched(Listener):
+    """A listener that hands every call on to another one, and notes what that does although it may not.
+
+    Raises as ``Events`` for a listener whose hooks do not fit.
+    """
+
+    api_version = 1
+
+    def __init__(self, listener: object, device: torch.device) -> None:
+        self._events = Events([("listener", listener)])
+        self._device = device
+        self._calls: list[str] = []
+        self.collectives: list[str] = []
+        """Collectives that it issued, and where."""
+        self.waits: list[str] = []
+        """Where it waited for the device inside a step, and by what."""
+        self.changes: list[str] = []
+        """Changes that it made to the model, and where."""
+
+    def _note(self, operation: Any) -> None:
+        name = operation.name()
+        if is_collective(operation):
+            self.collectives.append(f"{name} in {self._calls[-1]}")
+        elif name in _READS:
+            self._note_wait(name)
+
+    def _note_wait(self, by: str) -> None:
+        """The listener waits, by the operation ``by``: hooks of a step must not."""
+        if self._calls and self._calls[-1] not in _AT_REST:
+            self.waits.append(f"{by} in {self._calls[-1]}")
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note waits, and have a process group over which there could be collectives."""
+        with ExitStack() as stack:
+            for owner in _WAITING:
+                stack.enter_context(mock.patch.object(owner, "synchronize", self._noting(owner.synchronize)))
+            stack.enter_context(group_of_one())
+            yield
+
+    def _noting(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            if not self._calls:
+                return wait(*args, **kwargs)
+            self._note_wait("synchronize")
+            return None
+
+        return noting
+
+    @contextmanager
+    def inside(self, call: str, model: torch.nn.Module | None = None) -> Iterator[None]:
+        """The listener runs, called by the hook or the observer's method ``call``."""
+        before = None if model is None else ModuleState.of(model, values=False)
+        self._calls.append(call)
+        try:
+            with Dispatched(self._note), self._device_tells():
+                yield
+        finally:
+            self._calls.pop()
+        if before is not None and model is not None:
+            try:
+                before.check(model, call, may_hook=call == "after_shard")
+            except AssertionError as error:
+                self.changes.append(str(error))
+
+    @contextmanager
+    def _device_tells(self) -> Iterator[None]:
+        if self._device.type != "cuda" or self._calls[-1] in _AT_REST:
+            yield
+            return
+        mode = torch.cuda.get_sync_debug_mode()
+        try:
+            with warnings.catch_warnings():
+                # Torch calls the mode a prototype, once a process; whoever turns warnings into errors tests their own.
+                warnings.simplefilter("ignore")
+                torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+
+    @hookimpl
+    def before_shard(self, model: torch.nn.Module, config: ShardConfig) -> None:
+        with self.inside("before_shard", model):
+            self._events.before_shard(model, config)
+
+    @hookimpl
+    def after_shard(self, model: torch.nn.Module) -> None:
+        with self.inside("after_shard", model):
+            self._events.after_shard(model)
+
+    @hookimpl
+    def on_save(self, model: torch.nn.Module, path: Path) -> None:
+        with self.inside("on_save", model):
+            self._events.on_save(model, path)
+
+    @hookimpl
+    def on_load(self, model: torch.nn.Module, path: Path) -> None:
+        with self.inside("on_load", model):
+            self._events.on_load(model, path)
+
+    @hookimpl
+    def step_begin(self, model: torch.nn.Module) -> None:
+        with self.inside("step_begin", model):
+            self._events.step_begin(model)
+
+    @hookimpl
+    def step_end(self, model: torch.nn.Module) -> None:
+        with self.inside("step_end", model):
+            self._events.step_end(model)
+
+    @hookimpl
+    def make_observer(self, unit: UnitSpec) -> Any:
+        with self.inside("make_observer"):
+            made = self._events.observers(unit)
+        return _WatchedObserver(self, made[0]) if made else None
+
+
+class _WatchedObserver:
+    """Hands every call on to an observer, while ``watched`` looks."""
+
+    def __init__(self, watched: Watched, observer: Observer) -> None:
+        for name in _OBSERVER:
+            setattr(self, name, self._method(watched, name, getattr(observer, name)))
+
+    @staticmethod
+    def _method(watched: Watched, name: str, called: Callable[..., None]) -> Callable[..., None]:
+        def handed_on(*arguments: Any) -> None:
+            with watched.inside(name):
+                called(*arguments)
+
+        return handed_on

@@ -27,14 +27,14 @@ class OffloadSuite(LocalPluginSuite):
     """Subclass it, name the class ``Test…``, and override ``make``; override ``device`` to test on another one.
 
     Every rule of ``polyshard.interfaces.OffloadManager``, of one manager by itself; then a few steps of a small model
-    whose every unit is served by managers of two ranks, beside the same steps of the model that is not sharded.
+    with managers on two ranks, compared with the same steps of the unsharded model.
     """
 
     group = Group.OFFLOAD
 
     training_tolerance: float = 1e-5
     """Largest difference from the unsharded model's parameters after three steps in fp32, as a share of the largest
-    change: what the order of sums over two ranks makes."""
+    change: that of the order of sums over two ranks."""
 
     def make(self) -> OffloadManager:
         """A newly constructed manager."""
@@ -102,8 +102,7 @@ class OffloadSuite(LocalPluginSuite):
 
     @pytest.mark.parametrize("compute", _FLOATS, ids=str)
     def test_fetch_casts_what_the_optimizer_wrote(self, compute: torch.dtype) -> None:
-        manager, unit = self.make(), self.unit(6)
-        master = manager.place(unit, self._numbers(6))
+        manager, unit, master = self._placed()
         for _ in range(2):
             master.mul_(1.7)
             expected = master.to(compute).tolist()
@@ -111,16 +110,14 @@ class OffloadSuite(LocalPluginSuite):
 
     def test_fetch_follows_the_dtype_that_is_asked_for(self) -> None:
         # A unit computes in another one while its module is in eval mode; a gather that is encoded has the master's.
-        manager, unit = self.make(), self.unit(6)
-        master = manager.place(unit, self._numbers(6))
+        manager, unit, master = self._placed()
         for compute in (torch.bfloat16, torch.float32, torch.bfloat16):
             expected = master.to(compute).tolist()
             assert self._fetched(manager, unit, master, compute) == expected
 
     def test_a_unit_is_fetched_again_in_the_backward(self) -> None:
         # Its memory was another unit's in the meantime.
-        manager, unit = self.make(), self.unit(6)
-        master = manager.place(unit, self._numbers(6))
+        manager, unit, master = self._placed()
         manager.begin_forward()
         for _ in range(2):
             own_slice = torch.zeros(6, device=self.device)
@@ -129,8 +126,7 @@ class OffloadSuite(LocalPluginSuite):
             assert own_slice.tolist() == self._numbers(6).tolist()
 
     def test_fetch_writes_nothing_but_the_own_slice(self) -> None:
-        manager, unit = self.make(), self.unit(6)
-        master = manager.place(unit, self._numbers(6))
+        manager, unit, master = self._placed()
         buffer = torch.full((22,), 7.0, device=self.device)
         manager.begin_forward()
         with self._stream():
@@ -138,8 +134,7 @@ class OffloadSuite(LocalPluginSuite):
         assert buffer.tolist() == [7.0] * 8 + self._numbers(6).tolist() + [7.0] * 8
 
     def test_fetch_leaves_the_master_as_it_was(self) -> None:
-        manager, unit = self.make(), self.unit(6)
-        master = manager.place(unit, self._numbers(6))
+        manager, unit, master = self._placed()
         self._fetched(manager, unit, master, torch.bfloat16)
         assert master.tolist() == self._numbers(6).tolist()
 
@@ -156,8 +151,7 @@ class OffloadSuite(LocalPluginSuite):
     def test_stored_gradient_lies_beside_the_master_in_its_own_dtype(
         self, dtype: torch.dtype, grad_dtype: torch.dtype
     ) -> None:
-        manager, unit = self.make(), self.unit(6, dtype)
-        master = manager.place(unit, self._numbers(6, dtype))
+        manager, unit, master = self._placed(dtype)
         gradient = self._numbers(6, grad_dtype)
         expected = gradient.tolist()
         stored = self._stored(manager, unit, gradient)
@@ -167,8 +161,7 @@ class OffloadSuite(LocalPluginSuite):
 
     @pytest.mark.parametrize(("dtype", "grad_dtype"), _GRADIENTS, ids=str)
     def test_gradients_of_microbatches_add_up(self, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
-        manager, unit = self.make(), self.unit(6, dtype)
-        master = manager.place(unit, self._numbers(6, dtype))
+        manager, unit, master = self._placed(dtype)
         total = None
         for factor in (3, 4, -2):
             total = self._stored(manager, unit, self._whole_numbers(6, grad_dtype) * factor, total)
@@ -238,6 +231,11 @@ class OffloadSuite(LocalPluginSuite):
         sharded = training.sharded(lambda: {"offload": self.make()})
         sharded.check(training.reference(), self.training_tolerance)
 
+    def _placed(self, dtype: torch.dtype = torch.float32) -> tuple[OffloadManager, UnitSpec, torch.Tensor]:
+        """A new manager, a unit of six elements, and its master."""
+        manager, unit = self.make(), self.unit(6, dtype)
+        return manager, unit, manager.place(unit, self._numbers(6, dtype))
+
     def _fetched(
         self, manager: OffloadManager, unit: UnitSpec, master: torch.Tensor, compute: torch.dtype
     ) -> Sequence[float]:
@@ -260,7 +258,7 @@ class OffloadSuite(LocalPluginSuite):
     def _stored(
         self, manager: OffloadManager, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """What a backward stores that reduces one unit."""
+        """The gradient that a backward stores which reduces one unit."""
         with self._stream():
             stored = manager.store_grad(unit, grad, into)
         manager.sync_for_step()

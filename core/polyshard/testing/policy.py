@@ -14,8 +14,7 @@ import torch
 from .. import registry
 from ..errors import ConfigError
 from ..interfaces import UNIT_OVERRIDES, Group, PolicyContext, WrapPolicy
-from .module_state import ModuleState
-from .plugin import LocalPluginSuite, as_rank
+from .plugin import LocalPluginSuite, ModuleState, as_rank
 from .training import Training, seeded, tokens
 
 #: Where a plan may name another plugin.
@@ -65,9 +64,9 @@ def _chosen(policy: WrapPolicy, root: torch.nn.Module, context: PolicyContext) -
 class PolicySuite(LocalPluginSuite):
     """Subclass it, name the class ``Test…``, and override ``make``.
 
-    Override ``model``, and ``batch`` with it, for a policy of its own kind; override ``device`` to test on another one.
-    Every rule of ``polyshard.interfaces.WrapPolicy``; then a few steps of the model, its units those that the policy
-    chose, over two ranks, beside the same steps of the model that is not sharded.
+    Override ``model``, and ``batch`` with it, for a policy of certain models; override ``device`` to test on another.
+    Every rule of ``polyshard.interfaces.WrapPolicy``; then a few steps of the model in the units that the policy chose,
+    over two ranks, compared with the same steps of the unsharded model.
     """
 
     group = Group.POLICIES
@@ -85,9 +84,9 @@ class PolicySuite(LocalPluginSuite):
         return _Model()
 
     def batch(self) -> torch.Tensor | None:
-        """What the model's ``forward`` takes: an even number of samples. It returns a tensor, samples first.
+        """The input of the model's ``forward``: an even number of samples. It returns a tensor, samples first.
 
-        None, as of a ``model`` that was overridden alone, leaves out the tests that call it.
+        None, the default of a ``model`` that was overridden alone, leaves out the tests that call it.
         """
         return tokens(among=32) if isinstance(self._root(), _Model) else None
 
@@ -153,7 +152,7 @@ class PolicySuite(LocalPluginSuite):
                 continue
             context = PolicyContext(ignored_modules=frozenset({ignored}), device=self.device)
             inside = set(policy.plan(root, context)) & set(ignored.modules())
-            assert not inside, f"{[type(module).__name__ for module in inside]} inside of what is ignored"
+            assert not inside, f"{[type(module).__name__ for module in inside]} inside of an ignored module"
 
     def test_ignored_parameters_do_not_count(self) -> None:
         root = self._root()

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from ..interfaces import Collectives, Group, PrecisionCapabilities, PrecisionCaster, UnitDtypes, UnitSpec, WireSpec
-from .context import plugin_context
-from .plugin import LocalPluginSuite, as_rank
+from .plugin import LocalPluginSuite, as_rank, plugin_context
 from .training import Training
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -30,7 +29,7 @@ class PrecisionSuite(LocalPluginSuite):
     """Subclass it, name the class ``Test…``, and override ``make``; override ``device`` to test on another one.
 
     Every rule of ``polyshard.interfaces.PrecisionCaster``; then a few steps, and an evaluation, of a small fp32 model
-    sharded with the caster over two ranks, beside the same of the model that is not sharded.
+    sharded with the caster over two ranks, compared with those of the unsharded model.
     """
 
     group = Group.PRECISION
@@ -121,15 +120,11 @@ class PrecisionSuite(LocalPluginSuite):
 
     @pytest.mark.parametrize("dtype", _FLOATS, ids=str)
     def test_input_casts_keep_structure_values_and_integers(self, dtype: torch.dtype) -> None:
-        caster = self.make()
         tokens = torch.tensor([3, 1, 2], device=self.device)
         bytes_ = tokens.to(torch.uint8)
         mask = torch.tensor([True, False], device=self.device)
         values = self._values(dtype)
-        for unit in self.units():
-            cast = caster.input_cast(unit)
-            if cast is None:
-                continue
+        for unit, cast in self._casts("input_cast"):
             args, kwargs = cast(
                 (tokens, [values, "text"], None), {"mask": mask, "nested": {"values": (values, bytes_)}}
             )
@@ -145,48 +140,35 @@ class PrecisionSuite(LocalPluginSuite):
             assert kwargs["nested"]["values"][1] is bytes_, _about(unit)
 
     def test_input_casts_leave_what_they_are_given_as_it_was(self) -> None:
-        caster = self.make()
-        for unit in self.units():
-            cast = caster.input_cast(unit)
-            if cast is not None:
-                values = self._values(torch.float64)
-                listed, named = [values], {"values": values}
-                cast((listed,), named)
-                assert listed[0] is values, _about(unit)
-                assert named["values"] is values, _about(unit)
-                assert values.dtype is torch.float64, _about(unit)
+        for unit, cast in self._casts("input_cast"):
+            values = self._values(torch.float64)
+            listed, named = [values], {"values": values}
+            cast((listed,), named)
+            assert listed[0] is values, _about(unit)
+            assert named["values"] is values, _about(unit)
+            assert values.dtype is torch.float64, _about(unit)
 
     @pytest.mark.parametrize("dtype", _FLOATS, ids=str)
     def test_input_casts_return_gradients_in_the_inputs_dtype(self, dtype: torch.dtype) -> None:
-        caster = self.make()
-        for unit in self.units():
-            cast = caster.input_cast(unit)
-            if cast is not None:
-                values = self._values(dtype).requires_grad_()
-                args, _ = cast((values,), {})
-                _assert_ones_come_back(values, args[0], unit)
+        for unit, cast in self._casts("input_cast"):
+            values = self._values(dtype).requires_grad_()
+            _assert_ones_come_back(values, cast((values,), {})[0][0], unit)
 
     def test_output_casts_keep_structure_values_and_integers(self) -> None:
-        caster = self.make()
         indices = torch.tensor([1, 2], device=self.device)
         values = self._values(torch.bfloat16)
-        for unit in self.units():
-            cast = caster.output_cast(unit)
-            if cast is not None:
-                output: Any = cast({"logits": values, "rest": (indices, None)})
-                assert isinstance(output["rest"], tuple), _about(unit)
-                assert output["rest"][0] is indices, _about(unit)
-                assert output["rest"][1] is None, _about(unit)
-                assert output["logits"].tolist() == values.tolist(), _about(unit)
+        for unit, cast in self._casts("output_cast"):
+            output: Any = cast({"logits": values, "rest": (indices, None)})
+            assert isinstance(output["rest"], tuple), _about(unit)
+            assert output["rest"][0] is indices, _about(unit)
+            assert output["rest"][1] is None, _about(unit)
+            assert output["logits"].tolist() == values.tolist(), _about(unit)
 
     @pytest.mark.parametrize("dtype", _FLOATS, ids=str)
     def test_output_casts_return_gradients_in_the_outputs_dtype(self, dtype: torch.dtype) -> None:
-        caster = self.make()
-        for unit in self.units():
-            cast = caster.output_cast(unit)
-            if cast is not None:
-                values = self._values(dtype).requires_grad_()
-                _assert_ones_come_back(values, cast(values), unit)
+        for unit, cast in self._casts("output_cast"):
+            values = self._values(dtype).requires_grad_()
+            _assert_ones_come_back(values, cast(values), unit)
 
     def test_wires_are_multiples_of_16_bytes_of_a_caster_that_encodes(self) -> None:
         caster = self.make()
@@ -206,17 +188,16 @@ class PrecisionSuite(LocalPluginSuite):
             dtypes = {caster.dtypes(unit).compute}
             if caster.full_precision_in_eval(unit):
                 dtypes.add(unit.master_dtype)
-            largest = shards.abs().max().item()
             for dtype in dtypes:
-                out = self._decoded(caster, unit, wires, dtype)
-                torch.testing.assert_close(out.double(), shards.double(), rtol=0.0, atol=self.wire_tolerance * largest)
+                self._assert_near(self._decoded(caster, unit, wires, dtype), shards, _about(unit))
 
     def test_shards_encoded_together_come_back(self) -> None:
         caster = self._prepared(2)
-        units = [unit for unit, _ in self._wires(caster)]
+        specs = dict(self._wires(caster))
+        units = list(specs)
         if not units:
             return
-        wires = [self._bytes(2, spec) for _, spec in self._wires(caster)]
+        wires = [self._bytes(2, spec) for spec in specs.values()]
         shards = [self._shards(unit, 2) for unit in units]
         outs = [
             torch.full_like(shard, float("nan"), dtype=caster.dtypes(unit).compute)
@@ -226,14 +207,13 @@ class PrecisionSuite(LocalPluginSuite):
             caster.encode_many(units, [wire[rank] for wire in wires], [shard[rank].clone() for shard in shards])
         caster.decode_many(units, wires, outs)
         for unit, shard, out in zip(units, shards, outs, strict=True):
-            largest = shard.abs().max().item()
-            assert (out.double() - shard.double()).abs().max() <= self.wire_tolerance * largest, _about(unit)
+            self._assert_near(out, shard, _about(unit))
 
     def test_encoded_zeros_come_back_as_zeros(self) -> None:
         caster = self._prepared(2)
         for unit, spec in self._wires(caster):
             zeros = torch.zeros(2, unit.shard_numel, dtype=unit.master_dtype, device=self.device)
-            out = self._decoded(caster, unit, self._encoded(caster, unit, spec, zeros), caster.dtypes(unit).compute)
+            out = self._decoded(caster, unit, self._encoded(caster, unit, spec, zeros))
             assert not out.any(), f"{out.tolist()}, {_about(unit)}"
 
     def test_a_shard_without_elements_is_encoded(self) -> None:
@@ -244,8 +224,7 @@ class PrecisionSuite(LocalPluginSuite):
             spec = caster.wire(unit)
             if spec is not None:
                 assert spec.nbytes_per_rank > 0, _about(unit)
-                wires = self._encoded(caster, unit, spec, self._shards(unit, 2))
-                self._decoded(caster, unit, wires, caster.dtypes(unit).compute)
+                self._decoded(caster, unit, self._encoded(caster, unit, spec, self._shards(unit, 2)))
 
     def test_encoding_leaves_the_shard_as_it_was(self) -> None:
         caster = self._prepared(2)
@@ -263,10 +242,8 @@ class PrecisionSuite(LocalPluginSuite):
             for unit, spec in self._wires(caster):
                 shards = self._shards(unit, 2)
                 wires = self._encoded(caster, unit, spec, shards, leftover)
-                out = self._decoded(caster, unit, wires, caster.dtypes(unit).compute)
-                largest = shards.abs().max().item()
-                assert (out.double() - shards.double()).abs().max() <= self.wire_tolerance * largest, (
-                    f"over bytes of {leftover}, {_about(unit)}"
+                self._assert_near(
+                    self._decoded(caster, unit, wires), shards, f"over bytes of {leftover}, {_about(unit)}"
                 )
 
     def test_state_survives_a_checkpoint(self) -> None:
@@ -311,6 +288,12 @@ class PrecisionSuite(LocalPluginSuite):
         """Values that no dtype rounds."""
         return torch.tensor([0.5, -2.0, 3.0], dtype=dtype, device=self.device)
 
+    def _casts(self, method: str) -> Iterator[tuple[UnitSpec, Any]]:
+        """Units with the casts that ``method`` of a new caster answers."""
+        caster = self.make()
+        casts = ((unit, getattr(caster, method)(unit)) for unit in self.units())
+        return ((unit, cast) for unit, cast in casts if cast is not None)
+
     def _wires(self, caster: PrecisionCaster) -> Iterator[tuple[UnitSpec, WireSpec]]:
         for unit in self.units():
             spec = caster.wire(unit)
@@ -342,11 +325,18 @@ class PrecisionSuite(LocalPluginSuite):
         return torch.full((ranks, spec.nbytes_per_rank), leftover, dtype=torch.uint8, device=self.device)
 
     def _decoded(
-        self, caster: PrecisionCaster, unit: UnitSpec, wires: torch.Tensor, dtype: torch.dtype
+        self, caster: PrecisionCaster, unit: UnitSpec, wires: torch.Tensor, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
+        """In ``dtype``, by default that of compute."""
+        dtype = dtype or caster.dtypes(unit).compute
         out = torch.full((len(wires), unit.shard_numel), float("nan"), dtype=dtype, device=self.device)
         caster.decode(unit, wires, out)
         return out
+
+    def _assert_near(self, out: torch.Tensor, shards: torch.Tensor, about: str) -> None:
+        largest = shards.abs().max().item()
+        # A NaN is not near.
+        assert (out.double() - shards.double()).abs().max() <= self.wire_tolerance * largest, about
 
 
 @functools.cache

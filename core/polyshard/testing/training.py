@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 
 def seeded(build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
-    """What ``build`` makes on ``device``, the same each time; other random numbers are as they were."""
+    """The module that ``build`` makes, on ``device``, the same each time; other random numbers stay as they were."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return build().to(device)
@@ -97,52 +97,53 @@ class Training:
         """Of the model that is sharded over two ranks; as ``alone`` on a device that threads do not share."""
         if self.device.type != "cpu":
             return self.alone(settings)
-
-        # Before there are ranks: threads share one generator of random numbers, so that what a plugin draws on one rank
-        # would change what another builds.
-        starts = [self._start(part) for part in self.batch().chunk(RANKS)]
+        # Before there are ranks: threads share one generator of random numbers, so that numbers which a plugin draws on
+        # one rank would change the model of another.
+        models = [seeded(self.build, self.device) for _ in range(RANKS)]
+        batches = self.batch().chunk(RANKS)
 
         def on_rank(rank: Rank) -> Trained:
-            return self._from(starts[rank.rank], rank.collectives, settings, rank.lock)
+            return self._trained(models[rank.rank], batches[rank.rank], rank.collectives, settings, rank.lock)
 
         return run_ranks(RANKS, on_rank)[0]
 
     def alone(self, settings: Settings) -> Trained:
         """Of the model in units that one rank keeps whole.
 
-        Pretended ranks would gather what no model holds, and train what no reference does.
+        Pretended ranks would gather values that no model holds, and train what no reference does.
         """
-        return self._from(
-            self._start(self.batch()), _ALONE, lambda: {"strategy": "no_shard", **settings()}, nullcontext()
-        )
+        model = seeded(self.build, self.device)
+        return self._trained(model, self.batch(), _ALONE, lambda: {"strategy": "no_shard", **settings()}, nullcontext())
 
     def reference_scores(self) -> torch.Tensor:
-        """What the model that is not sharded makes of the batch, in eval mode."""
+        """The output of the unsharded model for the batch, in eval mode."""
         return self._scores(seeded(self.build, self.device))
 
     def scores(self, settings: Settings) -> torch.Tensor:
-        """What the model makes of the batch in eval mode, as one rank that has it whole."""
+        """The output of the model in eval mode, in units that one rank keeps whole."""
         model = seeded(self.build, self.device)
         shard(model, self._config(_ALONE, lambda: {"strategy": "no_shard", **settings()}))
         scores = self._scores(model)
         close(model)
         return scores
 
-    def _start(self, batch: torch.Tensor) -> _Start:
-        model = seeded(self.build, self.device)
-        return _Start(model, _values(model), batch.to(self.device))
-
-    def _from(
-        self, start: _Start, collectives: PluginChoice, settings: Settings, lock: AbstractContextManager[Any]
+    def _trained(
+        self,
+        model: nn.Module,
+        batch: torch.Tensor,
+        collectives: PluginChoice,
+        settings: Settings,
+        lock: AbstractContextManager[Any],
     ) -> Trained:
+        before = _values(model)
         with lock:
             config = self._config(collectives, settings)
-        shard(start.model, config)
-        self._steps(start.model, start.batch)
-        with unsharded(start.model):
-            after = _values(start.model)
-        close(start.model)
-        return Trained(start.before, after)
+        shard(model, config)
+        self._steps(model, batch.to(self.device))
+        with unsharded(model):
+            after = _values(model)
+        close(model)
+        return Trained(before, after)
 
     def _config(self, collectives: PluginChoice, settings: Settings) -> ShardConfig:
         chosen: dict[str, Any] = {"policy": _UNITS, **settings()}
@@ -164,15 +165,6 @@ class Training:
         with torch.no_grad():
             scores: torch.Tensor = model(self.batch().to(self.device))
         return scores.clone()
-
-
-@dataclass(frozen=True)
-class _Start:
-    """What a rank is given."""
-
-    model: nn.Module
-    before: Values
-    batch: torch.Tensor
 
 
 _ALONE = {"name": "polyshard:fake"}

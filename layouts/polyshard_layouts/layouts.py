@@ -1,20 +1,4 @@
-"""Layouts that cut a parameter only between its grains: rows, or blocks.
-
-[Note: where slices can end]
-Slices are equal in size, so a parameter that reaches over two or more of their ends is cut in the same distances: its
-grain must divide the slice. One that reaches over a single end only has to begin a whole number of grains before it.
-One that reaches over none may begin anywhere. So the smallest slice is looked for among multiples of the grains of
-parameters that are longer than two slices, and for each of these sizes parameters are set one after the other, in a
-few orders.
-
-Half as long as a parameter, a slice need no longer be a multiple of its grain. As long as the longest one, and with
-room for one misplaced grain a parameter, any does: that is where the search ends at the latest, about a thousandth of
-the slice in a step, and longer ones after many.
-
-With grains that have no small common multiple, on many ranks, such a slice may be much longer than the unit's share.
-Parameters of one grain each in a buffer of their own then leave less padding, for a communication each, and less still
-where others fill what is left of it.
-"""
+"""The layouts ``flat``, ``rows`` and ``blocks``, and how the last two pack parameters into equal slices."""
 
 from __future__ import annotations
 
@@ -22,7 +6,98 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from polyshard.interfaces import Arrangement, UnitGeometry
+from polyshard.errors import ConfigError
+from polyshard.interfaces import Arrangement, Layout, ParameterGeometry, PluginContext, UnitGeometry
+
+
+class Flat(Layout):
+    """``flat``: the least padding. A cut may fall inside a row.
+
+    Every slice has ``ceil(total / shards)`` elements, as in PyTorch's FSDP, and large ones are rounded up to 256 bytes.
+    """
+
+    api_version = 1
+
+    def __init__(self, context: PluginContext) -> None:
+        del context
+
+    def arrange(self, unit: UnitGeometry) -> Sequence[Arrangement]:
+        offsets, cursor, alignment = [], 0, unit.alignment
+        for parameter in unit.parameters:
+            offset = -(-cursor // alignment) * alignment
+            offsets.append(offset)
+            cursor = offset + parameter.numel
+        shard_numel = unit.aligned_slice(-(-cursor // unit.shards))
+        return (Arrangement(tuple(range(len(offsets))), tuple(offsets), shard_numel),)
+
+
+class Rows(Layout):
+    """``rows``: no index of dimension 0 is cut, so that a rank's piece is ``(rows, ...)``, and its shape says so.
+
+    A vector is cut anywhere: each of its elements is a row. Parameters whose rows do not lie together in memory, such
+    as a transposed matrix, lie as in ``flat``, and their pieces are 1-D.
+    """
+
+    api_version = 1
+
+    def __init__(self, context: PluginContext) -> None:
+        del context
+
+    def arrange(self, unit: UnitGeometry) -> Sequence[Arrangement]:
+        rows = [parameter.row_numel for parameter in unit.parameters]
+        by_rows = frozenset(index for index, row in enumerate(rows) if row is not None)
+        return arranged(unit, [max(1, row or 1) for row in rows], by_rows)
+
+
+class Blocks(Layout):
+    """``blocks``: for optimizers and casters that process elements in blocks, such as 8-bit states.
+
+    Args:
+        size: elements of a block, in the memory order of the parameter, whose last block may be shorter; or the height
+            and width of a tile. With tiles, a row-major matrix is cut between multiples of the height, so that pieces
+            are ``(rows, ...)``, and any other parameter anywhere.
+        smallest: elements below which a parameter may be cut anywhere. 8-bit optimizers keep the state of small ones in
+            full precision: torchao's and bitsandbytes' those of fewer than 4096.
+
+    Raises:
+        ConfigError: ``size`` is neither a positive number nor two of them, or ``smallest`` is negative.
+    """
+
+    api_version = 1
+
+    def __init__(self, context: PluginContext, *, size: int | Sequence[int] = 256, smallest: int = 4096) -> None:
+        del context
+        sizes = [size] if isinstance(size, int) else list(size) if isinstance(size, Sequence) else []
+        sound = all(isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in sizes)
+        if not sound or len(sizes) not in (1, 2) or isinstance(size, bool | str):
+            raise ConfigError(
+                f"size of the layout 'blocks' must be a number of elements above 0, or [height, width] of a tile, not "
+                f"{size!r}."
+            )
+        if not isinstance(smallest, int) or isinstance(smallest, bool) or smallest < 0:
+            raise ConfigError(f"smallest of the layout 'blocks' must be a number of elements, not {smallest!r}.")
+        self._size = sizes[0]
+        self._smallest = smallest
+        self._tiles = len(sizes) == 2
+
+    def arrange(self, unit: UnitGeometry) -> Sequence[Arrangement]:
+        if not self._tiles:
+            return arranged(unit, [self._size if self._rules(each) else 1 for each in unit.parameters], frozenset())
+        by_rows = frozenset(
+            index for index, each in enumerate(unit.parameters) if _is_matrix(each) and self._rules(each)
+        )
+        grains = [
+            self._size * (each.row_numel or 1) if index in by_rows else 1 for index, each in enumerate(unit.parameters)
+        ]
+        return arranged(unit, grains, by_rows)
+
+    def _rules(self, parameter: ParameterGeometry) -> bool:
+        return parameter.numel >= max(1, self._smallest)
+
+
+def _is_matrix(parameter: ParameterGeometry) -> bool:
+    return len(parameter.shape) == 2 and parameter.row_numel is not None
+
 
 #: Padding, as a part of the unit, from which on several buffers are weighed against one. Less is not worth another
 #: communication.
@@ -31,8 +106,23 @@ WORTH_DIVIDING = 0.01
 WORTH_DIVIDING_BYTES = 4096
 
 
+# [Note: where slices can end]
+# All slices of a buffer are equal. A parameter longer than two slices is cut at several ends, one slice apart, so the
+# slice must be a multiple of its grain. A parameter that crosses one end must begin a whole number of grains before it.
+# A parameter that crosses no end may begin anywhere. The search tries sizes that are multiples of the grains of all
+# parameters longer than two slices, the smallest first, and for each size sets parameters one after the other, in three
+# orders.
+#
+# The search ends: a slice half as long as a parameter need not be a multiple of its grain, and any order fits into a
+# slice as long as the longest parameter and one grain of each. Steps are about a thousandth of the slice, and grow.
+#
+# Grains without a small common multiple, on many ranks, may need a slice much longer than the unit's share. Several
+# buffers then pad less, each for one more communication: one buffer a grain, and less still where smaller parameters
+# fill the rest of it.
+
+
 class Grained(NamedTuple):
-    """A parameter, and what it may be cut between."""
+    """A parameter, and the grain between whose multiples it may be cut."""
 
     position: int
     numel: int
@@ -43,7 +133,7 @@ class Grained(NamedTuple):
 def arranged(unit: UnitGeometry, grains: Sequence[int], by_rows: frozenset[int]) -> tuple[Arrangement, ...]:
     """``unit`` with each parameter cut between its ``grains`` only (elements, one a parameter), with little padding.
 
-    ``by_rows``: what to say so of, see ``Arrangement``.
+    ``by_rows``: indices of parameters that are cut by rows, for ``Arrangement``.
     """
     every = [
         Grained(position, parameter.numel, grain)
