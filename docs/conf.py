@@ -7,7 +7,8 @@ from pathlib import Path
 
 _ROOT = Path(__file__).parents[1]
 # The checkout's modules, whatever else is installed.
-sys.path[:0] = [str(_ROOT / folder) for folder in ("core", "backends", "policies", "layouts", "plugins")]
+_FOLDERS = ("core", "backends", "policies", "layouts", "plugins", "faces", "integrations", "tools", "testing")
+sys.path[:0] = [str(_ROOT / folder) for folder in _FOLDERS]
 
 from polyshard import __version__  # noqa: E402
 
@@ -37,9 +38,9 @@ _UNNAMED = (
     r"polyshard_plugins\.stand_in\.StandIn",
     r"polyshard\.(planning|runtime|functions|setup|capture)\..*",
     r"polyshard\.checkpoint\.pending\.Notes",
-    r"polyshard\.lightning\.(fabric\.ShardedModule|common\.Strategy)",
-    r"polyshard\.forecast\.(memory|recording|timing)\..*",
-    r"polyshard\.testing\.(plugin|ranks)\..*",
+    r"polyshard_lightning\.(fabric\.ShardedModule|common\.Strategy)",
+    r"polyshard_tools\.forecast\.(memory|recording|timing)\..*",
+    r"polyshard_testing\.(plugin|ranks)\..*",
     r"polyshard_plugins\.(block_scaled\.BlockScaled|offload\.ParkingRule|precision\.Configured)",
     r"polyshard_policies\.(division\..*|functions\.RecursivePolicy)",
 )

@@ -97,7 +97,7 @@ def _module(path: Path) -> str:
 
 def _first_sentence(path: Path) -> str:
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return re.split(r"(?<=[.:])\s", " ".join(text.partition("\n\n")[0].split()), maxsplit=1)[0].rstrip(".:")
+    return re.split(r"(?<=[.])\s", " ".join(text.partition("\n\n")[0].split()), maxsplit=1)[0].rstrip(".")
 
 
 def draw(counts: dict[str, int]) -> None:

@@ -228,7 +228,7 @@ class PeerFailedError(CollectiveAbortedError):
 
 
 class RankFailedError(PolyshardError, RuntimeError):
-    """A process of ``polyshard.testing`` died, or returned or raised what cannot be sent to another process."""
+    """A process of ``polyshard_testing`` died, or returned or raised what cannot be sent to another process."""
 
 
 class PolyshardDeprecationWarning(FutureWarning):

@@ -10,9 +10,9 @@ import pytest
 import torch
 from polyshard.errors import CollectiveError, ConfigError, WorldSizeError
 from polyshard.interfaces import Collectives, PluginContext, ReduceOp
-from polyshard.testing import CollectivesSuite, plugin_context
 from polyshard_backends.auto import auto
 from polyshard_backends.fake import CALLS_KEPT, FakeCollectives
+from polyshard_testing import CollectivesSuite, plugin_context
 
 T = TypeVar("T")
 CPU = PluginContext("fake", torch.device("cpu"))

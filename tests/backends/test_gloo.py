@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from polyshard.errors import CollectiveError, CollectiveTimeoutError, DeviceError, StateError, WorldSizeError
 from polyshard.interfaces import Collectives, PluginContext, ReduceOp
-from polyshard.testing import CollectivesSuite, plugin_context
 from polyshard_backends import _torch_private
 from polyshard_backends.auto import auto
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.gloo import GlooCollectives
+from polyshard_testing import CollectivesSuite, plugin_context
 from processes import KeptRanks, run_processes
 
 T = TypeVar("T")

@@ -27,8 +27,8 @@ from polyshard.errors import (
     WorldSizeError,
 )
 from polyshard.interfaces import Collectives, PluginContext, ReduceOp
-from polyshard.testing import CollectivesSuite
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
+from polyshard_testing import CollectivesSuite
 
 T = TypeVar("T")
 CPU = PluginContext("threaded", torch.device("cpu"))

@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from polyshard.cli import main
 from polyshard.config import Origin, PluginSpec, ShardConfig, Strategy
 from polyshard.errors import ConfigError, PolyshardError
+from polyshard_tools.cli import main
 
 
 class FakeMesh:

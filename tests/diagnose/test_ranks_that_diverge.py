@@ -12,9 +12,9 @@ import pytest
 import torch
 from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, units_of
 from polyshard.errors import RankMismatchError
-from polyshard.testing import plugin_context
 from polyshard_backends.gloo import GlooCollectives
 from polyshard_backends.threaded import ThreadedWorld
+from polyshard_testing import plugin_context
 from processes import RankPool
 from torch import nn
 

@@ -15,7 +15,7 @@ from typing import Any
 import acme_ranks
 import pytest
 import torch
-from polyshard.cli import main
+from polyshard_tools.cli import main
 from torch import nn
 
 ROOT = Path(__file__).parents[2]

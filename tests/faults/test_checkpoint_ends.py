@@ -23,7 +23,7 @@ from fault_figures import record
 from polyshard import checkpoint
 from polyshard.checkpoint.folder import JobLock
 from polyshard.errors import BackgroundSaveError, ConfigError, RankMismatchError
-from polyshard.testing import Rank, RankProcesses, run_ranks
+from polyshard_testing import Rank, RankProcesses, run_ranks
 from program import Block, build
 from torch import nn
 

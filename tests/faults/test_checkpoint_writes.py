@@ -18,7 +18,7 @@ from failing import Failing
 from fault_figures import record
 from polyshard import checkpoint
 from polyshard.errors import PolyshardError
-from polyshard.testing import Rank, RankProcesses
+from polyshard_testing import Rank, RankProcesses
 from program import Block, build
 
 RANKS = 2

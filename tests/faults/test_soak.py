@@ -13,7 +13,7 @@ import pytest
 import torch
 from fault_figures import record
 from polyshard import checkpoint
-from polyshard.testing import Rank, RankProcesses
+from polyshard_testing import Rank, RankProcesses
 from program import Block, build
 
 STEPS, SAVE_EVERY, LOOK_EVERY = 10_000, 250, 1000

@@ -12,9 +12,9 @@ from fsdp_parity.initialisation import DummyGroup
 from fsdp_parity.ranks import Pools
 from polyshard.errors import StateError, UnsupportedError, WorldSizeError
 from polyshard.interfaces import Collectives, ReduceOp
-from polyshard.testing import CollectivesSuite
 from polyshard_backends.fake import FakeCollectives
 from polyshard_fsdp._collectives import collectives_of, predivide_factor
+from polyshard_testing import CollectivesSuite
 
 T = TypeVar("T")
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from polyshard.errors import CollectiveError, WorldSizeError
 from polyshard.interfaces import BufferRole, Collectives, PluginContext, ReduceOp
-from polyshard.testing import CollectivesSuite, plugin_context
-from polyshard.testing.collectives_checks import check_close, check_overlap
 from polyshard_backends.auto import auto
 from polyshard_backends.nccl import NcclCollectives
+from polyshard_testing import CollectivesSuite, plugin_context
+from polyshard_testing.collectives_checks import check_close, check_overlap
 from processes import KeptRanks, device_of, gpu_ranks
 
 pytestmark = pytest.mark.gpu

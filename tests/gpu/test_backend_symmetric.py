@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from polyshard.errors import WorldSizeError
 from polyshard.interfaces import BufferRole, Collectives, PluginContext, ReduceOp
-from polyshard.testing import CollectivesSuite
-from polyshard.testing.collectives_checks import check_close
 from polyshard_backends.nccl import NcclCollectives
 from polyshard_backends.symmetric import SymmetricCollectives
+from polyshard_testing import CollectivesSuite
+from polyshard_testing.collectives_checks import check_close
 from processes import KeptRanks
 from torch import nn
 

@@ -11,8 +11,8 @@ import polyshard
 import pytest
 import torch
 from polyshard.interfaces import OffloadManager, UnitSpec
-from polyshard.testing import OffloadSuite, plugin_context
 from polyshard_plugins.offload import PartialOffload
+from polyshard_testing import OffloadSuite, plugin_context
 from processes import KeptRanks, device_of, gpu_ranks
 from torch import nn
 

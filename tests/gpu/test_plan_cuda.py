@@ -10,10 +10,10 @@ import polyshard
 import pytest
 import torch
 from polyshard import ShardConfig
-from polyshard.forecast import ShapedBatches, find_device, fitted, plan
-from polyshard.forecast.bench import bench
 from polyshard.interfaces import PluginContext
 from polyshard_backends.nccl import NcclCollectives
+from polyshard_tools.forecast import ShapedBatches, find_device, fitted, plan
+from polyshard_tools.forecast.bench import bench
 from processes import KeptRanks, device_of, gpu_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from polyshard.interfaces import COMPLETED, Collectives, Work
-from polyshard.testing import CollectivesSuite, plugin_context
 from polyshard_backends.fake import FakeCollectives
+from polyshard_testing import CollectivesSuite, plugin_context
 from suite_faults import names_of, passes
 
 pytestmark = pytest.mark.gpu

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from polyshard.interfaces import PluginContext, PrecisionCaster, UnitSpec
-from polyshard.testing import PrecisionSuite
 from polyshard_plugins.block_codec import BlockCode, Number
 from polyshard_plugins.block_scaled import BlockScaled, Fp8, Int8
+from polyshard_testing import PrecisionSuite
 from processes import KeptRanks, gpu_ranks
 from torch import nn
 from torch.profiler import ProfilerActivity, profile

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from polyshard.errors import ConfigError, UnsupportedError
-from polyshard.huggingface.conversion import converted, listed, transfers_of
-from polyshard.huggingface.files import OpenFiles, SavedTensor, read_all, write_all
 from polyshard.io.boxes import Box, Chunk, range_boxes, slabs, span
+from polyshard_huggingface.conversion import converted, listed, transfers_of
+from polyshard_huggingface.files import OpenFiles, SavedTensor, read_all, write_all
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import polyshard
+import polyshard_huggingface
 import pytest
 import torch
 from parity import one_core
-from polyshard import huggingface
-from polyshard.huggingface.loading import load_through
-from polyshard.huggingface.saving import save_through
+from polyshard_huggingface.loading import load_through
+from polyshard_huggingface.saving import save_through
 from processes import run_script
 from safetensors.torch import load_file, save_file
 from saved_net import Counted, Net, Values, net, on_ranks, same, state, whole
@@ -40,8 +40,8 @@ def test_values_go_in_and_out(ranks: int, reads: Any, settings: dict[str, Any], 
     save_file(expected, tmp_path / "model.safetensors")
 
     def in_and_out(model: Net, rank: int) -> Values:
-        huggingface.load(model, tmp_path, ranks=reads)
-        huggingface.save(model, tmp_path / "out", ranks=reads)
+        polyshard_huggingface.load(model, tmp_path, ranks=reads)
+        polyshard_huggingface.save(model, tmp_path / "out", ranks=reads)
         assert torch.equal(model.cache, torch.arange(4.0))
         return whole(model)
 
@@ -59,7 +59,7 @@ def test_replicas_share_the_writing(tmp_path: Path) -> None:
     save_file(expected, tmp_path / "model.safetensors")
 
     def out(model: Net, rank: int) -> Counted:
-        huggingface.load(model, tmp_path)
+        polyshard_huggingface.load(model, tmp_path)
         save_through(counted := Counted(), model, tmp_path / "out")
         return counted
 
@@ -82,7 +82,7 @@ def test_a_trained_model_is_written(tmp_path: Path) -> None:
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         model(tokens).square().mean().backward()
         sgd.step()
-        huggingface.save(model, tmp_path)
+        polyshard_huggingface.save(model, tmp_path)
 
     on_ranks(2, train)
     written = load_file(tmp_path / "model.safetensors")
@@ -98,7 +98,7 @@ def test_the_tied_tensor_is_found_under_either_name(tmp_path: Path) -> None:
         save_file(content, tmp_path / "model.safetensors")
 
         def read(model: Net, rank: int) -> Values:
-            huggingface.load(model, tmp_path)
+            polyshard_huggingface.load(model, tmp_path)
             assert model.head.weight is model.embed.weight
             return whole(model)
 
@@ -124,8 +124,8 @@ def test_a_conversion_of_ones_own(tmp_path: Path) -> None:
         return found
 
     def in_and_out(model: Net, rank: int) -> Values:
-        huggingface.load(model, tmp_path, convert=apart)
-        huggingface.save(model, tmp_path / "out", convert=together)
+        polyshard_huggingface.load(model, tmp_path, convert=apart)
+        polyshard_huggingface.save(model, tmp_path / "out", convert=together)
         return whole(model)
 
     for values in on_ranks(3, in_and_out):
@@ -138,8 +138,8 @@ def test_dtypes_are_cast_element_by_element(tmp_path: Path) -> None:
     save_file(expected, tmp_path / "model.safetensors")
 
     def in_and_out(model: Net, rank: int) -> Values:
-        huggingface.load(model, tmp_path)
-        huggingface.save(model, tmp_path / "out", dtype=torch.float16)
+        polyshard_huggingface.load(model, tmp_path)
+        polyshard_huggingface.save(model, tmp_path / "out", dtype=torch.float16)
         return whole(model)
 
     for values in on_ranks(2, in_and_out):
@@ -156,7 +156,7 @@ def test_flat_parameters_and_optimizers_see_what_was_read(tmp_path: Path) -> Non
 
     def read(model: Net, rank: int) -> Values:
         optimizer = torch.optim.SGD(polyshard.flat_parameters(model), lr=0.0)
-        huggingface.load(model, tmp_path)
+        polyshard_huggingface.load(model, tmp_path)
         model(torch.arange(7)).sum().backward()
         optimizer.step()
         return whole(model)
@@ -190,7 +190,7 @@ def test_each_rank_reads_and_writes_its_own_bytes(tmp_path: Path) -> None:
 
 
 def test_at_most_a_bounded_part_is_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from polyshard.huggingface import files
+    from polyshard_huggingface import files
 
     monkeypatch.setattr(files, "STAGED_NBYTES", 64)
     expected = {name: each.bfloat16() if each.is_floating_point() else each for name, each in state().items()}
@@ -207,7 +207,7 @@ def test_at_most_a_bounded_part_is_on_its_way(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.slow
 def test_the_layout_of_several_files(tmp_path: Path) -> None:
-    on_ranks(2, lambda model, rank: huggingface.save(model, tmp_path, max_shard_size=700))
+    on_ranks(2, lambda model, rank: polyshard_huggingface.save(model, tmp_path, max_shard_size=700))
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert files == [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
@@ -223,11 +223,11 @@ def test_the_layout_of_several_files(tmp_path: Path) -> None:
 
     # Fewer files replace them; what is not of the weights stays.
     (tmp_path / "notes.txt").write_text("mine")
-    on_ranks(3, lambda model, rank: huggingface.save(model, tmp_path))
+    on_ranks(3, lambda model, rank: polyshard_huggingface.save(model, tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "notes.txt"]
-    on_ranks(1, lambda model, rank: huggingface.save(model, tmp_path, max_shard_size="1 KiB"))
+    on_ranks(1, lambda model, rank: polyshard_huggingface.save(model, tmp_path, max_shard_size="1 KiB"))
     assert not (tmp_path / "model.safetensors").exists()
-    on_ranks(2, lambda model, rank: huggingface.load(model, tmp_path))
+    on_ranks(2, lambda model, rank: polyshard_huggingface.load(model, tmp_path))
 
 
 @pytest.mark.nightly

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import polyshard
+import polyshard_huggingface
 import pytest
 import torch
 from parity import seed_all
-from polyshard import ShardConfig, huggingface
+from polyshard import ShardConfig
 from polyshard.errors import ConfigError, ParameterError
 from polyshard_backends.threaded import ThreadedWorld
 from safetensors.torch import save_file
@@ -44,7 +45,7 @@ class Net(nn.Module):
 
 def shard(model: nn.Module, fresh: tuple[str, ...] = (), rank: int = 0) -> nn.Module:
     config = ShardConfig(collectives={"name": "fake", "world_size": 2, "rank": rank}, device="cpu")
-    return polyshard.shard(model, config, initializer=huggingface.to_be_loaded(model, fresh=fresh))
+    return polyshard.shard(model, config, initializer=polyshard_huggingface.to_be_loaded(model, fresh=fresh))
 
 
 def on_meta(kind: type[nn.Module] = Net) -> nn.Module:
@@ -58,7 +59,7 @@ def test_parameters_are_nan_until_they_are_read_and_buffers_are_computed(tmp_pat
     model = shard(on_meta())
     assert all(bool(parameter.isnan().all()) for parameter in model.parameters())
     assert torch.equal(model.get_buffer("rotary.frequencies"), expected.rotary.frequencies)
-    huggingface.load(model, tmp_path)
+    polyshard_huggingface.load(model, tmp_path)
     assert not any(bool(parameter.isnan().any()) for parameter in model.parameters())
     assert torch.equal(model.get_buffer("norm.running_var"), torch.ones(6))
 
@@ -75,7 +76,7 @@ def test_fresh_parameters_are_initialised_as_the_model_says(tmp_path: Path) -> N
     save_file(content, tmp_path / "model.safetensors")
     seed_all(3)
     model = shard(on_meta(), fresh=("score.*",), rank=1)
-    huggingface.load(model, tmp_path, missing=["score.*"])
+    polyshard_huggingface.load(model, tmp_path, missing=["score.*"])
     seed_all(3)
     layer = nn.Linear(6, 3)
     weight = model.get_parameter("score.weight")
@@ -93,10 +94,10 @@ def test_what_may_be_missing_must_have_values(reads: Any, tmp_path: Path) -> Non
         with world.lock:
             model = on_meta()
         config = ShardConfig(collectives={"name": "threaded", "world": world, "rank": rank}, device="cpu")
-        polyshard.shard(model, config, initializer=huggingface.to_be_loaded(model))
+        polyshard.shard(model, config, initializer=polyshard_huggingface.to_be_loaded(model))
         # One rank alone has elements of it.
         with pytest.raises(ConfigError, match=r"lacks 'score.weight'.* to_be_loaded\(model, fresh=...\)"):
-            huggingface.load(model, tmp_path, missing=["score.weight", "score.bias"], ranks=reads)
+            polyshard_huggingface.load(model, tmp_path, missing=["score.weight", "score.bias"], ranks=reads)
         return all(bool(parameter.isnan().all()) for parameter in model.parameters())
 
     assert all(ThreadedWorld(2).run(read))
@@ -174,11 +175,11 @@ def test_what_was_left_on_the_meta_device_is_refused_by_name(tmp_path: Path) -> 
         if with_memory:
             model.scale = nn.Parameter(torch.empty(()))
         scale = model.get_parameter("scale")
-        initializer = huggingface.to_be_loaded(model)
+        initializer = polyshard_huggingface.to_be_loaded(model)
         polyshard.shard(model, config, initializer=initializer, ignored_parameters=[scale])
         if with_memory:
-            huggingface.load(model, tmp_path)
+            polyshard_huggingface.load(model, tmp_path)
             assert scale.item() == 2
         else:
             with pytest.raises(ConfigError, match="'scale' are on the meta device"):
-                huggingface.load(model, tmp_path)
+                polyshard_huggingface.load(model, tmp_path)

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import polyshard
+import polyshard_huggingface
 import pytest
 import torch
 from parity import one_core
-from polyshard import ShardConfig, huggingface
+from polyshard import ShardConfig
 from polyshard.errors import ConfigError, PolyshardError, RankMismatchError, StateError, UnsupportedError
-from polyshard.huggingface.loading import load_through
-from polyshard.huggingface.saving import save_through
+from polyshard_huggingface.loading import load_through
+from polyshard_huggingface.saving import save_through
 from safetensors.torch import load_file, save_file
 from saved_net import Counted, Net, Values, net, on_ranks, same, state, whole
 
@@ -38,9 +39,9 @@ def test_everything_that_does_not_fit_is_named_and_nothing_changed(tmp_path: Pat
 
     def read(model: Net, rank: int) -> tuple[str, Values, Values]:
         with pytest.raises(ConfigError) as refused:
-            huggingface.load(model, tmp_path / "wrong.safetensors")
+            polyshard_huggingface.load(model, tmp_path / "wrong.safetensors")
         before = whole(model)
-        huggingface.load(model, tmp_path / "right.safetensors")
+        polyshard_huggingface.load(model, tmp_path / "right.safetensors")
         return str(refused.value), before, whole(model)
 
     for text, before, after in on_ranks(2, read):
@@ -64,7 +65,7 @@ def test_what_was_named_may_be_missing_or_left_out(tmp_path: Path) -> None:
 
     def read(reads: Any) -> Callable[[Net, int], Values]:
         def body(model: Net, rank: int) -> Values:
-            huggingface.load(
+            polyshard_huggingface.load(
                 model, tmp_path, missing=["frozen", "blocks.*.up.weight"], unexpected=["extra.*"], ranks=reads
             )
             return whole(model)
@@ -88,7 +89,7 @@ def test_tied_tensors_that_differ_in_the_file_are_refused(reads: Any, tmp_path: 
 
     def read(model: Net, rank: int) -> Values:
         with pytest.raises(ConfigError, match=r"ties 'embed.weight' and 'head.weight', but .* has different values"):
-            huggingface.load(model, tmp_path, ranks=reads)
+            polyshard_huggingface.load(model, tmp_path, ranks=reads)
         return whole(model)
 
     assert all(same(values, net().state_dict()) for values in on_ranks(3, read))
@@ -127,37 +128,37 @@ def test_damage_is_told_from_the_wrong_checkpoint(damage: Callable[[Path], None]
 
     def read(model: Net, rank: int) -> Values:
         with pytest.raises(StateError, match=words):
-            huggingface.load(model, path)
+            polyshard_huggingface.load(model, path)
         return whole(model)
 
     assert all(same(values, net().state_dict()) for values in on_ranks(2, read))
 
 
 def test_an_index_whose_files_are_not_there(tmp_path: Path) -> None:
-    on_ranks(1, lambda model, rank: huggingface.save(model, tmp_path, max_shard_size=700))
+    on_ranks(1, lambda model, rank: polyshard_huggingface.save(model, tmp_path, max_shard_size=700))
     first, second, *_ = sorted(tmp_path.glob("*.safetensors"))
     second.write_bytes(first.read_bytes())
     with pytest.raises(StateError, match=r"says that model-00002-of-\d+.safetensors holds .* which it does not"):
-        on_ranks(1, lambda model, rank: huggingface.load(model, tmp_path))
+        on_ranks(1, lambda model, rank: polyshard_huggingface.load(model, tmp_path))
     second.unlink()
     with pytest.raises(StateError, match=r"names files that are not there: model-00002"):
-        on_ranks(2, lambda model, rank: huggingface.load(model, tmp_path))
+        on_ranks(2, lambda model, rank: polyshard_huggingface.load(model, tmp_path))
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(StateError, match="is no index"):
-        on_ranks(2, lambda model, rank: huggingface.load(model, tmp_path))
+        on_ranks(2, lambda model, rank: polyshard_huggingface.load(model, tmp_path))
 
 
 def test_no_checkpoint_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"There is no checkpoint at .*snapshot_download"):
-        on_ranks(2, lambda model, rank: huggingface.load(model, tmp_path / "nothing"))
+        on_ranks(2, lambda model, rank: polyshard_huggingface.load(model, tmp_path / "nothing"))
     with pytest.raises(ConfigError, match=r"holds neither 'model.safetensors' nor"):
-        on_ranks(2, lambda model, rank: huggingface.load(model, tmp_path))
+        on_ranks(2, lambda model, rank: polyshard_huggingface.load(model, tmp_path))
     with pytest.raises(ConfigError, match="ranks must be 'all' or 'first', not 'one'"):
-        on_ranks(2, lambda model, rank: huggingface.load(model, tmp_path, ranks="one"))  # type: ignore[arg-type]
+        on_ranks(2, lambda model, rank: polyshard_huggingface.load(model, tmp_path, ranks="one"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="missing must be several patterns"):
-        on_ranks(2, lambda model, rank: huggingface.load(model, tmp_path, missing="head"))
+        on_ranks(2, lambda model, rank: polyshard_huggingface.load(model, tmp_path, missing="head"))
     with pytest.raises(StateError, match="needs a sharded module"):
-        huggingface.load(net(), tmp_path)
+        polyshard_huggingface.load(net(), tmp_path)
 
 
 def test_ranks_that_were_told_different_things(tmp_path: Path) -> None:
@@ -167,12 +168,14 @@ def test_ranks_that_were_told_different_things(tmp_path: Path) -> None:
     with pytest.raises(
         RankMismatchError, match=r"different checkpoints: .*\.safetensors on rank \d, .*\.safetensors on rank \d"
     ):
-        on_ranks(2, lambda model, rank: huggingface.load(model, tmp_path / names[rank]))
+        on_ranks(2, lambda model, rank: polyshard_huggingface.load(model, tmp_path / names[rank]))
     kinds: list[Any] = ["all", "first"]
     with pytest.raises(RankMismatchError, match=r"'ranks' is '\w+' on rank \d, and '\w+' on rank \d"):
-        on_ranks(2, lambda model, rank: huggingface.load(model, tmp_path / "one.safetensors", ranks=kinds[rank]))
+        on_ranks(
+            2, lambda model, rank: polyshard_huggingface.load(model, tmp_path / "one.safetensors", ranks=kinds[rank])
+        )
     with pytest.raises((ConfigError, RankMismatchError), match=r"save\(\) was given ranks='all' on rank 0 and 'first'"):
-        on_ranks(2, lambda model, rank: huggingface.save(model, tmp_path / "out", ranks=kinds[rank]))
+        on_ranks(2, lambda model, rank: polyshard_huggingface.save(model, tmp_path / "out", ranks=kinds[rank]))
     assert not (tmp_path / "out").exists()
 
 
@@ -185,7 +188,7 @@ def test_a_rank_that_cannot_write_leaves_what_was_there(writes: Any, tmp_path: P
             save_through(Counted(2 if rank == 0 else None), model, tmp_path, ranks=writes, max_shard_size=700)
         # The model still trains, and saves elsewhere.
         model(torch.arange(7)).sum().backward()
-        huggingface.save(model, tmp_path / "elsewhere")
+        polyshard_huggingface.save(model, tmp_path / "elsewhere")
         return str(failed.value)
 
     first, second = on_ranks(2, out)
@@ -214,9 +217,9 @@ def test_reading_that_fails_is_told_on_every_rank(tmp_path: Path) -> None:
 
 def test_ranks_with_file_systems_of_their_own_are_told(tmp_path: Path) -> None:
     with pytest.raises(PolyshardError, match=r"Rank 1 does not see .* Pass ranks='first'"):
-        on_ranks(2, lambda model, rank: huggingface.save(model, tmp_path / str(rank) / "deep"))
+        on_ranks(2, lambda model, rank: polyshard_huggingface.save(model, tmp_path / str(rank) / "deep"))
     assert not (tmp_path / "0").exists()
-    on_ranks(2, lambda model, rank: huggingface.save(model, tmp_path / str(rank), ranks="first"))
+    on_ranks(2, lambda model, rank: polyshard_huggingface.save(model, tmp_path / str(rank), ranks="first"))
     assert same(load_file(tmp_path / "0" / "model.safetensors"), {"frozen": net().frozen.detach()})
 
 
@@ -234,17 +237,17 @@ def test_settings_of_a_save_that_cannot_be(tmp_path: Path) -> None:
     def out(model: Net, rank: int) -> None:
         for options, words in wrong:
             with pytest.raises(ConfigError, match=words):
-                huggingface.save(model, tmp_path / "out", **options)
+                polyshard_huggingface.save(model, tmp_path / "out", **options)
         with pytest.raises(UnsupportedError, match="does more than to put tensors together"):
-            huggingface.save(model, tmp_path / "out", convert=lambda tensors: {"x": tensors["frozen"] * 2})
-        huggingface.save(model, tmp_path / "right")
+            polyshard_huggingface.save(model, tmp_path / "out", convert=lambda tensors: {"x": tensors["frozen"] * 2})
+        polyshard_huggingface.save(model, tmp_path / "right")
 
     on_ranks(2, out)
     assert not (tmp_path / "out").exists()
     (tmp_path / "file").write_text("")
     # The rank that makes the folder raises the one, the other rank the other.
     with pytest.raises((ConfigError, RankMismatchError), match="is in the way"):
-        on_ranks(2, lambda model, rank: huggingface.save(model, tmp_path / "file"))
+        on_ranks(2, lambda model, rank: polyshard_huggingface.save(model, tmp_path / "file"))
 
 
 def test_one_rank_of_a_pretended_world_reads_its_part_and_saves_nothing(tmp_path: Path) -> None:
@@ -259,7 +262,7 @@ def test_one_rank_of_a_pretended_world_reads_its_part_and_saves_nothing(tmp_path
     wanted = expected["blocks.1.up.weight"].reshape(-1)[place.start : place.stop]
     assert torch.equal(model.blocks[1].up.weight.detach(), wanted)
     with pytest.raises(UnsupportedError, match="pretended world of 4"):
-        huggingface.save(model, tmp_path / "out")
+        polyshard_huggingface.save(model, tmp_path / "out")
 
 
 def test_not_inside_a_step_or_of_a_part(tmp_path: Path) -> None:
@@ -267,9 +270,9 @@ def test_not_inside_a_step_or_of_a_part(tmp_path: Path) -> None:
 
     def inside(model: Net, rank: int) -> None:
         with polyshard.unsharded(model), pytest.raises(StateError):
-            huggingface.load(model, tmp_path)
+            polyshard_huggingface.load(model, tmp_path)
         with pytest.raises(StateError, match="needs the outermost"):
-            huggingface.save(model.blocks[0], tmp_path)
-        huggingface.load(model, tmp_path)
+            polyshard_huggingface.save(model.blocks[0], tmp_path)
+        polyshard_huggingface.load(model, tmp_path)
 
     on_ranks(2, inside)

@@ -10,10 +10,11 @@ from types import ModuleType
 from typing import Any
 
 import polyshard
+import polyshard_huggingface
 import pytest
 import torch
 from parity import one_core, seed_all
-from polyshard import ShardConfig, huggingface
+from polyshard import ShardConfig
 from polyshard.errors import ConfigError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
@@ -103,7 +104,7 @@ def sharded(model: Any, world: ThreadedWorld, rank: int, family: str, fresh: tup
         policy={"name": "transformer", "layers": list(layers)},
     )
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # one rank shards nothing
-        return polyshard.shard(model, config, initializer=huggingface.to_be_loaded(model, fresh=fresh))
+        return polyshard.shard(model, config, initializer=polyshard_huggingface.to_be_loaded(model, fresh=fresh))
 
 
 def on_meta(make: Callable[[], Any], world: ThreadedWorld) -> Any:
@@ -126,10 +127,10 @@ def test_weights_go_in_and_out_unchanged(family: str, transformers: ModuleType, 
 
         def in_and_out(rank: int, world: ThreadedWorld, written: Path = written) -> Values:
             model = sharded(on_meta(lambda: built(transformers, family), world), world, rank, family)
-            huggingface.load(model, given)
+            polyshard_huggingface.load(model, given)
             for name, buffer in model.named_buffers():
                 assert torch.equal(buffer, buffers[name]), name
-            huggingface.save(model, written, max_shard_size="20KB")
+            polyshard_huggingface.save(model, written, max_shard_size="20KB")
             return whole(model)
 
         for values in ThreadedWorld(ranks).run(in_and_out):
@@ -153,7 +154,7 @@ def test_the_first_step_is_that_of_the_model_that_from_pretrained_makes(
 
     def loss(rank: int, world: ThreadedWorld) -> torch.Tensor:
         model = sharded(on_meta(lambda: built(transformers, "llama"), world), world, rank, "llama")
-        huggingface.load(model, given)
+        polyshard_huggingface.load(model, given)
         model.eval()
         found: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
         found.backward()
@@ -170,8 +171,8 @@ def test_one_rank_reads_for_all(transformers: ModuleType, tmp_path: Path) -> Non
 
     def read(rank: int, world: ThreadedWorld) -> Values:
         model = sharded(on_meta(lambda: built(transformers, family), world), world, rank, family)
-        huggingface.load(model, given if rank == 0 else tmp_path / "not here", ranks="first")
-        huggingface.save(model, tmp_path / "written", ranks="first")
+        polyshard_huggingface.load(model, given if rank == 0 else tmp_path / "not here", ranks="first")
+        polyshard_huggingface.save(model, tmp_path / "written", ranks="first")
         return whole(model)
 
     for values in ThreadedWorld(3).run(read):
@@ -192,7 +193,7 @@ def test_a_base_model_is_read_into_one_with_a_head(transformers: ModuleType, tmp
         with world.lock:  # threads share one random state
             seed_all(1)
         sharded(model, world, rank, "llama", fresh=("score.*",))
-        huggingface.load(model, given, missing=["score.*"])
+        polyshard_huggingface.load(model, given, missing=["score.*"])
         return whole(model)
 
     for values in ThreadedWorld(2).run(read):
@@ -211,8 +212,8 @@ def test_a_model_with_a_head_is_read_into_its_base(transformers: ModuleType, tmp
         config = transformers.LlamaConfig(**_LLAMA)
         model = sharded(on_meta(lambda: transformers.LlamaModel(config), world), world, rank, "llama")
         with pytest.raises(ConfigError, match=r"1 in the files and not in the model: 'lm_head.weight'"):
-            huggingface.load(model, given)
-        huggingface.load(model, given, unexpected=["lm_head.*"])
+            polyshard_huggingface.load(model, given)
+        polyshard_huggingface.load(model, given, unexpected=["lm_head.*"])
         return whole(model)
 
     for values in ThreadedWorld(2).run(read):
@@ -226,10 +227,10 @@ def test_a_checkpoint_of_another_model_is_refused_by_names(transformers: ModuleT
     def read(rank: int, world: ThreadedWorld) -> tuple[str, bool]:
         model = sharded(on_meta(lambda: built(transformers, "llama"), world), world, rank, "llama")
         with pytest.raises(ConfigError) as refused:
-            huggingface.load(model, other)
+            polyshard_huggingface.load(model, other)
         # Nothing was read, and the right checkpoint still can be.
         untouched = all(bool(parameter.isnan().all()) for parameter in model.parameters())
-        huggingface.load(model, given)
+        polyshard_huggingface.load(model, given)
         return str(refused.value), untouched
 
     for text, untouched in ThreadedWorld(2).run(read):
@@ -252,8 +253,8 @@ def test_dtypes_are_cast_on_both_ways(transformers: ModuleType, tmp_path: Path) 
 
     def read(rank: int, world: ThreadedWorld) -> Values:
         model = sharded(on_meta(lambda: built(transformers, "llama"), world), world, rank, "llama")
-        huggingface.load(model, given)
-        huggingface.save(model, tmp_path / "written", dtype=torch.bfloat16)
+        polyshard_huggingface.load(model, given)
+        polyshard_huggingface.save(model, tmp_path / "written", dtype=torch.bfloat16)
         return whole(model)
 
     for values in ThreadedWorld(2).run(read):
@@ -269,7 +270,7 @@ def test_an_untied_checkpoint_is_not_read_into_a_tied_model(transformers: Module
 
     def read(rank: int, world: ThreadedWorld) -> None:
         model = sharded(on_meta(lambda: built(transformers, "tied llama"), world), world, rank, "tied llama")
-        huggingface.load(model, given)
+        polyshard_huggingface.load(model, given)
 
     with pytest.raises(ConfigError, match=r"ties 'model.embed_tokens.weight' and 'lm_head.weight', but .* different"):
         ThreadedWorld(2).run(read)
@@ -293,7 +294,7 @@ def test_what_transformers_reorders_inside_of_rows_is_refused_by_name(transforme
     def read(rank: int, world: ThreadedWorld) -> None:
         config = transformers.LlamaConfig(**_LLAMA)
         model = sharded(on_meta(lambda: Interleaved(config), world), world, rank, "llama")
-        huggingface.load(model, given)
+        polyshard_huggingface.load(model, given)
 
     with pytest.raises(polyshard.errors.UnsupportedError, match=r"'model.layers.\{0-1\}.mlp.up_proj.weight' cannot be"):
         ThreadedWorld(2).run(read)

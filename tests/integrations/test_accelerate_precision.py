@@ -1,4 +1,4 @@
-"""Mixed precision and loss scaling by polyshard.accelerate, against fp32 and on ranks of which one overflows."""
+"""Mixed precision and loss scaling by polyshard_accelerate, against fp32 and on ranks of which one overflows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from accelerate.utils import GradScalerKwargs
 from accelerate_ranks import Critic, loader_of, on_ranks, pair_loss, pairs, same, whole
 from parity import Block, Net, seeded, units_of
 from polyshard import ShardConfig
-from polyshard.accelerate import Accelerator
+from polyshard_accelerate import Accelerator
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import LambdaLR

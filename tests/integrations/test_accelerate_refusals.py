@@ -1,4 +1,4 @@
-"""What polyshard.accelerate refuses, on one process: by name, with the model as it was."""
+"""What polyshard_accelerate refuses, on one process: by name, with the model as it was."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from accelerate.utils import (
 from accelerate_ranks import forget, loader_of, pairs
 from parity import Block, Net, seeded, units_of
 from polyshard import ShardConfig
-from polyshard.accelerate import Accelerator
 from polyshard.errors import (
     AlreadyShardedError,
     ConfigError,
@@ -39,6 +38,7 @@ from polyshard.errors import (
     UnsupportedError,
 )
 from polyshard.interfaces import PluginContext
+from polyshard_accelerate import Accelerator
 from polyshard_plugins.precision import Mixed
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard

@@ -1,4 +1,4 @@
-"""What polyshard.accelerate saves and loads: resuming, other numbers of ranks, whole models, folders refused."""
+"""What polyshard_accelerate saves and loads: resuming, other numbers of ranks, whole models, folders refused."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from accelerate_ranks import forget, loader_of, on_ranks, pairs, whole
 from blockwise_states import BlockwiseMomentum
 from parity import Block, Net, Words, seeded, units_of
 from polyshard import ShardConfig
-from polyshard.accelerate import Accelerator
 from polyshard.errors import ConfigError, PolyshardError, StateError
+from polyshard_accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import mse_loss

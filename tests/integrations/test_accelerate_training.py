@@ -1,4 +1,4 @@
-"""Training by polyshard.accelerate on gloo processes, against the unsharded model in plain torch."""
+"""Training by polyshard_accelerate on gloo processes, against the unsharded model in plain torch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from accelerate.utils import (
 from accelerate_ranks import Critic, loader_of, on_ranks, pair_loss, pairs, same, whole, whole_gradients
 from parity import Block, Net, seeded, units_of
 from polyshard import ShardConfig
-from polyshard.accelerate import Accelerator
 from polyshard.errors import ConfigError, StateError, UnsupportedError
+from polyshard_accelerate import Accelerator
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import LambdaLR

@@ -27,7 +27,7 @@ from lightning_ranks import (
 from parity import Block
 from polyshard import ShardConfig, checkpoint
 from polyshard.errors import ConfigError, UnsupportedError
-from polyshard.lightning import PolyshardStrategy
+from polyshard_lightning import PolyshardStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 

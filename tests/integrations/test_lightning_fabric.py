@@ -20,7 +20,7 @@ from parity import Block, units_of
 from plain_states import Odd, Part
 from polyshard import ShardConfig
 from polyshard.errors import AlreadyShardedError, ConfigError, PolyshardError, StateError, UnsupportedError
-from polyshard.lightning import PolyshardFabricStrategy
+from polyshard_lightning import PolyshardFabricStrategy
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader

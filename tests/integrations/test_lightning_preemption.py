@@ -25,7 +25,7 @@ from lightning_ranks import (
     trainer,
 )
 from polyshard.errors import ConfigError
-from polyshard.lightning import PolyshardFabricStrategy, PolyshardStrategy, PreemptionCallback
+from polyshard_lightning import PolyshardFabricStrategy, PolyshardStrategy, PreemptionCallback
 from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 

@@ -29,7 +29,7 @@ from polyshard.errors import (
     UnshardedUseError,
     UnsupportedError,
 )
-from polyshard.lightning import PolyshardFabricStrategy, PolyshardStrategy, StateDictType, register
+from polyshard_lightning import PolyshardFabricStrategy, PolyshardStrategy, StateDictType, register
 from torch import nn
 
 

@@ -27,7 +27,7 @@ from lightning_ranks import (
     trainer,
 )
 from polyshard import ShardConfig
-from polyshard.lightning import PolyshardStrategy
+from polyshard_lightning import PolyshardStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 

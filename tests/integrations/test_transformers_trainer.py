@@ -164,7 +164,7 @@ def test_a_resumed_run_is_the_one_that_never_stopped(ranks: KeptRanks, tmp_path:
 def preempt_and_resume(rank: int, folder: str) -> dict[str, Any]:
     """Eight steps with dropout; and again, where rank 1 alone is signalled in the third, and from there to the end."""
     quiet()
-    from polyshard.transformers import PreemptionCallback
+    from polyshard_transformers import PreemptionCallback
     from transformers import TrainerCallback
 
     class Signalled(TrainerCallback):  # type: ignore[misc]
@@ -228,7 +228,7 @@ _BY_STEPS = {"max_steps": 18, "eval_strategy": "steps", "eval_steps": 4}
 def preempt_among_evaluations(rank: int, folder: str, told: int, settings: dict[str, Any]) -> dict[str, Any]:
     """Three epochs of six steps; and again, where rank 1 alone is signalled, and from there to the end."""
     quiet()
-    from polyshard.transformers import PreemptionCallback
+    from polyshard_transformers import PreemptionCallback
     from transformers import TrainerCallback
 
     class Signalled(TrainerCallback):  # type: ignore[misc]
@@ -486,7 +486,7 @@ class Generating:
 
 def train_on_lists(rank: int, folder: str) -> dict[str, Any]:
     quiet()
-    from polyshard.transformers import PolyshardTrainer
+    from polyshard_transformers import PolyshardTrainer
     from transformers import Trainer
 
     found: dict[str, Any] = {}
@@ -530,7 +530,7 @@ def generate(rank: int, family: str) -> dict[str, Any]:
     quiet()
     import polyshard
     from polyshard.interfaces import Listener, Observer, UnitSpec
-    from polyshard.transformers import register_generate
+    from polyshard_transformers import register_generate
 
     plain = make_model(family).eval()
     prompt = torch.arange(3, 3 + 4 * (rank + 1)).view(2, -1) if family != "vit" else None
@@ -610,7 +610,7 @@ def misuse(rank: int, folder: str) -> dict[str, str]:
     quiet()
     import polyshard
     import polyshard_fsdp2
-    from polyshard.transformers import PolyshardMixin, PreemptionCallback
+    from polyshard_transformers import PolyshardMixin, PreemptionCallback
     from torch.distributed.fsdp import fully_shard
 
     told: dict[str, str] = {}

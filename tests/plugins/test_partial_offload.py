@@ -36,9 +36,9 @@ from parity import (
 from polyshard import ShardConfig, checkpoint
 from polyshard.errors import ConfigError, PluginContractError, RankMismatchError
 from polyshard.interfaces import OffloadManager, UnitSpec
-from polyshard.testing import OffloadSuite, plugin_context
 from polyshard_backends.threaded import ThreadedWorld
 from polyshard_plugins.offload import ByBudget, CpuOffload, PartialOffload
+from polyshard_testing import OffloadSuite, plugin_context
 from torch import nn
 
 CPU = torch.device("cpu")

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, units_of
 from polyshard.errors import ConfigError
 from polyshard.interfaces import PluginContext, PrecisionCaster, UnitSpec
-from polyshard.testing import PrecisionSuite
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
 from polyshard_plugins.block_codec import BlockCode, Number
 from polyshard_plugins.block_scaled import BlockScaled, Fp8, Int8
+from polyshard_testing import PrecisionSuite
 from torch import nn
 from wires import CASES, Watched, decoded, normal
 

@@ -19,8 +19,8 @@ from parity import Block, Net, assert_parity, seeded, square_step
 from polyshard.errors import ConfigError
 from polyshard.interfaces import PluginContext, PolicyContext, WrapPolicy
 from polyshard.planning.plan import plan_modules
-from polyshard.testing import PolicySuite
 from polyshard_policies.budget import Budget, Link
+from polyshard_testing import PolicySuite
 from torch import nn
 
 ROOT = Path(__file__).parents[2]

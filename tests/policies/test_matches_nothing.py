@@ -11,8 +11,8 @@ import pytest
 import torch
 from parity import on_ranks, threaded
 from polyshard import ShardConfig, errors
-from polyshard.cli import main
 from polyshard_backends.threaded import ThreadedWorld
+from polyshard_tools.cli import main
 from refusal import Tower, refused, silent
 from torch import nn
 

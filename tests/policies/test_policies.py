@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from polyshard import ShardConfig, registry
 from polyshard.errors import ConfigError, PluginContractError, PluginNotFoundError, StateError
 from polyshard.interfaces import Group, PluginContext, PolicyContext, UnitPlan, WrapPolicy
-from polyshard.testing import plugin_context
 from polyshard_policies.combined import Or, as_policy
 from polyshard_policies.functions import Custom, Lambda, Size
 from polyshard_policies.module_class import Always, ModuleClass, Never, Transformer
+from polyshard_testing import plugin_context
 from torch import nn
 from torch.distributed.fsdp.wrap import (
     ModuleWrapPolicy,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from polyshard.errors import ConfigError, RankMismatchError
 from polyshard.interfaces import PluginContext, PolicyContext, WrapPolicy
-from polyshard.testing import PolicySuite
 from polyshard_backends.threaded import ThreadedWorld
 from polyshard_policies.module_class import NoSplitModules
+from polyshard_testing import PolicySuite
 from torch import nn
 
 CONTEXT = PluginContext(name="transformers", device=torch.device("cpu"))

@@ -16,7 +16,7 @@ from fake_distribution import install
 from parity import Block, Net, adam, assert_parity, seeded, square_step, units_of
 from polyshard import ShardConfig, errors
 from polyshard.interfaces import Collectives, CollectivesDecorator, Group, PluginContext, ReduceOp, Work
-from polyshard.testing import CollectivesSuite, Rank, plugin_context
+from polyshard_testing import CollectivesSuite, Rank, plugin_context
 from refusal import description
 from torch import nn
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from fake_distribution import install
 from polyshard import ShardConfig, errors
-from polyshard.cli.main import main
-from polyshard.doctor import plugins, variables
-from polyshard.doctor.machine import Machine
 from polyshard.interfaces import Group, resolve_class
 from polyshard.registry import PluginState, installed, resolve
+from polyshard_tools.cli.main import main
+from polyshard_tools.doctor import plugins, variables
+from polyshard_tools.doctor.machine import Machine
 from processes import run_processes
 from refusal import Tower, refused, silent
 from torch import nn

@@ -26,7 +26,7 @@ from polyshard.errors import (
 )
 from polyshard.interfaces import Group, PluginContext, PolicyContext, UnitPlan, WrapPolicy
 from polyshard.registry import Installed, PluginState, Resolved, construct, fingerprint, installed, resolve
-from polyshard.testing import plugin_context
+from polyshard_testing import plugin_context
 from processes import run_processes
 from torch import nn
 

@@ -9,9 +9,9 @@ import polyshard
 import pytest
 from fake_distribution import install
 from polyshard import ShardConfig, errors
-from polyshard.cli import main
 from polyshard.interfaces import Group, UnitPlan, WrapPolicy
 from polyshard.registry import PluginState, installed, resolve
+from polyshard_tools.cli import main
 from refusal import Tower, refused, silent
 from torch import nn
 

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import polyshard
 import polyshard.checkpoint
-import polyshard.huggingface
 import polyshard.optim
 import polyshard.state
+import polyshard_huggingface
 import pytest
 import torch
 from parity import adam, assert_parity, draw, on_ranks, seeded, sharded_copy, threaded, units_of, whole
@@ -245,14 +245,14 @@ def test_files_of_hugging_face(tmp_path: Path) -> None:
     plain = seeded(Clip)
 
     def save(model: nn.Module, rank: int) -> None:
-        polyshard.huggingface.save(model, tmp_path)
+        polyshard_huggingface.save(model, tmp_path)
 
     def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
         with world.lock, torch.device("meta"):
             model = Clip().double()
-        initializer = polyshard.huggingface.to_be_loaded(model)
+        initializer = polyshard_huggingface.to_be_loaded(model)
         polyshard.shard(model, threaded(world, rank, device="cpu", **UNITS), initializer=initializer)
-        polyshard.huggingface.load(model, tmp_path)
+        polyshard_huggingface.load(model, tmp_path)
         return whole(model)
 
     on_each(2, {}, save)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from polyshard.interfaces import PluginContext
-from polyshard.testing import ListenerSuite, OffloadSuite, PolicySuite, PrecisionSuite, plugin_context
 from polyshard_plugins.finite import Finite
 from polyshard_plugins.offload import CpuOffload, NoOffload
 from polyshard_plugins.precision import Bf16, Fp16, Fp32, Mixed, Unchanged
@@ -16,6 +15,7 @@ from polyshard_plugins.trace import Trace
 from polyshard_policies.combined import Or
 from polyshard_policies.functions import Custom, Lambda, Size
 from polyshard_policies.module_class import Always, ModuleClass, Never, NoSplitModules, Transformer
+from polyshard_testing import ListenerSuite, OffloadSuite, PolicySuite, PrecisionSuite, plugin_context
 from torch import nn
 
 

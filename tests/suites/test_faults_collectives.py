@@ -11,8 +11,8 @@ import pytest
 import torch
 from polyshard.errors import CollectiveError, WorldSizeError
 from polyshard.interfaces import COMPLETED, Collectives, CollectivesCapabilities, PluginContext, ReduceOp, Work
-from polyshard.testing import CollectivesSuite, Rank, plugin_context
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
+from polyshard_testing import CollectivesSuite, Rank, plugin_context
 from suite_faults import names_of, passes
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from polyshard.interfaces import Arrangement, Layout, PluginContext, UnitGeometry
-from polyshard.testing import LayoutSuite, plugin_context
 from polyshard_layouts.layouts import Flat
+from polyshard_testing import LayoutSuite, plugin_context
 from suite_faults import Fault, failing, local_faults, names_of
 
 

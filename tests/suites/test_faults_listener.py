@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from polyshard import hookimpl
 from polyshard.interfaces import Listener, Observer, PluginContext, UnitSpec
-from polyshard.testing import ListenerSuite, plugin_context
+from polyshard_testing import ListenerSuite, plugin_context
 from suite_faults import Fault, failing, local_faults, names_of
 from torch import nn
 

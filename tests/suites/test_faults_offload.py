@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from polyshard.interfaces import OffloadCapabilities, OffloadManager, PluginContext, UnitSpec
-from polyshard.testing import OffloadSuite, plugin_context
+from polyshard_testing import OffloadSuite, plugin_context
 from suite_faults import Fault, failing, local_faults, names_of
 
 

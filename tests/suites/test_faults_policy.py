@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy
-from polyshard.testing import PolicySuite, plugin_context
+from polyshard_testing import PolicySuite, plugin_context
 from suite_faults import Fault, failing, local_faults, names_of
 from torch import nn
 

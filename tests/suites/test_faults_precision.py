@@ -21,7 +21,7 @@ from polyshard.interfaces import (
     WireSpec,
 )
 from polyshard.nested import map_tensors
-from polyshard.testing import PrecisionSuite, plugin_context
+from polyshard_testing import PrecisionSuite, plugin_context
 from suite_faults import Fault, failing, local_faults, names_of
 
 Cast = Callable[[torch.Tensor], torch.Tensor]

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 from polyshard.interfaces import Arrangement, Layout, PluginContext, UnitGeometry
-from polyshard.testing import LayoutSuite
 from polyshard_layouts.layouts import Blocks, Flat, Rows
+from polyshard_testing import LayoutSuite
 from reference_models import Halves
 
 CONTEXT = PluginContext("under test", torch.device("cpu"))

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from polyshard.errors import CollectiveTimeoutError, ConfigError, RankFailedError, WorldSizeError
 from polyshard.interfaces import Collectives, Group, ReduceOp
-from polyshard.testing import CollectivesSuite, KeptProcesses, Rank, RankProcesses, run_in, run_ranks
-from polyshard.testing import plugin_context as context_of
+from polyshard_testing import CollectivesSuite, KeptProcesses, Rank, RankProcesses, run_in, run_ranks
+from polyshard_testing import plugin_context as context_of
 from processes import forking_context
 from torch import nn
 

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from polyshard.errors import PluginContractError
 from polyshard.interfaces import PolicyContext, UnitPlan, UnitSpec
-from polyshard.testing import plugin_context
-from polyshard.testing.plugin import collectives_noted
-from polyshard.testing.training import Trained, Training
 from polyshard_plugins.offload import CpuOffload
 from polyshard_policies.module_class import Always
+from polyshard_testing import plugin_context
+from polyshard_testing.plugin import collectives_noted
+from polyshard_testing.training import Trained, Training
 from torch import nn
 
 

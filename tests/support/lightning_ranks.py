@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from parity import Block, seed_all, units_of
 from polyshard import ShardConfig
-from polyshard.lightning import PolyshardStrategy
+from polyshard_lightning import PolyshardStrategy
 from processes import KeptRanks
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler

@@ -32,8 +32,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from parity import seed_all
-from polyshard.testing import Rank, RankProcesses
-from polyshard.testing.ranks import answer_calls, prepared, process_rank, store_in
+from polyshard_testing import Rank, RankProcesses
+from polyshard_testing.ranks import answer_calls, prepared, process_rank, store_in
 
 _TOGETHER = int(os.environ.get("POLYSHARD_RANKS_ON_ONE_GPU", "0"))
 

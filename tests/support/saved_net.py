@@ -12,8 +12,8 @@ import polyshard
 import torch
 from parity import seed_all
 from polyshard import ShardConfig
-from polyshard.huggingface.files import OpenFiles
 from polyshard_backends.threaded import ThreadedWorld
+from polyshard_huggingface.files import OpenFiles
 from torch import nn
 
 Values = dict[str, torch.Tensor]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from polyshard.interfaces import Group
 from polyshard.registry.find import name_and_version, scan
-from polyshard.testing.plugin import LocalPluginSuite, PluginSuite
+from polyshard_testing.plugin import LocalPluginSuite, PluginSuite
 
 
 @dataclass(frozen=True)

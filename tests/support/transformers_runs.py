@@ -1,4 +1,4 @@
-"""What ranks run for tests of ``polyshard.transformers``: small models, their data, and two trainers over them.
+"""What ranks run for tests of ``polyshard_transformers``: small models, their data, and two trainers over them.
 
 Transformers is imported when something is called: that takes seconds, which ranks spend once.
 """
@@ -97,7 +97,7 @@ def shard_config(**settings: Any) -> Any:
 
 def sharded_trainer(model: Any, folder: str, family: str, **settings: Any) -> Any:
     """``settings``: of the arguments, and what the trainer itself takes; ``samples``: how many it learns from."""
-    from polyshard.transformers import PolyshardSeq2SeqTrainer, PolyshardTrainer
+    from polyshard_transformers import PolyshardSeq2SeqTrainer, PolyshardTrainer
 
     own = ("shard", "save_frozen", "optimizers", "callbacks", "compute_metrics")
     count = settings.pop("samples", 96)
@@ -151,7 +151,7 @@ def outcome(trainer: Any) -> dict[str, Any]:
 def parameters(model: Any) -> dict[str, torch.Tensor]:
     """All of them by name, whole."""
     import polyshard
-    from polyshard.trainers.models import is_sharded
+    from polyshard_trainers.models import is_sharded
 
     with polyshard.unsharded(model) if is_sharded(model) else nullcontext():
         return {name: each.detach().clone() for name, each in model.named_parameters()}

@@ -11,7 +11,7 @@ from pathlib import Path
 import polyshard
 import pytest
 from fake_distribution import install
-from polyshard.cli import main
+from polyshard_tools.cli import main
 
 POLICY_SOURCE = """
 from polyshard.interfaces import WrapPolicy

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from polyshard.cli.shared import add_model_options, importing_beside, model_from, model_of
 from polyshard.errors import ConfigError
+from polyshard_tools.cli.shared import add_model_options, importing_beside, model_from, model_of
 from torch import nn
 
 SOURCE = """

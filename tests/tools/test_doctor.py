@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 from fake_distribution import install
-from polyshard import doctor
-from polyshard.cli import main
-from polyshard.doctor import Device, Finding, Level, Machine, Outcome, Section, Trial, TrialState
 from polyshard.interfaces import Group
 from polyshard.registry import installed
+from polyshard_tools import doctor
+from polyshard_tools.cli import main
+from polyshard_tools.doctor import Device, Finding, Level, Machine, Outcome, Section, Trial, TrialState
 
 GIB = 2**30
 H200 = Device("NVIDIA H200", (9, 0), 140 * GIB, 139 * GIB, frozenset({1}))

@@ -15,8 +15,6 @@ import pytest
 import torch
 from fake_distribution import install
 from polyshard import ShardConfig, Strategy
-from polyshard.cli import main
-from polyshard.cli.explain import folded
 from polyshard.config import Origin
 from polyshard.errors import (
     AlreadyShardedError,
@@ -30,8 +28,10 @@ from polyshard.errors import (
     StateError,
     WorldSizeError,
 )
-from polyshard.explaining import Explanation, explain
 from polyshard.interfaces import PolicyContext, UnitPlan, WrapPolicy
+from polyshard_tools.cli import main
+from polyshard_tools.cli.explain import folded
+from polyshard_tools.explaining import Explanation, explain
 from torch import nn
 
 

@@ -10,10 +10,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from polyshard.errors import ConfigError
-from polyshard.forecast import LINKS, Link, LinkModel, Operation, Span, find_links, fitted, read_links
-from polyshard.forecast.bench import bench, bench_machine
 from polyshard.interfaces import PluginContext
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
+from polyshard_tools.forecast import (
+    LINKS,
+    Link,
+    LinkModel,
+    Operation,
+    Span,
+    find_links,
+    fitted,
+    read_links,
+)
+from polyshard_tools.forecast.bench import bench, bench_machine
 
 MIB = 2**20
 _SIZES = (16 * 1024, 64 * 1024)
@@ -162,7 +171,7 @@ def test_all_ranks_measure_the_same_by_as_many_operations() -> None:
 def test_parts_of_a_host_and_hosts_are_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     # On threads small buffers take as long as large ones; what is asked here is which groups were measured.
     monkeypatch.setattr(
-        "polyshard.forecast.bench.fitted",
+        "polyshard_tools.forecast.bench.fitted",
         lambda operation, ranks, timings: Link(operation, ranks, 0.0, float(len(timings))),
     )
 

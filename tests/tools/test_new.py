@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from fake_distribution import install
 from polyshard import interfaces, registry
-from polyshard.cli import main
 from polyshard.interfaces import Group
-from polyshard.testing import plugin_context
+from polyshard_testing import plugin_context
+from polyshard_tools.cli import main
 
 #: What a configuration expects of each kind, and its entry-point group.
 KINDS = {

@@ -16,7 +16,11 @@ from hypothesis import strategies as st
 from parity import peak_of_live_bytes
 from polyshard import ShardConfig
 from polyshard.errors import ConfigError, UnsupportedError
-from polyshard.forecast import (
+from polyshard.inspect import Stream
+from polyshard.interfaces import PluginContext, ReduceOp, Work
+from polyshard_backends.fake import FakeCollectives
+from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
+from polyshard_tools.forecast import (
     Batch,
     Device,
     Kind,
@@ -32,7 +36,7 @@ from polyshard.forecast import (
     plan,
     timed,
 )
-from polyshard.forecast.recording import (
+from polyshard_tools.forecast.recording import (
     BLOCK_NBYTES,
     Begin,
     Bound,
@@ -43,10 +47,6 @@ from polyshard.forecast.recording import (
     Transfer,
     Wait,
 )
-from polyshard.inspect import Stream
-from polyshard.interfaces import PluginContext, ReduceOp, Work
-from polyshard_backends.fake import FakeCollectives
-from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

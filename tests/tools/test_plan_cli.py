@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from polyshard.cli import main
+from polyshard_tools.cli import main
 from processes import run_script
 
 MODEL = """
@@ -182,7 +182,9 @@ def test_bench_links_alone_says_how_to_start_it(capsys: pytest.CaptureFixture[st
 @pytest.mark.slow
 def test_what_real_processes_measure_is_planned_with(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = folder / "time_links.py"
-    script.write_text("import sys\nfrom polyshard.cli import main\nsys.exit(main(['bench-links', *sys.argv[1:]]))\n")
+    script.write_text(
+        "import sys\nfrom polyshard_tools.cli import main\nsys.exit(main(['bench-links', *sys.argv[1:]]))\n"
+    )
     arguments = ["--sizes", "256 KiB,4 MiB", "--rounds", "3", "--device", "cpu", "--out", "links.json"]
     done = run_script(2, script, arguments)
     assert done.codes == [0, 0], done.errors

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from fake_distribution import install
-from polyshard.cli import main
 from polyshard.interfaces import Group
+from polyshard_tools.cli import main
 
 OFFLOAD, POLICIES, COLLECTIVES = Group.OFFLOAD.value, Group.POLICIES.value, Group.COLLECTIVES.value
 
@@ -229,8 +229,8 @@ def test_a_missing_pytest_is_named_with_what_to_install(
 @pytest.mark.nightly
 def test_listing_and_help_do_not_load_pytest() -> None:
     program = (
-        "import sys; from polyshard.cli import main; main(['plugins', 'list', 'layouts']); "
-        "assert 'pytest' not in sys.modules and 'polyshard.testing' not in sys.modules"
+        "import sys; from polyshard_tools.cli import main; main(['plugins', 'list', 'layouts']); "
+        "assert 'pytest' not in sys.modules and 'polyshard_testing' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60)
 

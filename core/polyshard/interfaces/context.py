@@ -102,11 +102,11 @@ class PluginContext:
         or group of ranks.
 
         Raises what choosing the plugin in a configuration raises, and ``StateError`` outside of a factory, or in a
-        context that polyshard did not make (``polyshard.testing.plugin_context`` makes one for tests).
+        context that polyshard did not make (``polyshard_testing.plugin_context`` makes one for tests).
         """
         if self.constructor is None:
             raise StateError(
                 f"the context of {self.name!r} cannot construct {choice!r} of {group.value}: polyshard did not make "
-                "it. In a test, take polyshard.testing.plugin_context()."
+                "it. In a test, take polyshard_testing.plugin_context()."
             )
         return self.constructor(self, group, choice)

@@ -8,12 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from polyshard_fsdp import (
-    FullOptimStateDictConfig,
-    OptimStateKeyType,
-    ShardingStrategy,
-    StateDictType,
-)
+from polyshard_fsdp import FullOptimStateDictConfig, OptimStateKeyType, ShardingStrategy, StateDictType
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from torch import nn
 

@@ -10,12 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from polyshard_fsdp import (
-    FullOptimStateDictConfig,
-    OptimStateKeyType,
-    ShardingStrategy,
-    StateDictType,
-)
+from polyshard_fsdp import FullOptimStateDictConfig, OptimStateKeyType, ShardingStrategy, StateDictType
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
