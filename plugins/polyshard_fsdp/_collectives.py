@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, partial
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
@@ -20,8 +21,6 @@ from polyshard_backends.process_group import group_backend, torch_op
 from polyshard_backends.tensors import GROUP_DTYPES, carried_blocks, check_blocks, check_source
 from torch.distributed import distributed_c10d
 
-__all__ = ["GroupCollectives", "GroupLike", "SilentCollectives", "collectives_of", "predivide_factor"]
-
 #: The names that FSDP's users know, and those that newer versions of torch have for the same.
 _NEWER_NAMES = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}
 
@@ -31,13 +30,11 @@ _HOST_TRANSPORTS = frozenset({"gloo", "mpi", "ucc"})
 
 @runtime_checkable
 class GroupLike(Protocol):
-    """What must at least be known of a group: enough to wrap a model, not to run one."""
+    """The least that a group must know: enough to wrap a model, not to run one."""
 
-    def rank(self) -> int:
-        """This process's rank in the group."""
+    def rank(self) -> int: ...
 
-    def size(self) -> int:
-        """Number of ranks in the group."""
+    def size(self) -> int: ...
 
 
 def predivide_factor(world_size: int) -> float:
@@ -62,10 +59,8 @@ def rank_and_size(group: Any) -> tuple[int, int]:
 def collectives_of(group: Any, device: torch.device) -> Collectives:
     """The engine's view of ``group``, which computes on ``device``. Does not communicate, and makes no group.
 
-    Args:
-        group: a ``torch.distributed.ProcessGroup``; or anything with ``rank()`` and ``size()``, with which a model can
-            be wrapped but not run; or a ``Collectives``, which is returned as it is.
-        device: where the tensors will be.
+    ``group`` is a ``torch.distributed.ProcessGroup``; or anything with ``rank()`` and ``size()``, with which a model
+    can be wrapped but not run; or a ``Collectives``, which is returned as it is.
 
     Raises:
         WorldSizeError: ``group`` is none of these, such as the placeholder for a group without this process.
@@ -103,6 +98,7 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype in GROUP_DTYPES else tensor.view(torch.uint8)
 
 
+@torch.no_grad()
 def _divide_(tensor: torch.Tensor, divisor: float) -> None:
     if divisor == 1.0:
         return
@@ -135,14 +131,18 @@ class _HostWork:
             finish()
 
 
-class _FixedGroup(Collectives):
-    """A group whose rank and size are known from the start, on one device."""
+class SilentCollectives(Collectives):
+    """A group whose rank and size are known and no more: a model can be wrapped with it, and not run.
+
+    Args:
+        group: anything with ``rank()`` and ``size()``, in any relation to the processes that there are.
+        device: where the tensors are.
+    """
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self._group = group
         self._device = device
-        self._rank = int(group.rank())
-        self._world_size = int(group.size())
+        self._rank, self._world_size = rank_and_size(group)
 
     @property
     def rank(self) -> int:
@@ -161,14 +161,62 @@ class _FixedGroup(Collectives):
         """The group that the constructor was given."""
         return self._group
 
+    @property
+    def capabilities(self) -> CollectivesCapabilities:
+        return self._capabilities(on_streams=False, can_communicate=False)
+
+    def _capabilities(self, *, on_streams: bool, can_communicate: bool) -> CollectivesCapabilities:
+        return CollectivesCapabilities(
+            devices=frozenset({self._device.type}),
+            dtypes=GROUP_DTYPES,
+            reduce_ops=frozenset(ReduceOp),
+            widening=False,
+            stream_ordered=on_streams,
+            capturable=on_streams,
+            fixed_addresses=False,
+            can_communicate=can_communicate,
+            exchanges=True,
+        )
+
     def partition(self, rank_lists: Sequence[Sequence[int]]) -> Collectives:
         raise UnsupportedError(
             f"FSDP shards over the group that it was given, and cannot divide it (on rank {self._rank}); pass a "
             f"(shard, replicate) pair of process groups, or a two-dimensional device_mesh"
         )
 
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
+        self._refuse("all_gather")
 
-class GroupCollectives(_FixedGroup):
+    def reduce_scatter(
+        self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
+    ) -> Work:
+        self._refuse("reduce_scatter")
+
+    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
+        self._refuse("all_reduce")
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+        self._refuse("broadcast")
+
+    def all_to_all(
+        self, out: torch.Tensor, out_splits: Sequence[int], input: torch.Tensor, in_splits: Sequence[int]
+    ) -> Work:
+        self._refuse("all_to_all")
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        self._refuse("all_gather_object")
+
+    def barrier(self) -> None:
+        self._refuse("barrier")
+
+    def _refuse(self, operation: str) -> NoReturn:
+        raise StateError(
+            f"{operation} on rank {self._rank} of {self._world_size}: {self._group!r} is a dummy group, which knows "
+            f"its rank and size and cannot communicate; give a torch.distributed.ProcessGroup to run the model"
+        )
+
+
+class GroupCollectives(SilentCollectives):
     """A ``torch.distributed.ProcessGroup``, which FSDP uses alone: gathers and reductions share its communicator.
 
     Sums and means are taken in the dtype of the tensors, and ``MEAN`` as FSDP takes it: a sum whose addends were
@@ -180,27 +228,11 @@ class GroupCollectives(_FixedGroup):
         device: where the tensors are. On CUDA, operations run on the stream that is current when they are issued.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(group, device)
-        self._capabilities: CollectivesCapabilities | None = None
-
-    @property
+    @cached_property
     def capabilities(self) -> CollectivesCapabilities:
-        if self._capabilities is None:
-            transport = group_backend(self._group, self._device.type)
-            on_streams = self._device.type == "cuda" and transport not in _HOST_TRANSPORTS
-            self._capabilities = CollectivesCapabilities(
-                devices=frozenset({self._device.type}),
-                dtypes=GROUP_DTYPES,
-                reduce_ops=frozenset(ReduceOp),
-                widening=False,
-                stream_ordered=on_streams,
-                capturable=on_streams,
-                fixed_addresses=False,
-                can_communicate=transport != "fake",
-                exchanges=True,
-            )
-        return self._capabilities
+        transport = group_backend(self._group, self._device.type)
+        on_streams = self._device.type == "cuda" and transport not in _HOST_TRANSPORTS
+        return self._capabilities(on_streams=on_streams, can_communicate=transport != "fake")
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         if out.numel() == 0:
@@ -208,12 +240,7 @@ class GroupCollectives(_FixedGroup):
         return self._issue("all_gather_into_tensor", _as_bytes(out), _as_bytes(shard))
 
     def reduce_scatter(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        *,
-        op: ReduceOp,
-        scratch: torch.Tensor | None = None,
+        self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
     ) -> Work:
         if out.dtype is not full.dtype:
             raise CollectiveError(
@@ -223,27 +250,16 @@ class GroupCollectives(_FixedGroup):
         if full.numel() == 0:
             return COMPLETED
         before, after = self._divisors(full, op)
-        with torch.no_grad():
-            _divide_(full, before)
-
-        def finish() -> None:
-            with torch.no_grad():
-                _divide_(out, after)
-
+        _divide_(full, before)
+        finish = partial(_divide_, out, after)
         return self._issue("reduce_scatter_tensor", out, full, finish=finish, **_op_option(op))
 
     def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
         if tensor.numel() == 0:
             return COMPLETED
         before, after = self._divisors(tensor, op)
-        with torch.no_grad():
-            _divide_(tensor, before)
-
-        def finish() -> None:
-            with torch.no_grad():
-                _divide_(tensor, after)
-
-        return self._issue("all_reduce", tensor, finish=finish, **_op_option(op))
+        _divide_(tensor, before)
+        return self._issue("all_reduce", tensor, finish=partial(_divide_, tensor, after), **_op_option(op))
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         check_source(src, self._rank, self._world_size)
@@ -309,65 +325,6 @@ class GroupCollectives(_FixedGroup):
         if finish is not None:
             finish()
         return StreamWork()
-
-
-class SilentCollectives(_FixedGroup):
-    """A group of which rank and size are known and no more: a model can be wrapped with it, and not run.
-
-    Args:
-        group: anything with ``rank()`` and ``size()``, in any relation to the processes that there are.
-        device: where the tensors are.
-    """
-
-    @property
-    def capabilities(self) -> CollectivesCapabilities:
-        return CollectivesCapabilities(
-            devices=frozenset({self._device.type}),
-            dtypes=GROUP_DTYPES,
-            reduce_ops=frozenset(ReduceOp),
-            widening=False,
-            stream_ordered=False,
-            capturable=False,
-            fixed_addresses=False,
-            can_communicate=False,
-            exchanges=True,
-        )
-
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
-        self._refuse("all_gather")
-
-    def reduce_scatter(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        *,
-        op: ReduceOp,
-        scratch: torch.Tensor | None = None,
-    ) -> Work:
-        self._refuse("reduce_scatter")
-
-    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
-        self._refuse("all_reduce")
-
-    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
-        self._refuse("broadcast")
-
-    def all_to_all(
-        self, out: torch.Tensor, out_splits: Sequence[int], input: torch.Tensor, in_splits: Sequence[int]
-    ) -> Work:
-        self._refuse("all_to_all")
-
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        self._refuse("all_gather_object")
-
-    def barrier(self) -> None:
-        self._refuse("barrier")
-
-    def _refuse(self, operation: str) -> NoReturn:
-        raise StateError(
-            f"{operation} on rank {self._rank} of {self._world_size}: {self._group!r} is a dummy group, which knows "
-            f"its rank and size and cannot communicate; give a torch.distributed.ProcessGroup to run the model"
-        )
 
 
 def _op_option(op: ReduceOp) -> dict[str, Any]:

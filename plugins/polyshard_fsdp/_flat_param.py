@@ -8,17 +8,21 @@ from typing import Any, NamedTuple
 
 import torch
 from polyshard.errors import ParameterChangedError, ParameterError, UnsupportedError
-from polyshard.planning.layout import FlatLayout
-from polyshard.planning.plan import ManagedParameter
-from polyshard.runtime.gather import view_of
-from polyshard.runtime.parameters import become
+from polyshard.extension import (
+    FlatLayout,
+    ManagedParameter,
+    Slot,
+    become,
+    contiguous_stride,
+    dense_stride,
+    product,
+    view_of,
+)
+from polyshard.interfaces import PARAMETER_ALIGNMENT_BYTES
 from torch import nn
 
 from ._collectives import rank_and_size
-from ._common_utils import FLAT_PARAM, HandleTrainingState, _set_fsdp_flattened
-from ._handle_unit import HandleUnit
-from ._layout import flat_layout
-from ._torch_settings import TorchNamed, own
+from ._common_utils import FLAT_PARAM, FSDP_FLATTENED, HandleTrainingState
 
 #: Names of environment variables; each is read when an instance is constructed.
 _FSDP_USE_UNSAFE_SETATTR = "FSDP_USE_UNSAFE_SETATTR"
@@ -29,19 +33,14 @@ _FSDP_USE_FULL_PREC_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 _tensor_grad: Any = torch.Tensor.grad
 
 
-class HandleShardingStrategy(TorchNamed):
-    """What of a flat parameter is cut over ranks, and when it is gathered."""
+class HandleShardingStrategy(enum.Enum):
+    """The strategy of one flat parameter, under the names of ``ShardingStrategy``."""
 
     FULL_SHARD = enum.auto()
-    """Parameters, gradients and optimizer state; gathered for forward and again for backward."""
     SHARD_GRAD_OP = enum.auto()
-    """The same, gathered once for both."""
     NO_SHARD = enum.auto()
-    """Nothing; gradients are all-reduced."""
     HYBRID_SHARD = enum.auto()
-    """FULL_SHARD within groups of ranks, replicated over the groups."""
     _HYBRID_SHARD_ZERO2 = enum.auto()
-    """SHARD_GRAD_OP within groups of ranks, replicated over the groups."""
 
 
 class ParamInfo(NamedTuple):
@@ -73,47 +72,15 @@ class _ShardParamInfo(NamedTuple):
     intra_param_end_idx: int | None
 
 
-class _Metadata(NamedTuple):
+class FlatParamShardMetadata(NamedTuple):
+    """The parameters in a shard: names, whole shapes and sizes, and their ranges within the parameter (inclusive)."""
+
     param_names: Sequence[str]
-    param_shapes: Sequence[torch.Size]
+    param_shapes: Sequence[Sequence[int]]
+    param_strides: Sequence[tuple[int, ...]]
+    param_contiguities: Sequence[bool]
     param_numels: Sequence[int]
     param_offsets: Sequence[tuple[int, int]]
-
-
-class FlatParamShardMetadata(_Metadata):
-    """Which parameters lie in a shard: names, whole shapes and sizes, and their ranges within the parameter.
-
-    A range's ends are both inclusive. Strides and contiguities, which newer versions of PyTorch carry too, are kept
-    beside and take no part in comparisons.
-    """
-
-    param_strides: Sequence[tuple[int, ...]] | None
-    param_contiguities: Sequence[bool] | None
-
-    def __new__(
-        cls,
-        param_names: Sequence[str],
-        param_shapes: Sequence[torch.Size],
-        param_numels: Sequence[int],
-        param_offsets: Sequence[tuple[int, int]],
-        param_strides: Sequence[tuple[int, ...]] | None = None,
-        param_contiguities: Sequence[bool] | None = None,
-    ) -> FlatParamShardMetadata:
-        made = super().__new__(cls, param_names, param_shapes, param_numels, param_offsets)
-        made.param_strides = param_strides
-        made.param_contiguities = param_contiguities
-        return made
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Metadata):
-            return NotImplemented
-        return _as_tuples(self) == _as_tuples(other)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash(_as_tuples(self))
 
 
 class FlatParameter(nn.Parameter):
@@ -197,8 +164,6 @@ class FlatParamHandle:
         """
         params = list(params)
         self.rank, self.world_size = rank_and_size(process_group)
-        strategy = own(sharding_strategy, HandleShardingStrategy, "sharding_strategy")
-        assert strategy is not None
         if fsdp_extension is not None:
             raise UnsupportedError(
                 f"FSDP extensions are not served (rank {self.rank}). Write a polyshard.interfaces plugin instead."
@@ -212,12 +177,13 @@ class FlatParamHandle:
         _refuse_unflattenable(found, use_orig_params, self.rank)
         self.device = device
         self.process_group = process_group
-        self.sharding_strategy = strategy
+        self.sharding_strategy = sharding_strategy
         self.offload_params = offload_params
         self.keep_low_precision_grads = keep_low_precision_grads
         self.use_orig_params = use_orig_params
         self.module = module
-        self.unit: HandleUnit | None = None
+        #: The engine's ``FlatUnit`` over these parameters.
+        self.unit: Any = None
         self._training_state = HandleTrainingState.IDLE
         first = params[0]
         self.orig_dtype = first.dtype
@@ -277,7 +243,7 @@ class FlatParamHandle:
 
     def shard_metadata(self) -> FlatParamShardMetadata:
         """What lies in this rank's shard."""
-        names, shapes, numels, offsets, strides = [], [], [], [], []
+        names, shapes, strides, contiguous, numels, offsets = [], [], [], [], [], []
         for fqn, slot, info in zip(
             self.flat_param._fqns, self.layout.slots, self.flat_param._shard_param_infos, strict=True
         ):
@@ -287,7 +253,8 @@ class FlatParamHandle:
                 numels.append(slot.numel)
                 offsets.append((info.intra_param_start_idx, info.intra_param_end_idx))
                 strides.append(slot.stride)
-        return FlatParamShardMetadata(names, shapes, numels, offsets, strides, [True] * len(names))
+                contiguous.append(slot.stride == contiguous_stride(slot.shape))
+        return FlatParamShardMetadata(names, shapes, strides, contiguous, numels, offsets)
 
     def _get_shard_metadata(self, unsharded_start_idx: int, unsharded_end_idx: int) -> tuple[_ShardParamInfo, ...]:
         """What of each parameter lies in these elements of the flat parameter, padding counted; ends are inclusive."""
@@ -350,7 +317,7 @@ class FlatParamHandle:
         if self.use_orig_params:
             for view, each in zip(views, found, strict=True):
                 become(each.original, view)
-                _set_fsdp_flattened(each.original)
+                setattr(each.original, FSDP_FLATTENED, True)
             managed = tuple(found)
         else:
             managed = tuple(_stand_in(each) for each in found)
@@ -443,10 +410,19 @@ def _describe(
     flat_param._numels_with_padding = tuple(numel for _, numel, _ in ranges)
     flat_param._is_padding_mask = tuple(is_padding for _, _, is_padding in ranges)
     flat_param._unpadded_unsharded_size = flat_param.size()
-    _set_fsdp_flattened(flat_param)
+    setattr(flat_param, FSDP_FLATTENED, True)
 
 
-def _as_tuples(metadata: _Metadata) -> tuple[tuple[Any, ...], ...]:
-    shapes = tuple(tuple(shape) for shape in metadata.param_shapes)
-    offsets = tuple(tuple(offset) for offset in metadata.param_offsets)
-    return tuple(metadata.param_names), shapes, tuple(metadata.param_numels), offsets
+def flat_layout(parameters: Sequence[nn.Parameter], *, shards: int, itemsize: int, aligned: bool) -> FlatLayout:
+    """The layout of ``parameters`` in slices of ``ceil(total / shards)`` elements of ``itemsize`` bytes.
+
+    ``aligned``: each begins at a multiple of 16 bytes. Otherwise they lie back to back.
+    """
+    alignment = max(1, PARAMETER_ALIGNMENT_BYTES // itemsize) if aligned else 1
+    slots, cursor = [], 0
+    for parameter in parameters:
+        shape = tuple(parameter.shape)
+        offset = -(-cursor // alignment) * alignment
+        slots.append(Slot(offset, product(shape), shape, dense_stride(shape, parameter.stride())))
+        cursor = slots[-1].end
+    return FlatLayout(tuple(slots), cursor, -(-cursor // shards), shards)

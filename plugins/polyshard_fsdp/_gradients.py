@@ -1,22 +1,25 @@
-"""Gradients of one flat parameter, reduced and shown as FSDP does."""
+"""Gradients of one flat parameter, reduced and shown as FSDP does; communication hooks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from polyshard.errors import StateError
-from polyshard.interfaces import OffloadManager, UnitDtypes
-from polyshard.planning.layout import FlatLayout
-from polyshard.runtime.gather import FlatBuffer, view_of
-from polyshard.runtime.gradients import Gradients, Reducible
-from polyshard.runtime.parameters import MasterViews
-from polyshard.runtime.reduce import CommHook as HookedReduction
-from polyshard.runtime.reduce import Copies, Reducer, ReductionInput
-from polyshard.runtime.streams import CommStreams
+from polyshard.extension import (
+    CommStreams,
+    Copies,
+    FlatBuffer,
+    FlatLayout,
+    Gradients,
+    RankGrid,
+    Reducer,
+    ReductionInput,
+    view_of,
+)
+from polyshard.interfaces import COMPLETED, UnitDtypes, Work
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
@@ -25,32 +28,26 @@ _SHOWS = "_polyshard_shows"
 
 
 @dataclass(frozen=True, slots=True)
-class CommHook:
-    """What a user registered in the place of the reduction."""
+class HookedGrid(RankGrid):
+    """The ranks of a unit whose gradients a communication hook of the user reduces."""
 
-    state: object
     hook: Callable[..., Any]
+    state: object = field(compare=False)
 
+    def reduce(self, result: torch.Tensor, wire: torch.Tensor) -> Work:
+        # Hooks that compress give tensors other data. Results are fresh, but the input's memory serves later backwards.
+        if self.shard is None:
+            self.hook(self.state, wire)
+        else:
+            self.hook(self.state, wire.detach(), result)
+        return COMPLETED
 
-class FlatParameterUnit(Reducible, Protocol):
-    """What gradients ask of their unit. ``_unit.FlatUnit`` is the one kind."""
-
-    layout: FlatLayout
-    dtypes: UnitDtypes
-    master: torch.Tensor
-    originals: MasterViews
-    comm_hook: CommHook | None
-
-    @property
-    def keeper(self) -> OffloadManager | None:
-        """The manager that the unit is parked with; None where it is not."""
-
-    @property
-    def name(self) -> str:
-        """Its name in messages."""
-
-    def unreduced_gradients(self, whole: torch.Tensor) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
-        """The trained parameters that the user sees, and their gradients as views of ``whole`` (``[padded_numel]``)."""
+    def reduce_many(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], results: torch.Tensor | None = None
+    ) -> Work:
+        for result, wire in pairs:
+            self.reduce(result, wire)
+        return COMPLETED
 
 
 class FlatInput(ReductionInput):
@@ -80,16 +77,15 @@ class FlatInput(ReductionInput):
 
 
 class FlatGradients(Gradients):
-    """Differs from the engine's own in three things.
+    """Differs from the engine's own in two things.
 
     - Under ``no_sync`` gradients gather in the compute dtype, and ``.grad`` shows them, whole.
-    - A communication hook may stand in the place of the reduction.
     - What was computed in full precision in eval mode is reduced in full precision.
     """
 
     input: FlatInput
 
-    def __init__(self, unit: FlatParameterUnit) -> None:
+    def __init__(self, unit: Any) -> None:
         super().__init__(unit, unit.layout, unit.dtypes, unit.originals.recipients, unit.keeper)
         self.input = FlatInput(unit.layout, unit.dtypes, unit.spec.device)
         self._unit = unit
@@ -214,18 +210,3 @@ class FlatGradients(Gradients):
             for parameter, gradient in self._reduced_before:
                 parameter.grad = gradient
             self._reduced_before = self._whole = None
-
-    @property
-    def comm_hook(self) -> HookedReduction | None:
-        registered = self._unit.comm_hook
-        return None if registered is None else partial(self._reduce_by, registered)
-
-    def _reduce_by(self, registered: CommHook, gradients: torch.Tensor) -> torch.Tensor:
-        # Hooks that compress give the tensor other data, and the input's memory serves the next backward too.
-        gradients = gradients.detach()
-        if self.unit.grid.shard is None:
-            registered.hook(registered.state, gradients)
-            return gradients
-        result = torch.empty(self._layout.shard_numel, dtype=gradients.dtype, device=gradients.device)
-        registered.hook(registered.state, gradients, result)
-        return result

@@ -11,11 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.contract import _get_registry
+
+# Policy objects derive from the first, and tell themselves apart from functions by it alone; the other two are what
+# FSDP's own programs combine function policies with.
+from torch.distributed.fsdp.wrap import _or_policy as _or_policy
+from torch.distributed.fsdp.wrap import _Policy as _Policy
+from torch.distributed.fsdp.wrap import _wrap_module_cls_individually as _wrap_module_cls_individually
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-#: Attribute that the functions of ``torch.distributed.checkpoint.state_dict`` ask every module for, and call: the first
-#: thing of a foreign module that they run, in torch 2.11 and 2.13. No public name makes a module known to them.
-FQN_MODIFIERS = "_fqn_modifiers"
+# The functions of this module call ``_fqn_modifiers`` of every module: the first thing of a foreign module that they
+# run, in torch 2.11 and 2.13. No public name makes a module known to them.
 _CHECKPOINT = "torch.distributed.checkpoint.state_dict"
 
 

@@ -1,27 +1,45 @@
-"""The engine's unit with FSDP's flat parameter and its habits."""
+"""The engine's unit with FSDP's flat parameter, and what modules and optimizers hold in its place."""
 
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from polyshard.errors import DeviceError, ParameterChangedError, ParameterMovedError, StateError
+from polyshard.errors import ConfigError, DeviceError, ParameterChangedError, ParameterMovedError, StateError
+from polyshard.extension import (
+    Bindings,
+    FlatBuffer,
+    FlatLayout,
+    ManagedParameter,
+    MasterViews,
+    Originals,
+    Phase,
+    RankGrid,
+    Recipient,
+    Reshard,
+    ShardedParameter,
+    Shown,
+    Swap,
+    Unit,
+    UnitState,
+    become,
+    view_of,
+)
 from polyshard.interfaces import OffloadManager, PrecisionCaster, UnitDtypes, UnitSpec
-from polyshard.planning.groups import RankGrid
-from polyshard.runtime.bindings import Bindings, Shown
-from polyshard.runtime.gather import FlatBuffer, view_of
-from polyshard.runtime.parameters import MasterViews, Originals, become
-from polyshard.runtime.step import Phase
-from polyshard.runtime.unit import Reshard, Unit, UnitState
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _runtime_utils
 from ._common_utils import HandleTrainingState
-from ._flat_param import FlatParamHandle, HandleShardingStrategy
-from ._gradients import CommHook, FlatGradients
-from ._originals import FlatBindings, FlatOriginal
+from ._flat_param import FlatParameter, FlatParamHandle, HandleShardingStrategy
+from ._gradients import FlatGradients
+from .api import MixedPrecision
 
 _KEPT_AFTER_FORWARD = (HandleShardingStrategy.SHARD_GRAD_OP, HandleShardingStrategy._HYBRID_SHARD_ZERO2)
 
@@ -42,7 +60,7 @@ class FlatUnit(Unit):
 
     def __init__(
         self,
-        instance: _runtime_utils.StepInstance,
+        instance: Any,
         handle: FlatParamHandle,
         spec: UnitSpec,
         grid: RankGrid,
@@ -64,7 +82,6 @@ class FlatUnit(Unit):
         #: Whether a backward under ``no_sync`` left the parameters whole for the next forward.
         self._kept = False
         self.whole_for_user: torch.Tensor | None = None
-        self.comm_hook: CommHook | None = None
         handle.unit = self
         super().__init__(
             spec,
@@ -187,7 +204,10 @@ class FlatUnit(Unit):
         super().unshard()
 
     def reshard(self) -> None:
-        if self.handle._training_state is HandleTrainingState.BACKWARD_POST and self._instance._ends_by_hook:
+        if (
+            self.handle._training_state is HandleTrainingState.BACKWARD_POST
+            and self._instance._module_state.ends_by_hook
+        ):
             _runtime_utils._post_backward_reshard(self._instance, self.handle)
         else:
             self.let_go()
@@ -424,3 +444,129 @@ def misplaced_offload(device: torch.device, name: str, rank: int) -> DeviceError
 
 def _parked(offload: OffloadManager, spec: UnitSpec, master: torch.Tensor) -> torch.Tensor:
     return offload.place(spec, master) if offload.capabilities.parks else master
+
+
+class FlatOriginal(MasterViews):
+    """One flat parameter over the whole master."""
+
+    def __init__(self, flat_param: FlatParameter, layout: FlatLayout, master: torch.Tensor) -> None:
+        self._flat_param = flat_param
+        self._layout = layout
+        self._master = master
+        self.tensors = [flat_param]
+        self._trained = flat_param.requires_grad
+        self.expose()
+
+    @property
+    def recipients(self) -> list[Recipient]:
+        return [Recipient(self._flat_param, 0, tuple(self._master.shape), (1,))]
+
+    @property
+    def trained(self) -> list[bool]:
+        return [self._flat_param.requires_grad] * len(self._layout.slots)
+
+    def expose(self) -> None:
+        self._flat_param.data = self._master
+
+    def take_up_changes(self) -> bool:
+        return self.retrained()
+
+    def retrained(self) -> bool:
+        before, self._trained = self._trained, self._flat_param.requires_grad
+        return before != self._trained
+
+    def refuse_changes(self, *, held: bool) -> None:
+        """Nothing: no parameter is within the user's reach."""
+
+
+class FlatBindings(Bindings):
+    """Plain tensors under the parameters' names, in ``module.__dict__``.
+
+    ``_parameters`` would make them the module's own again: in ``named_parameters``, in state dicts, in optimizers.
+    """
+
+    def __init__(
+        self, parameters: Sequence[ManagedParameter], leaves: Sequence[torch.Tensor], *, guarded: bool
+    ) -> None:
+        super().__init__(parameters, leaves, guarded=guarded)
+        # Whole views were left there when the parameters were flattened.
+        self.shown = Shown.VIEWS
+        self.show(Shown.ORIGINALS)
+
+    def _collect(self, leaves: Sequence[torch.Tensor]) -> dict[nn.Module, Swap]:
+        swaps: dict[nn.Module, Swap] = {}
+        for parameter, leaf in zip(self._parameters, leaves, strict=True):
+            guard = ShardedParameter.of(parameter)
+            outside = guard if self._elsewhere is Shown.GUARDS else leaf.detach()
+            for module, attribute in parameter.sites:
+                swap = swaps.setdefault(module, Swap(module.__dict__, {shown: {} for shown in Shown}))
+                swap.of[Shown.VIEWS][attribute] = leaf
+                swap.of[Shown.ORIGINALS][attribute] = swap.of[Shown.GUARDS][attribute] = outside
+        return swaps
+
+    def _add_guards(self) -> None:
+        """They are there already: outside of compute, too, nothing else stands under the names."""
+
+
+class ReplacedParameters:
+    """Parameters that a flat one took the place of. No module has them any more: their optimizer updates nothing."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watches = False
+        # What each was called, and on which rank.
+        self._replaced: Any = WeakTensorKeyDictionary()
+        # Optimizers that hold none of them, and how many parameter groups they had.
+        self._passed: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+
+    def add(self, parameters: Sequence[nn.Parameter], names: Sequence[str], rank: int) -> None:
+        """Refuse optimizers of ``parameters``, which had ``names``, from now on."""
+        with self._lock:
+            for parameter, name in zip(parameters, names, strict=True):
+                self._replaced[parameter] = name, rank
+            self._passed.clear()
+            if not self._watches:
+                register_optimizer_step_pre_hook(self.before_step)
+                self._watches = True
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """To be called before each step of each optimizer.
+
+        Raises:
+            ConfigError: it holds a trained parameter that was replaced.
+        """
+        if torch.compiler.is_compiling() or self._passed.get(optimizer) == len(optimizer.param_groups):
+            return
+        for parameter in (each for group in optimizer.param_groups for each in group["params"] if each.requires_grad):
+            found = self._replaced.get(parameter)
+            if found is not None:
+                name, rank = found
+                raise ConfigError(
+                    f"{type(optimizer).__name__} holds '{name}', which a flat parameter took the place of (rank "
+                    f"{rank}, use_orig_params=False): it would never be updated. Make the optimizer from "
+                    "model.parameters() behind the sharding, or pass use_orig_params=True."
+                )
+        self._passed[optimizer] = len(optimizer.param_groups)
+
+
+#: Optimizers are one for the whole process, and know of no model.
+replaced_parameters = ReplacedParameters()
+
+
+class FSDPPrecision(PrecisionCaster):
+    """The dtypes of one FSDP instance. Inputs and buffers are cast by the instance, whose root has its own rules."""
+
+    def __init__(self, mixed_precision: MixedPrecision, full_precision_in_eval: bool) -> None:
+        self._settings = mixed_precision
+        self._full_precision_in_eval = full_precision_in_eval
+
+    def dtypes(self, unit: UnitSpec) -> UnitDtypes:
+        """Gradients travel in the dtype in which they are reduced, as FSDP's do."""
+        master = unit.master_dtype
+        compute = self._settings.param_dtype or master
+        reduce = self._settings.reduce_dtype or compute
+        grad = reduce if self._settings.keep_low_precision_grads else master
+        return UnitDtypes(compute=compute, wire=reduce, reduce=reduce, grad=grad)
+
+    def full_precision_in_eval(self, unit: UnitSpec) -> bool:
+        return self._full_precision_in_eval

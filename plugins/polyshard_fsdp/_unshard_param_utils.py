@@ -8,10 +8,8 @@ from contextlib import contextmanager
 
 import torch
 from polyshard.errors import StepAssertionError, UnsupportedError
-from polyshard.functions.whole import gather_whole, own_part, write_back
+from polyshard.extension import UnitState, gather_whole, own_part, view_of, write_back
 from polyshard.interfaces import ReduceOp
-from polyshard.runtime.gather import view_of
-from polyshard.runtime.unit import UnitState
 from torch import nn
 
 from ._common_utils import FLAT_PARAM as FLAT_PARAM
@@ -32,21 +30,15 @@ def _unshard_params(
 ) -> Iterator[None]:
     """Inside, the parameters of the FSDP instances in ``module`` are whole and in their original dtype.
 
-    Args:
-        module: An FSDP instance, or a module with some inside.
-        recurse: Take those inside too, and not the outermost alone.
-        writeback: Keep what was changed inside.
-        rank0_only: On other ranks parameters stay sharded.
-        offload_to_cpu: The whole parameters are in host memory.
-        with_grads: Gradients are whole too; ``use_orig_params=True`` only.
-
     Raises:
         UnsupportedError: (a ``NotImplementedError``) a combination that is not served.
         StepAssertionError: (an ``AssertionError``) inside a forward, a backward, or another such context.
     """
     instances: list[FSDPInstance] = _get_fsdp_states(module)
     if not recurse:
-        instances = [each for each in instances if each._stage.module is module or each._stage.inner is module]
+        instances = [
+            each for each in instances if each._module_state.module is module or each._module_state.inner is module
+        ]
     for each in instances:
         _refuse_arguments(each, writeback, rank0_only, offload_to_cpu, with_grads)
     for each in instances:
@@ -215,8 +207,8 @@ def _refuse_busy(instance: FSDPInstance) -> None:
     root = instance._root
     if root is not None:
         root.leave_failed_backward()
-    where = f"(rank {instance.rank}, '{instance._stage.name or '(root)'}')"
-    if instance._stage.busy:
+    where = f"(rank {instance.rank}, '{instance._module_state.name or '(root)'}')"
+    if instance._module_state.busy:
         raise StepAssertionError(f"Cannot manually unshard parameters during forward/backward {where}. Leave it first.")
     if instance._summoned:
         raise StepAssertionError(

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
+import torch
 from polyshard.errors import AlreadyShardedError, ConfigError
+from polyshard.extension import iter_tensors
+from polyshard_plugins.precision import make_input_cast, make_output_cast
 from torch import nn
 
-from ._common_utils import _get_module_fsdp_state, _override_module_mixed_precision
+from ._common_utils import _get_module_fsdp_state
 from .wrap import (
+    WRAP_OVERRIDES,
     FunctionPolicy,
-    WrapFunction,
-    _construct_wrap_fn,
     _or_policy,
     _Policy,
     _post_order_apply,
     _recursive_wrap,
-    _run_mixed_precision_override_policy,
     _wrap_module_cls_individually,
-    is_policy_object,
 )
 
 
@@ -32,73 +31,86 @@ def _auto_wrap(
     ignored_modules: set[nn.Module],
     ignored_params: set[nn.Parameter],
     root_kwargs: dict[str, Any],
-    fsdp_fn: WrapFunction,
+    fsdp_fn: Callable[..., nn.Module],
 ) -> None:
     """Call ``fsdp_fn(module, **kwargs)`` for what ``policy`` chooses in ``root_module``, children first.
 
-    What it returns takes the module's place.
-
-    Args:
-        root_module: Not wrapped itself, even where the policy chooses it.
-        policy: A function policy (see ``wrap``) or a policy object.
-        ignored_modules: With everything inside them.
-        ignored_params: With those of the ignored modules; they do not count towards sizes.
-        root_kwargs: All arguments of the root's wrapper but the module and the policy. ``mixed_precision`` must be
-            there; where it is not None, modules of its ``_module_classes_to_ignore`` are wrapped apart without it.
-        fsdp_fn: The wrapper class, or a function that shards in place and returns the module.
+    ``root_module`` is not wrapped itself, even where ``policy``, a function or a policy object, chooses it.
+    ``root_kwargs`` are the arguments of the root's wrapper but the module and the policy; with ``mixed_precision``,
+    modules of its ``_module_classes_to_ignore`` are wrapped apart without it.
 
     Raises:
         AlreadyShardedError: (a ``ValueError``) something in ``root_module`` is an FSDP instance.
         ConfigError: (a ``ValueError``) a policy object chose a module with frozen and trainable parameters, and
             ``use_orig_params`` is False.
     """
-    _check_nested_wrapping(root_module)
-    mixed_precision = root_kwargs["mixed_precision"]
-    apart: tuple[type[nn.Module], ...] = ()
-    if mixed_precision is not None:
-        apart = tuple(mixed_precision._module_classes_to_ignore)
-
-    if not is_policy_object(policy):
-        policy = cast("FunctionPolicy", policy)
-        if mixed_precision is not None:
-            policy = partial(
-                _or_policy, policies=[policy, partial(_wrap_module_cls_individually, module_classes=apart)]
-            )
-            _warn_on_overridden_mixed_precision(_override_module_mixed_precision(root_module, apart))
-        _recursive_wrap(
-            root_module, policy, fsdp_fn, ignored_modules, ignored_params, only_wrap_children=True, **root_kwargs
-        )
-        return
-
-    # A policy object plans the whole tree at once: the wrappers inside must not plan theirs again.
-    root_kwargs = {**root_kwargs, "auto_wrap_policy" if inspect.isclass(fsdp_fn) else "policy": None}
-    plan = cast("_Policy", policy)._run_policy(root_module, ignored_modules, root_kwargs)
-    if mixed_precision is not None:
-        plan = _run_mixed_precision_override_policy(root_module, apart, ignored_modules, root_kwargs, plan)
-    _validate_frozen_params(root_module, set(plan), ignored_params, root_kwargs.get("use_orig_params", False))
-    if mixed_precision is not None:
-        _warn_on_overridden_mixed_precision(_override_module_mixed_precision(root_module, apart))
-    _post_order_apply(root_module, _construct_wrap_fn(root_module, plan, fsdp_fn))
-
-
-def _check_nested_wrapping(root_module: nn.Module) -> None:
     for module_name, module in root_module.named_modules():
         if _get_module_fsdp_state(module) is not None:
             raise AlreadyShardedError(
                 f"FSDP auto wrapping requires modules to not already have FSDP applied but found {module_name} in\n"
                 f"{root_module}\nLet the policy choose {module_name} too, or wrap by hand all the way up."
             )
+    mixed_precision = root_kwargs["mixed_precision"]
+    apart = () if mixed_precision is None else tuple(mixed_precision._module_classes_to_ignore)
+    if not isinstance(policy, _Policy):
+        if mixed_precision is not None:
+            also = partial(_wrap_module_cls_individually, module_classes=apart)
+            policy = partial(_or_policy, policies=[policy, also])
+            _compute_in_float32(root_module, apart)
+        _recursive_wrap(root_module, policy, fsdp_fn, ignored_modules, ignored_params, **root_kwargs)
+        return
+    plan = policy._run_policy(root_module, ignored_modules, root_kwargs)
+    if mixed_precision is not None:
+        for module in root_module.modules():
+            if module not in ignored_modules and isinstance(module, apart):
+                plan[module] = {**plan.get(module, root_kwargs), "mixed_precision": None}
+    _validate_frozen_params(root_module, set(plan), ignored_params, root_kwargs.get("use_orig_params", False))
+    if mixed_precision is not None:
+        _compute_in_float32(root_module, apart)
+    plan.pop(root_module, None)
+    _post_order_apply(root_module, lambda module: fsdp_fn(module, **plan[module]) if module in plan else None)
 
 
-def _warn_on_overridden_mixed_precision(overridden_module_classes: set[type[nn.Module]]) -> None:
-    if overridden_module_classes:
+def _compute_in_float32(root: nn.Module, classes: Iterable[type[nn.Module]]) -> None:
+    """Make every module in ``root`` of these classes compute in float32, wrapped without mixed precision.
+
+    Floating-point inputs of their forwards are cast to float32 and outputs back, so that the modules after them see the
+    precision that they expect.
+    """
+    chosen = [module for module in root.modules() if isinstance(module, tuple(classes))]
+    for module in chosen:
+        setattr(module, WRAP_OVERRIDES, {"mixed_precision": None})
+        casts = _Float32Casts()
+        module.register_forward_pre_hook(casts.before, with_kwargs=True)
+        module.register_forward_hook(casts.after)
+    if chosen:
         # "instacnes" is how torch.distributed.fsdp spells it, and what filters match.
         warnings.warn(
             "Both mixed precision and an auto_wrap_policy were specified to FSDP, where the wrapped module has "
-            f"submodules of type:\n{overridden_module_classes}\nThese modules will be wrapped as separate FSDP "
-            "instacnes with mixed precision disabled.",
+            f"submodules of type:\n{ {type(module) for module in chosen} }\nThese modules will be wrapped as separate "
+            "FSDP instacnes with mixed precision disabled.",
             stacklevel=2,
         )
+
+
+class _Float32Casts:
+    """The casts before and after one module's forward."""
+
+    def __init__(self) -> None:
+        self._cast_inputs = make_input_cast(torch.float32)
+        # The dtype of the last floating-point input: outputs and inputs need not pair up, and one must be chosen.
+        self._outside = torch.float32
+
+    def before(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for tensor in iter_tensors((args, kwargs)):
+            if tensor.is_floating_point():
+                self._outside = tensor.dtype
+        return self._cast_inputs(args, kwargs)
+
+    def after(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return make_output_cast(self._outside)(output)
 
 
 def _validate_frozen_params(

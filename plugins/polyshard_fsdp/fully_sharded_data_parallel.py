@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -10,63 +9,33 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from polyshard.errors import ConfigAssertionError, ConfigError, StateError
-from polyshard.functions.norms import clip_grad_norm
+from polyshard.errors import ConfigAssertionError, ConfigError, ConfigTypeError, StateError
+from polyshard.extension import clip_grad_norm
 from torch import nn
 
-from . import _optim_legacy, _optim_utils, _state_dict_utils, _unshard_param_utils
+from . import _init_utils, _optim_utils, _state_dict_utils, _unshard_param_utils, api
 from ._common_utils import FLAT_PARAM as FLAT_PARAM
 from ._common_utils import FSDP_PREFIX, FSDP_WRAPPED_MODULE, TrainingState, _assert_in_training_states
-from ._construct import Arguments, construct
-from ._gradients import CommHook
-from ._groups import HYBRID_SHARDING_STRATEGIES
-from ._state import FSDPInstance
-from ._torch_settings import TorchNamed, is_torchs, own
+from ._gradients import HookedGrid
+from ._optim_utils import Form, OptimInput
+from ._state import Arguments, FSDPInstance
 from ._traversal_utils import _get_fsdp_states
+from ._wrap_utils import _auto_wrap
+from .api import *  # noqa: F403
 from .api import (
     BackwardPrefetch,
     CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
     MixedPrecision,
     OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
+    OptimStateKeyType,
     ShardingStrategy,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
 )
 
-__all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "FullyShardedDataParallel",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-]
-
-
-class OptimStateKeyType(TorchNamed):
-    """By what an optimizer state dict names its parameters."""
-
-    PARAM_NAME = enum.auto()
-    """Fully-qualified names."""
-    PARAM_ID = enum.auto()
-    """Positions in the optimizer's parameter groups."""
+__all__ = ["FullyShardedDataParallel"]
+__all__ += api.__all__
 
 
 class _UnshardHandle:
@@ -80,6 +49,11 @@ class _UnshardHandle:
         unit = self._instance._flat_unit
         if unit is not None:
             unit.wait()
+
+
+def _require(value: object, kind: type, argument: str) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise ConfigTypeError(f"`{argument}` should be a {kind.__name__} but got {value!r} of {type(value)}.")
 
 
 def _noted(error: ConfigAssertionError, note: str) -> ConfigAssertionError:
@@ -114,60 +88,62 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: Any = None,
     ) -> None:
-        """Shard ``module`` in place.
+        """Shard ``module`` in place. Arguments mean what they mean to torch's wrapper, but for these:
 
         Args:
-            module: Its parameters become shards; ignored ones and those of inner instances stay as they are.
-            process_group: The ranks; a (shard, replicate) pair for hybrid strategies; anything with ``rank()`` and
-                ``size()`` for a stand-in that never communicates. None for the default group.
-            sharding_strategy: None for ``FULL_SHARD``.
-            cpu_offload: Whether shards live in host memory.
-            auto_wrap_policy: Which modules inside become instances of their own, with these same arguments.
-            backward_prefetch: When the next gather of a backward is issued; None for when it is needed.
-            mixed_precision: In which dtypes parameters compute, gradients are reduced, and buffers are kept.
-            ignored_modules: Left alone, with everything inside.
-            param_init_fn: Called on modules that hold meta tensors, in the place of ``reset_parameters()``.
-            device_id: Where a module on the CPU is moved first.
-            sync_module_states: Take every rank's values from rank 0.
-            forward_prefetch: Issue the next gather of a forward before its unit runs; for static graphs.
+            process_group: The ranks; a (shard, replicate) pair for hybrid strategies; a ``Collectives``; or anything
+                with ``rank()`` and ``size()``, with which the model can be wrapped and not run.
             limit_all_gathers: Accepted. Memory is bounded by events on the device; the host never waits.
-            use_orig_params: Keep the parameters themselves, as views of shards; else one flat parameter stands for all.
-            ignored_states: Parameters, or modules, that are left alone.
             device_mesh: One-dimensional, or two-dimensional (replicate, shard) for hybrid strategies.
 
         Raises:
             ConfigError, ParameterError, DeviceError, AlreadyShardedError: before anything is changed or sent.
         """
         nn.Module.__init__(self)
-        arguments = Arguments(
-            process_group=process_group,
-            sharding_strategy=own(sharding_strategy, ShardingStrategy, "sharding_strategy"),
-            cpu_offload=own(cpu_offload, CPUOffload, "cpu_offload"),
-            auto_wrap_policy=auto_wrap_policy,
-            backward_prefetch=own(backward_prefetch, BackwardPrefetch, "backward_prefetch"),
-            mixed_precision=own(mixed_precision, MixedPrecision, "mixed_precision"),
-            ignored_modules=ignored_modules,
+        _require(sharding_strategy, ShardingStrategy, "sharding_strategy")
+        _require(cpu_offload, CPUOffload, "cpu_offload")
+        _require(backward_prefetch, BackwardPrefetch, "backward_prefetch")
+        _require(mixed_precision, MixedPrecision, "mixed_precision")
+        given = Arguments(
+            sharding_strategy=sharding_strategy,
+            cpu_offload=cpu_offload,
+            backward_prefetch=backward_prefetch,
+            mixed_precision=mixed_precision,
             param_init_fn=param_init_fn,
             device_id=device_id,
             sync_module_states=sync_module_states,
             forward_prefetch=forward_prefetch,
             limit_all_gathers=limit_all_gathers,
             use_orig_params=use_orig_params,
-            ignored_states=ignored_states,
             device_mesh=device_mesh,
         )
-        construct(self, module, self, arguments, FullyShardedDataParallel, arguments.inside())
+        init = _init_utils
+        init.warn_about_container(module)
+        managed = init.find_managed(module, ignored_modules, ignored_states)
+        device_type = init.device_type_of(managed, device_id)
+        groups = init.resolve_groups(sharding_strategy, process_group, device_mesh, auto_wrap_policy, device_type)
+        device = init.explicit_device(device_id, groups.rank)
+        init.check_parameters(managed, device, groups.rank, param_init_fn)
+        if auto_wrap_policy is not None:
+            inside = given.inside(groups, managed.ignored_parameters)
+            ignored = set(managed.ignored_modules), set(managed.ignored_parameters)
+            _auto_wrap(module, auto_wrap_policy, *ignored, inside, FullyShardedDataParallel)
+        strategy = init.effective_strategy(sharding_strategy, groups.world_size)
+        init.check_devices(managed, device, groups.rank)
+        init.materialize(managed, param_init_fn, device or init.current_device(device_type))
+        init.move_to(managed, device, device_type)
+        computes_on = init.compute_device(managed, device, device_type, groups.rank)
+        if sync_module_states:
+            init.sync_module_states(managed, groups, computes_on)
+        self._configure(given, strategy, groups, managed, computes_on)
+        self._flatten(self)
+        _state_dict_utils._register_all_state_dict_hooks(self)
         self._fsdp_wrapped_module = module
 
     @property
     def module(self) -> nn.Module:
         """The wrapped module."""
         return self._fsdp_wrapped_module
-
-    @property
-    def training_state(self) -> TrainingState:
-        """Where this instance is in its step."""
-        return self._training_state()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, with whole parameters."""
@@ -212,13 +188,7 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
     ) -> Iterator[None]:
         """A context in which the parameters of all instances in ``module`` are whole, in their original dtype.
 
-        Args:
-            module: An instance, or a module with some inside.
-            recurse: Take inner instances too.
-            writeback: Keep what was changed; else it is dropped, but with ``NO_SHARD``, where nothing is copied.
-            rank0_only: Only rank 0 sees whole parameters.
-            offload_to_cpu: They are in host memory.
-            with_grads: Gradients are whole too.
+        With ``writeback=False`` changes are dropped, but with ``NO_SHARD``, where nothing is copied.
 
         Raises:
             NotImplementedError: a combination that is not served.
@@ -238,7 +208,7 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         if not self._is_root or self._root is None:
             raise StateError(
                 "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on root FSDP module. "
-                f"This one is '{self._stage.name}' (rank {self.rank})."
+                f"This one is '{self._module_state.name}' (rank {self.rank})."
             )
         self._assert_state(TrainingState.IDLE)
         root = self._root
@@ -262,7 +232,7 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         if not self._is_root or self._root is None:
             raise StateError(
                 "`clip_grad_norm_()` should only be called on the root FSDP instance, and this one is "
-                f"'{self._stage.name}' (rank {self.rank})."
+                f"'{self._module_state.name}' (rank {self.rank})."
             )
         self._assert_state(TrainingState.IDLE)
         total = clip_grad_norm(self._root, self, float(max_norm), float(norm_type))
@@ -279,10 +249,8 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduce gradients by ``hook`` from now on.
 
-        Args:
-            state: Given to ``hook`` first.
-            hook: ``hook(state, gradient)`` reduces a whole gradient in place, with ``NO_SHARD``;
-                ``hook(state, gradient, shard)`` writes this rank's part of the sum into ``shard``.
+        ``hook(state, gradient)`` reduces a whole gradient in place, with ``NO_SHARD``; ``hook(state, gradient, shard)``
+        writes this rank's part of the sum into ``shard``.
 
         Raises:
             AssertionError: this is not the outermost instance, the strategy is hybrid, or there is a hook already.
@@ -291,13 +259,13 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         if not self.check_is_root():
             raise _noted(
                 ConfigAssertionError("register_comm_hook can only be called on a root instance."),
-                f"This one is '{self._stage.name}' (rank {self.rank}). Call it on the outermost.",
+                f"This one is '{self._module_state.name}' (rank {self.rank}). Call it on the outermost.",
             )
         if not callable(hook):
             raise ConfigError(f"The communication hook must be callable but got {hook} (rank {self.rank}).")
         instances: list[FSDPInstance] = _get_fsdp_states(self)
         for each in instances:
-            if each.sharding_strategy in HYBRID_SHARDING_STRATEGIES:
+            if each.sharding_strategy in _init_utils.HYBRID_SHARDING_STRATEGIES:
                 raise ConfigAssertionError(
                     f"Communication hook is not supported for hybrid strategies: {each.sharding_strategy} "
                     f"(rank {self.rank})."
@@ -305,12 +273,13 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
             if each._comm_hook is not None:
                 raise _noted(
                     ConfigAssertionError("A communication hook is already registered"),
-                    f"On '{each._stage.name or '(root)'}' (rank {self.rank}). Construct the model anew to change it.",
+                    f"On {each._where}. Construct the model anew to change it.",
                 )
         for each in instances:
             each._comm_hook, each._comm_hook_state = hook, state
-            if each._flat_unit is not None:
-                each._flat_unit.comm_hook = CommHook(state, hook)
+            if (unit := each._flat_unit) is not None:
+                grid = unit.grid
+                unit.grid = HookedGrid(grid.world, grid.shard, grid.replicate, hook, state)
 
     @staticmethod
     def set_state_dict_type(
@@ -337,7 +306,10 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> AbstractContextManager[None]:
         """``set_state_dict_type`` for the time of a context."""
-        return _state_dict_utils._state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        before = _state_dict_utils._set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+        return _state_dict_utils._restoring_type(module, before)
 
     @staticmethod
     def optim_state_dict(
@@ -347,7 +319,11 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         group: Any = None,
     ) -> dict[str, Any]:
         """The state of ``optim``, by parameter names, in the form that the state dict type says."""
-        return _optim_utils.optim_state_dict(model, optim, optim_state_dict, group)
+        settings = _optim_utils.settings_of(model)
+        config = settings.optim_state_dict_config
+        distributed = settings.state_dict_type is not StateDictType.FULL_STATE_DICT
+        form = Form(distributed, config.offload_to_cpu, getattr(config, "rank0_only", False))
+        return _optim_utils.gather(model, optim, optim_state_dict, group, form)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -358,61 +334,72 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         load_directly: bool = False,
         group: Any = None,
     ) -> dict[str, Any]:
-        """What ``optim_state_dict`` returned, as ``optim.load_state_dict`` takes it on this rank."""
-        return _optim_utils.optim_state_dict_to_load(
-            model, optim, optim_state_dict, is_named_optimizer, load_directly, group
-        )
+        """The result of ``optim_state_dict``, as ``optim.load_state_dict`` takes it on this rank.
+
+        With ``rank0_only`` in the settings, rank 0's is used and sent to the others.
+        """
+        config = _optim_utils.settings_of(model).optim_state_dict_config
+        first = getattr(config, "rank0_only", False)
+        loaded = _optim_utils.load(model, optim_state_dict, optim, group, rank0_only=first, named=is_named_optimizer)
+        if load_directly:
+            optim.load_state_dict(loaded)
+        return loaded
 
     @staticmethod
     def full_optim_state_dict(
         model: nn.Module,
         optim: torch.optim.Optimizer,
-        optim_input: _optim_legacy.OptimInput = None,
+        optim_input: OptimInput = None,
         rank0_only: bool = True,
         group: Any = None,
     ) -> dict[str, Any]:
         """The whole state of ``optim`` by parameter names; deprecated for ``optim_state_dict``."""
-        return _optim_legacy.full_optim_state_dict(model, optim, optim_input, rank0_only, group)
+        _warn_replaced("full_optim_state_dict", "optim_state_dict", optim_input)
+        return _optim_utils.gather(model, optim, None, group, Form(False, True, rank0_only), optim_input)
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> dict[str, Any]:
         """The state of ``optim`` as distributed tensors; deprecated for ``optim_state_dict``."""
-        return _optim_legacy.sharded_optim_state_dict(model, optim, group)
+        _warn_replaced("sharded_optim_state_dict", "optim_state_dict", None)
+        return _optim_utils.gather(model, optim, None, group, Form(True, True, False))
 
     @staticmethod
     def shard_full_optim_state_dict(
         full_optim_state_dict: dict[str, Any],
         model: nn.Module,
-        optim_input: _optim_legacy.OptimInput = None,
+        optim_input: OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
         """This rank's part of a whole state dict; deprecated for ``optim_state_dict_to_load``."""
-        return _optim_legacy.shard_full_optim_state_dict(full_optim_state_dict, model, optim_input, optim)
+        _warn_replaced("shard_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
+        return _optim_utils.load(model, full_optim_state_dict, optim, None, optim_input)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
         """This rank's part of a distributed state dict; deprecated for ``optim_state_dict_to_load``."""
-        return _optim_legacy.flatten_sharded_optim_state_dict(sharded_optim_state_dict, model, optim)
+        _warn_replaced("flatten_sharded_optim_state_dict", "optim_state_dict_to_load", None)
+        return _optim_utils.load(model, sharded_optim_state_dict, optim)
 
     @staticmethod
     def scatter_full_optim_state_dict(
         full_optim_state_dict: dict[str, Any] | None,
         model: nn.Module,
-        optim_input: _optim_legacy.OptimInput = None,
+        optim_input: OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
         group: Any = None,
     ) -> dict[str, Any]:
         """This rank's part of rank 0's whole state dict; deprecated for ``optim_state_dict_to_load``."""
-        return _optim_legacy.scatter_full_optim_state_dict(full_optim_state_dict, model, optim_input, optim, group)
+        _warn_replaced("scatter_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
+        return _optim_utils.load(model, full_optim_state_dict, optim, group, optim_input, rank0_only=True)
 
     @staticmethod
     def rekey_optim_state_dict(
         optim_state_dict: dict[str, Any],
         optim_state_key_type: OptimStateKeyType,
         model: nn.Module,
-        optim_input: _optim_legacy.OptimInput = None,
+        optim_input: OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
         """``optim_state_dict`` keyed by parameter names, or by positions in the optimizer of ``model``.
@@ -422,12 +409,13 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
             KeyError: one of them stands for no parameter of the optimizer.
             AssertionError: no ``OptimStateKeyType``.
         """
-        if is_torchs(optim_state_key_type, "OptimStateKeyType"):
-            optim_state_key_type = OptimStateKeyType[optim_state_key_type.name]
         if not isinstance(optim_state_key_type, OptimStateKeyType):
-            raise _optim_legacy.refuse_key_type(optim_state_key_type)
+            raise ConfigAssertionError(
+                f"Expected optim_state_key_type to be PARAM_NAME or PARAM_ID, got {optim_state_key_type}."
+            )
+        _warn_about_input(optim_input)
         to_names = optim_state_key_type is OptimStateKeyType.PARAM_NAME
-        return _optim_legacy.rekey_optim_state_dict(optim_state_dict, to_names, model, optim_input, optim)
+        return _optim_utils.rekey(optim_state_dict, to_names, model, optim_input, optim)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module; inside ``summon_full_params`` the names are the module's own."""
@@ -471,6 +459,11 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
         with self._as_flat_parameters():
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        # Called by the functions of `torch.distributed.checkpoint.state_dict`, before they send anything.
+        _state_dict_utils.refuse_checkpoint_call(self)
+        return {}
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -481,3 +474,24 @@ class FullyShardedDataParallel(nn.Module, FSDPInstance):
 
     def __getitem__(self, key: Any) -> Any:
         return self._fsdp_wrapped_module[key]  # type: ignore[index]
+
+
+def _warn_replaced(current: str, replacement: str, optim_input: OptimInput) -> None:
+    warnings.warn(
+        f"``FullyShardedDataParallel.{current}``is being deprecated and is replaced by "
+        f"``FullyShardedDataParallel.{replacement}``. ``FullyShardedDataParallel.{current}`` may be removed after "
+        "PyTorch 2.2.",
+        FutureWarning,
+        stacklevel=3,
+    )
+    _warn_about_input(optim_input)
+
+
+def _warn_about_input(optim_input: OptimInput) -> None:
+    if optim_input is not None:
+        warnings.warn(
+            "The `optim_input` argument is deprecated and will be removed after PyTorch 1.13. You may remove it from "
+            "your code without changing its functionality.",
+            FutureWarning,
+            stacklevel=4,
+        )

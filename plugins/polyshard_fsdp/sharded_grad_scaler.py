@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,19 +58,7 @@ class ShardedGradScaler(GradScaler):
         self.process_group = process_group
         self._unscaling = False
 
-    @overload
-    def scale(self, outputs: torch.Tensor) -> torch.Tensor: ...
-
-    @overload
-    def scale(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]: ...
-
-    @overload
-    def scale(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]: ...
-
-    @overload
-    def scale(self, outputs: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]: ...
-
-    def scale(self, outputs: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tensor | Iterable[torch.Tensor]:
+    def scale(self, outputs: Any) -> Any:
         """``outputs`` times the scale: a tensor, or lists, tuples and iterables of tensors in any nesting."""
         return self._scaled(outputs) if self.is_enabled() else outputs
 

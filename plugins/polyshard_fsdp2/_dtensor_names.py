@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from typing import NoReturn
 
-from polyshard.functions.lookup import live_roots
+from polyshard.extension import live_roots
 from torch import nn
 
 from ._placed import is_placed, is_whole_now

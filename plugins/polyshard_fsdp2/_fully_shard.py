@@ -6,9 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
 from polyshard.errors import AlreadyShardedError, ConfigError, ConfigTypeError, ParameterError, StateError
-from polyshard.functions.lookup import live_roots
-from polyshard.planning.plan import MODULE_STATE_ATTRIBUTE, refuse_unshardable
-from polyshard.runtime.root import root_of
+from polyshard.extension import MODULE_STATE_ATTRIBUTE, live_roots, refuse_unshardable, root_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 

@@ -15,10 +15,7 @@ from collections.abc import ItemsView, Iterable, ValuesView
 from typing import Any
 
 import torch
-from polyshard.functions.whole import gather_whole, own_part
-from polyshard.runtime.gather import view_of
-from polyshard.runtime.module_state import ModuleState
-from polyshard.runtime.unit import Unit
+from polyshard.extension import ModuleState, Unit, gather_whole, own_part, view_of
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 

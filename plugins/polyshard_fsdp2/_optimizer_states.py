@@ -8,8 +8,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from polyshard.functions.lookup import live_roots
-from polyshard.runtime.unit import Unit
+from polyshard.extension import Unit, live_roots
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ._placed import as_dtensor, is_placed, piece_of

@@ -7,9 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from polyshard.errors import StateError
-from polyshard.planning.layout import Slot
-from polyshard.runtime.root import Root
-from polyshard.runtime.unit import Unit
+from polyshard.extension import Root, Slot, Unit
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement

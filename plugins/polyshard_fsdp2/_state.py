@@ -9,11 +9,7 @@ import polyshard
 import torch
 from polyshard.config import ShardConfig
 from polyshard.errors import StateError, UnshardedUseError, UnsupportedError
-from polyshard.functions.lookup import live_roots
-from polyshard.planning.plan import MODULE_STATE_ATTRIBUTE
-from polyshard.runtime.module_state import ModuleState
-from polyshard.runtime.root import Root, root_of
-from polyshard.runtime.unit import Reshard
+from polyshard.extension import MODULE_STATE_ATTRIBUTE, ModuleState, Reshard, Root, live_roots, root_of
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from polyshard.runtime.unit import Unit
+from polyshard.extension import Unit
 from torch import nn
 
 from ._initialising import WatchedParameters

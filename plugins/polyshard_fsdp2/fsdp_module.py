@@ -8,10 +8,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from polyshard.errors import ConfigError, ConfigTypeError, StateError, UnsupportedError
-from polyshard.runtime.root import root_of
-from polyshard.runtime.step import Phase
-from polyshard.runtime.unit import Unit, unshard_due
-from polyshard.setup.materialize import is_meta
+from polyshard.extension import Phase, Unit, is_meta, root_of, unshard_due
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -121,8 +118,9 @@ class FSDPModule:
         root = outermost(_state(self), "set_requires_gradient_sync")
         if not recurse and len(root.module_states) > 1:
             raise UnsupportedError(
-                f"set_requires_gradient_sync(recurse=False) on a module with {len(root.module_states) - 1} sharded modules "
-                f"inside (rank {root.rank}): the engine reduces all gradients of a model or none. Leave recurse out."
+                f"set_requires_gradient_sync(recurse=False) on a module with {len(root.module_states) - 1} sharded "
+                f"modules inside (rank {root.rank}): the engine reduces all gradients of a model or none. Leave "
+                "recurse out."
             )
         root.synchronises = bool(requires_gradient_sync)
 

@@ -182,7 +182,7 @@ def test_wrong_uses_are_refused_and_the_model_trains_on() -> None:
             preemption.__enter__()
         train(model)
         assert not preemption.requested()
-    with pytest.raises(StateError, match="Preemption needs a sharded model"), polyshard.Preemption(nn.Linear(2, 2)):
+    with pytest.raises(StateError, match="Preemption needs a sharded module"), polyshard.Preemption(nn.Linear(2, 2)):
         pass
     inner = next(each for each in model.modules() if isinstance(each, Block))
     with pytest.raises(StateError, match="Preemption needs"), polyshard.Preemption(inner):

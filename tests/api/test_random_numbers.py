@@ -78,9 +78,9 @@ def test_states_of_another_number_of_ranks_are_refused_and_nothing_changes(count
 
 
 def test_models_that_are_not_sharded_are_refused() -> None:
-    with pytest.raises(StateError, match=r"random_states\(\) needs a sharded model"):
+    with pytest.raises(StateError, match=r"random_states\(\) needs a sharded module"):
         polyshard.random_states(nn.Linear(2, 2))
-    with pytest.raises(StateError, match=r"restore_random_states\(\) needs a sharded model"):
+    with pytest.raises(StateError, match=r"restore_random_states\(\) needs a sharded module"):
         polyshard.restore_random_states(nn.Linear(2, 2), [])
 
 

@@ -250,7 +250,7 @@ def test_nothing_trains_on_averages_and_an_error_inside_gives_the_weights_back()
 
     for rank, messages in enumerate(on_ranks(2, on_rank)):
         stepped, updated, entered, made, backward, captured = messages
-        assert "A CapturedStep was called inside AveragedWeights.applied()" in captured
+        assert "A CapturedStep was called inside of AveragedWeights.applied()" in captured
         assert f"SGD was to update 'first.weight' inside of AveragedWeights.applied() (rank {rank})" in stepped
         assert f"AveragedWeights.update() was called inside of AveragedWeights.applied() (rank {rank})" in updated
         assert "AveragedWeights.applied() was called inside of AveragedWeights.applied()" in entered

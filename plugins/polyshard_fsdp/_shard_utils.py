@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from polyshard.errors import StateError
+from polyshard.extension import contiguous_stride, product
 from polyshard.interfaces import Collectives
-from polyshard.planning.layout import contiguous_stride, product
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _torch_private
@@ -95,10 +96,27 @@ def shape_of(value: Any) -> torch.Size:
     return _torch_private.shape_of(value) if _torch_private.is_sharded_tensor(value) else torch.Size(value.shape)
 
 
-def cut_otherwise(value: Any, ranks: int) -> str | None:
-    """How a ``ShardedTensor`` is cut, in words, where that is not what ``ranks`` ranks have; None where it is."""
+def refuse_other_cut(value: Any, ranks: int, where: str, rank: int) -> None:
+    """Refuse a ``ShardedTensor`` that is not cut as ``ranks`` ranks cut it; other values pass.
+
+    Raises ``StateError`` (a ``RuntimeError``).
+    """
+    if not _torch_private.is_sharded_tensor(value):
+        return
     pieces = [size[0] for size in _torch_private.piece_sizes(value)]
     wanted = [count for _, count in rows_of(shape_of(value)[0], ranks)]
-    if [rows for rows in pieces if rows] == [rows for rows in wanted if rows]:
-        return None
-    return f"is cut into {pieces} rows, and {ranks} ranks need {wanted}"
+    if [rows for rows in pieces if rows] != [rows for rows in wanted if rows]:
+        raise StateError(
+            f"{where} is cut into {pieces} rows, and {ranks} ranks need {wanted} (rank {rank}). Load it with the "
+            "number of ranks that saved it, or through torch.distributed.checkpoint."
+        )
+
+
+def is_cut_along_rows(value: object, ranks: int) -> bool:
+    """Whether ``value`` is a ``DTensor`` whose rows lie on ``ranks`` ranks."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    if not isinstance(value, DTensor):
+        return False
+    *outer, last = value.placements
+    return last == Shard(0) and all(each.is_replicate() for each in outer) and value.device_mesh.size(-1) == ranks
