@@ -169,8 +169,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         With ``evaluation_mode`` it is left whole on every rank, as theirs does, so that ranks may call it apart.
 
-        Raises:
-            ShardingError, StateError: as ``prepare``.
+        Raises ShardingError, StateError: as ``prepare``.
         """
         if evaluation_mode and sharded_in(model) is None:
             whole: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
@@ -188,9 +187,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         Of one whose state ``save_state`` would refuse it warns: whether that will be called is not known.
 
-        Raises:
-            ConfigError: it holds a parameter of no prepared model; its state cannot be saved, where this Accelerator
-                numbers its checkpoints (``automatic_checkpoint_naming``), and so is to save.
+        Raises ConfigError: it holds a parameter of no prepared model; its state cannot be saved, where this Accelerator
+        numbers its checkpoints (``automatic_checkpoint_naming``), and so is to save.
         """
         self._refuse_optimizers([optimizer], [])
         models = [found for model in _private.models_of(self) if (found := sharded_in(model)) is not None]
@@ -224,8 +222,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
         """Does nothing: ranks have equally many batches, or cannot be served.
 
-        Raises:
-            UnsupportedError: ``even_batches`` is False, here or by the configuration of loaders.
+        Raises UnsupportedError: ``even_batches`` is False, here or by the configuration of loaders.
         """
         even = self.even_batches if even_batches is None else even_batches
         if self.num_processes > 1 and not even:
@@ -242,8 +239,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Clip by the norm over all ranks; returns the norm before, the same on every rank.
 
-        Raises:
-            StateError: gradients wait for the last backward of an accumulation.
+        Raises StateError: gradients wait for the last backward of an accumulation.
         """
         given = _listed(parameters)
         if not self.sync_gradients:
@@ -256,8 +252,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Clip each element of the gradients.
 
-        Raises:
-            StateError: gradients wait for the last backward of an accumulation, or are in a flat parameter.
+        Raises StateError: gradients wait for the last backward of an accumulation, or are in a flat parameter.
         """
         given = _listed(parameters)
         if not self.sync_gradients:
@@ -329,8 +324,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         Every rank calls it. Units are gathered one after the other.
 
-        Raises:
-            StateError: inside a step.
+        Raises StateError: inside a step.
         """
         module = sharded_in(model)
         if module is None:
@@ -347,8 +341,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     ) -> None:
         """Write ``model`` whole, as ``safetensors`` files; every rank calls it, and may read them afterwards.
 
-        Raises:
-            StateError: inside a step.
+        Raises StateError: inside a step.
         """
         # Theirs writes what get_state_dict returns on the main process.
         super().save_model(model, save_directory, max_shard_size, safe_serialization)
@@ -358,8 +351,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def free_memory(self, *objects: Any) -> Any:
         """Close the sharded models, and forget what was prepared; every rank calls it.
 
-        Raises:
-            StateError: inside a step.
+        Raises StateError: inside a step.
         """
         self._close_models()
         return super().free_memory(*objects)

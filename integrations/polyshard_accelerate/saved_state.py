@@ -41,11 +41,7 @@ class Index:
 
     @classmethod
     def read(cls, folder: Path) -> Index:
-        """That of ``folder``.
-
-        Raises:
-            StateError: there is none, or it cannot be read.
-        """
+        """That of ``folder``. Raises StateError: there is none, or it cannot be read."""
         path = folder / INDEX
         try:
             found = json.loads(path.read_text(encoding="utf-8"))

@@ -97,8 +97,7 @@ def make_room(path: str | Path, *, first: bool, agreed: Callable[[bool], bool]) 
 
     ``first``: whether this is rank 0. ``agreed``: returns rank 0's answer on every rank.
 
-    Raises:
-        ConfigError: there is a directory of something else.
+    Raises ConfigError: there is a directory of something else.
     """
     if is_remote(path):
         return
@@ -112,11 +111,7 @@ def make_room(path: str | Path, *, first: bool, agreed: Callable[[bool], bool]) 
 
 
 def require_file(path: str | Path) -> None:
-    """Refuse a path of this host that is no file.
-
-    Raises:
-        ConfigError: there is no file.
-    """
+    """Refuse a path of this host that is no file. Raises ConfigError: there is no file."""
     if is_remote(path):
         return
     path = Path(path)
@@ -137,8 +132,7 @@ def whole_model_state(module: nn.Module) -> dict[str, Any]:
 
     Other entries, such as extra state and metrics, are rank 0's.
 
-    Raises:
-        UnsupportedError: the state dict does not have the parameters under their names, or ranks are pretended.
+    Raises UnsupportedError: the state dict does not have the parameters under their names, or ranks are pretended.
     """
     shown, cut = require_names(module)
     whole = get_model_state_dict(module, _WHOLE)
@@ -150,8 +144,7 @@ def whole_model_state(module: nn.Module) -> dict[str, Any]:
 def require_names(module: nn.Module) -> tuple[Mapping[str, Any], Set[str]]:
     """``module.state_dict()`` with this rank's pieces, and the names in it that are sharded.
 
-    Raises:
-        UnsupportedError: as ``whole_model_state``.
+    Raises UnsupportedError: as ``whole_model_state``.
     """
     with state_dicts_of_pieces():
         shown = module.state_dict()
@@ -192,8 +185,7 @@ def whole_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -
 def load_whole_model_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
     """Take this rank's part of whole tensors, by ``load_state_dict``: its hooks and what modules add see the file.
 
-    Raises:
-        ConfigError: the state is of another model.
+    Raises ConfigError: the state is of another model.
     """
     try:
         module.load_state_dict(state, strict=strict)

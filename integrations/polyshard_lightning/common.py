@@ -57,11 +57,7 @@ class StateDictType(enum.Enum):
 
     @classmethod
     def parse(cls, value: StateDictType | str) -> StateDictType:
-        """``value``, which may be its string.
-
-        Raises:
-            ConfigError: it is neither.
-        """
+        """``value``, which may be its string. Raises ConfigError: it is neither."""
         try:
             return cls(value)
         except ValueError as error:
@@ -185,11 +181,7 @@ class Strategy:
         rank_zero_only.rank = self.global_rank
 
     def join(self) -> None:
-        """Form the process group, unless the program has one.
-
-        Raises:
-            ConfigError: it has one of another size.
-        """
+        """Form the process group, unless the program has one. Raises ConfigError: it has one of another size."""
         reset_seed()
         self.set_world_ranks()
         if not dist.is_initialized():
@@ -318,8 +310,7 @@ def refuse_optimizer(
 
     ``modules``: sharded, or about to be, by ``config``.
 
-    Raises:
-        ConfigError: naming the parameter.
+    Raises ConfigError: naming the parameter.
     """
     refuse_strangers(optimizer, modules, rank, "Make the optimizer from the parameters of the model that is set up.")
     whole = keeps_whole(config, dist.get_world_size())

@@ -145,8 +145,7 @@ class PolyshardFabricStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
     def setup_module(self, module: nn.Module) -> ShardedModule:
         """Shard ``module`` in place.
 
-        Raises:
-            ConfigError, AlreadyShardedError, PolyshardError: as ``polyshard.shard``; the module is as it was.
+        Raises ConfigError, AlreadyShardedError, PolyshardError: as ``polyshard.shard``; the module is as it was.
         """
         self.shard(module)
         return ShardedModule(module)
@@ -156,8 +155,7 @@ class PolyshardFabricStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
     ) -> tuple[ShardedModule, list[torch.optim.Optimizer], Any | None]:
         """Shard ``module`` in place; its optimizers go on with this rank's pieces.
 
-        Raises:
-            ConfigError: an optimizer holds other parameters; the module is as it was.
+        Raises ConfigError: an optimizer holds other parameters; the module is as it was.
         """
         for optimizer in optimizers:
             self._require_known(optimizer, module)
@@ -169,8 +167,7 @@ class PolyshardFabricStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Take an optimizer over parameters of modules that are, or will be, set up.
 
-        Raises:
-            ConfigError: it holds others.
+        Raises ConfigError: it holds others.
         """
         if len(self._live):
             self._require_known(optimizer)
@@ -178,11 +175,7 @@ class PolyshardFabricStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
         return optimizer
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step.
-
-        Raises:
-            ConfigError: the optimizer, set up before any module, holds other parameters.
-        """
+        """Step. Raises ConfigError: the optimizer, set up before any module, holds other parameters."""
         if optimizer not in self._known:
             self._require_known(optimizer)
         return ParallelStrategy.optimizer_step(self, optimizer, **kwargs)
@@ -319,11 +312,7 @@ class PolyshardFabricStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
         return rest
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Let each rank take its part of whole tensors.
-
-        Raises:
-            ConfigError: they are another model's.
-        """
+        """Let each rank take its part of whole tensors. Raises ConfigError: they are another model's."""
         load_whole_model_state(_inner(module), state_dict, strict=strict)
 
     def _module_of(self, optimizer: torch.optim.Optimizer) -> nn.Module:

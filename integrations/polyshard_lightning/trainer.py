@@ -107,9 +107,8 @@ class PolyshardStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
     def setup(self, trainer: Trainer) -> None:
         """Shard the module, then let it make its optimizers.
 
-        Raises:
-            ConfigError, UnsupportedError, PolyshardError: as ``polyshard.shard``, before anything changes; an optimizer
-                holds other parameters; a callback copies the model, or would fail to save it.
+        Raises ConfigError, UnsupportedError, PolyshardError: as ``polyshard.shard``, before anything changes; an
+        optimizer holds other parameters; a callback copies the model, or would fail to save it.
         """
         module = self.lightning_module
         fits = trainer.state.fn == TrainerFn.FITTING
@@ -141,8 +140,7 @@ class PolyshardStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the module's optimizers and schedulers.
 
-        Raises:
-            ConfigError: one holds a parameter that is not the module's.
+        Raises ConfigError: one holds a parameter that is not the module's.
         """
         ParallelStrategy.setup_optimizers(self, trainer)
         for optimizer in self.optimizers:
@@ -288,21 +286,13 @@ class PolyshardStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Let each rank take its part of a file's whole tensors.
-
-        Raises:
-            ConfigError: they are another model's.
-        """
+        """Let each rank take its part of a file's whole tensors. Raises ConfigError: they are another model's."""
         state = checkpoint["state_dict"]
         if not isinstance(state, _InFolder):
             load_whole_model_state(self.lightning_module, state, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """As ``load_model_state_dict``, of optimizers.
-
-        Raises:
-            ConfigError: they are other optimizers.
-        """
+        """As ``load_model_state_dict``, of optimizers. Raises ConfigError: they are other optimizers."""
         states = checkpoint["optimizer_states"]
         if isinstance(states, _InFolder):
             return
@@ -389,8 +379,7 @@ class PreemptionCallback(Callback):  # type: ignore[misc]
     ) -> None:
         """Write a checkpoint and raise, where a rank was told to end.
 
-        Raises:
-            SystemExit: on every rank, with ``exit_code``.
+        Raises SystemExit: on every rank, with ``exit_code``.
         """
         # A loader that goes on behind its last batch has none for the next epoch: Lightning would leave that one out.
         if not trainer.is_last_batch:
@@ -399,8 +388,7 @@ class PreemptionCallback(Callback):  # type: ignore[misc]
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As ``on_train_batch_end``, behind the last batch of an epoch.
 
-        Raises:
-            SystemExit: on every rank, with ``exit_code``.
+        Raises SystemExit: on every rank, with ``exit_code``.
         """
         self._end_if_requested(trainer)
 

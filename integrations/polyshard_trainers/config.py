@@ -28,8 +28,7 @@ _TRUE = ("1", "true", "yes", "on", "y", "t")
 def on_device(config: ShardConfig, device: torch.device, trainer: str, rank: int) -> ShardConfig:
     """``config`` with the device that ``trainer`` chose for this process.
 
-    Raises:
-        ConfigError: ``config`` names another one.
+    Raises ConfigError: ``config`` names another one.
     """
     if device.type == "cpu":
         # Trainers may number it, and no tensor's has a number.
@@ -92,8 +91,7 @@ def leaves_dtype(config: ShardConfig) -> bool:
 def compute_dtype(config: ShardConfig, master: torch.dtype = torch.float32) -> torch.dtype:
     """The dtype in which the outermost unit computes, of parameters in ``master``.
 
-    Raises:
-        ConfigError, PluginError: the plugin cannot be made.
+    Raises ConfigError, PluginError: the plugin cannot be made.
     """
     unit = UnitSpec(
         name="",

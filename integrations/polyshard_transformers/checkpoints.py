@@ -23,11 +23,7 @@ SCHEDULER = "scheduler.pt"
 
 
 def require_state(folder: Path) -> Path:
-    """The committed sharded state in ``folder``.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The committed sharded state in ``folder``. Raises ConfigError: there is none."""
     state = latest(folder / STATE)
     if state is None:
         raise ConfigError(
@@ -41,8 +37,7 @@ def require_state(folder: Path) -> Path:
 def require_exportable(model: nn.Module, *, one_folder: bool) -> None:
     """Raise where ``export`` would refuse the model.
 
-    Raises:
-        ConfigError, UnsupportedError: as ``polyshard_huggingface.save``.
+    Raises ConfigError, UnsupportedError: as ``polyshard_huggingface.save``.
     """
     if one_folder and isinstance(model, PreTrainedModel):
         require_saveable(model)

@@ -159,9 +159,8 @@ class PolyshardMixin(TrainerHooks):
     def require_saveable(self) -> None:
         """Raise where the first checkpoint would fail.
 
-        Raises:
-            ConfigError, UnsupportedError, RankMismatchError: as ``polyshard.checkpoint.save`` and
-                ``polyshard_huggingface.save``, before a step.
+        Raises ConfigError, UnsupportedError, RankMismatchError: as ``polyshard.checkpoint.save`` and
+        ``polyshard_huggingface.save``, before a step.
         """
         preempted = any(isinstance(each, PreemptionCallback) for each in self.callback_handler.callbacks)
         if self.args.save_strategy == SaveStrategy.NO and not preempted:
@@ -251,8 +250,7 @@ class PreemptionCallback(transformers.TrainerCallback):  # type: ignore[misc]
     def __init__(self, signals: Iterable[signal.Signals] = (signal.SIGTERM,), *, every: int = 1) -> None:
         """As ``polyshard.Preemption``: the signals, and at every how many steps ranks exchange their requests.
 
-        Raises:
-            ConfigError: ``every`` is below 1; when training begins.
+        Raises ConfigError: ``every`` is below 1; when training begins.
         """
         self._signals = tuple(signals)
         self._every = every

@@ -153,12 +153,9 @@ def require_plain(value: torch.Tensor, where: str) -> None:
 def decode(value: Json, tensor: Callable[[Json], torch.Tensor]) -> Any:
     """What was encoded.
 
-    Args:
-        value: JSON.
-        tensor: Gives the tensor that an object describes. Its elements may come later, also where it becomes an array.
-
-    Raises:
-        MalformedError, ValueError, TypeError, LookupError, OverflowError: it was not made by ``Encoder``.
+    ``value``: JSON. ``tensor``: gives the tensor that an object describes. Its elements may come later, also where it
+    becomes an array.
+    Raises MalformedError, ValueError, TypeError, LookupError, OverflowError: it was not made by ``Encoder``.
     """
     return _decode(value, tensor, 0)
 

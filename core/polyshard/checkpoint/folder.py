@@ -144,11 +144,10 @@ class Line:
     def target(self, step: int) -> Path:
         """The directory for ``step``.
 
-        A run that was taken up at an earlier step comes to steps that it had saved before: these stay, and the new
-        ones get a number.
+        A run that was taken up at an earlier step comes to steps that it had saved before: these stay, and the new ones
+        get a number.
 
-        Raises:
-            ConfigError: the step is committed already, or another job saves into the folder.
+        Raises ConfigError: the step is committed already, or another job saves into the folder.
         """
         contents = self._require_alone()
         name = f"step-{step:08d}"
@@ -225,9 +224,8 @@ class Attempt:
     def sizes(self, least: Mapping[str, int]) -> dict[str, int]:
         """Bytes of each file. ``least``: how many the ranks wrote.
 
-        Raises:
-            PolyshardError: a file is gone or shorter: something else works in the directory, or the ranks see
-                different file systems.
+        Raises PolyshardError: a file is gone or shorter: something else works in the directory, or the ranks see
+        different file systems.
         """
         found = {path.name: path.stat().st_size for path in self.path.iterdir()}
         for name, nbytes in least.items():
@@ -280,8 +278,7 @@ def attempt_in(folder: Path) -> Iterator[Attempt]:
 
     What saves left there that did not live to their end is removed first.
 
-    Raises:
-        ConfigError: it cannot be a folder.
+    Raises ConfigError: it cannot be a folder.
     """
     make_folder(folder)
     for path in folder.glob(f"{_UNFINISHED}*"):

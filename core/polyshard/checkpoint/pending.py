@@ -429,12 +429,8 @@ class History:
     def settle(self, model: ShardedModel, then: str = "This call was not begun: call it again.") -> None:
         """Wait for the save in the background. Every rank calls it; does nothing where there is none.
 
-        Args:
-            model: The history's.
-            then: What a failure means for the call that tells of it.
-
-        Raises:
-            BackgroundSaveError: it failed on any rank, and ``result`` has not told of it on all. On all ranks alike.
+        ``model``: the history's. ``then``: what a failure means for the call that tells of it.
+        Raises BackgroundSaveError: it failed on any rank, and ``result`` has not told of it on all. On all ranks alike.
         """
         pending, self.pending = self.pending, None
         if pending is None:

@@ -58,8 +58,7 @@ def range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     Each box is itself a contiguous range of elements. At most ``max(1, 2 * len(shape) - 1)`` boxes: on the way to the
     innermost dimension each one adds a box of whole rows at either end, and they share the one in the middle.
 
-    Raises:
-        IndexError: the range does not lie within the tensor.
+    Raises IndexError: the range does not lie within the tensor.
     """
     numel = math.prod(shape)
     if not 0 <= start <= stop <= numel:

@@ -90,9 +90,8 @@ class AveragedWeights:
         Takes the memory of another shard. Writes to the weights inside are dropped on leaving, unless ``writeback``:
         then they are the average from now on, as after ``checkpoint.load`` inside. Every rank enters and leaves.
 
-        Raises:
-            StateError: inside of a step, ``unsharded`` or itself. Inside, a backward that adds to gradients and an
-                optimizer's step raise it.
+        Raises StateError: inside of a step, ``unsharded`` or itself. Inside, a backward that adds to gradients and an
+        optimizer's step raise it.
         """
         sharded = _between_steps(self._model, "AveragedWeights.applied()")
         with torch.no_grad():

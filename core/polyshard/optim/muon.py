@@ -78,8 +78,7 @@ class Muon(WholeTensorOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As for every optimizer of torch.
 
-        Raises:
-            ConfigError: a parameter that is no matrix, or a setting that is none.
+        Raises ConfigError: a parameter that is no matrix, or a setting that is none.
         """
         super().add_param_group(param_group)
         try:

@@ -368,8 +368,7 @@ class Exchanges:
     def issue(self, start: Callable[[], Work]) -> Callable[[], None]:
         """Start an exchange, behind what was computed so far.
 
-        Returns:
-            A call that orders what is computed after it behind the exchange.
+        Returns a call that orders what is computed after it behind the exchange.
         """
         if self._stream is None:
             return start().wait

@@ -168,8 +168,7 @@ class Meeting:
     def come(self, report: Sequence[Any], error: Exception | None = None) -> None:
         """Leave this rank's ``report``, or what went wrong on it, without waiting for others.
 
-        Raises:
-            torch.distributed.DistNetworkError: the store is gone.
+        Raises torch.distributed.DistNetworkError: the store is gone.
         """
         self._report, self._failed = report, error is not None
         self._deadline = time.monotonic() + self._timeout_s
@@ -359,8 +358,7 @@ class Meeting:
 def _through_collectives(collectives: Collectives, report: Sequence[Any], error: Exception | None) -> None:
     """``agree`` by the collectives themselves; an ``error`` of this rank is told, and not raised.
 
-    Raises:
-        RankMismatchError: another rank failed, or reports something else.
+    Raises RankMismatchError: another rank failed, or reports something else.
     """
     rank = collectives.rank
     failure = None if error is None else words(error)[:_LONGEST_FAILURE]

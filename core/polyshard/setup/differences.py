@@ -56,10 +56,8 @@ class Reported:
 def told(reports: Sequence[Reported], unread: int = 0) -> str:
     """What to tell all ranks where they report different things.
 
-    Args:
-        reports: What was read. The report of most ranks is what the others are compared with; of equally many, that of
-            the lowest rank.
-        unread: How many ranks more report something else than the first of ``reports``.
+    ``reports``: what was read. The report of most ranks is what the others are compared with; of equally many, that of
+    the lowest rank. ``unread``: how many ranks more report something else than the first of ``reports``.
     """
     usual = max(reports, key=lambda each: (each.number, -each.speaker))
     lines = [line for each in sorted(reports, key=lambda each: each.ranks) for line in _against(usual, each)]

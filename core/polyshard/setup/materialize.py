@@ -30,8 +30,7 @@ def refuse_uninitializable(
 ) -> None:
     """Raise if a module that holds meta parameters or buffers could not be initialised. ``modules``: with their names.
 
-    Raises:
-        ParameterError: naming the tensors and their modules.
+    Raises ParameterError: naming the tensors and their modules.
     """
     if initializer is not None:
         return
@@ -261,9 +260,8 @@ _SCALE = 4.0
 def park(offload: OffloadManager, unit: PlannedUnit, shard: torch.Tensor, rank: int) -> torch.Tensor:
     """Where ``offload`` parks ``shard`` (``[shard_numel]``, master dtype), with its values, which it can bring back.
 
-    Raises:
-        PluginContractError: ``place`` returned what no parameter can view, or other values; or ``fetch`` does not write
-            them.
+    Raises PluginContractError: ``place`` returned what no parameter can view, or other values; or ``fetch`` does not
+    write them.
     """
     spec = unit.spec
     wanted = _sample(shard)
@@ -292,8 +290,7 @@ def park(offload: OffloadManager, unit: PlannedUnit, shard: torch.Tensor, rank: 
 def try_codecs(owners: Iterable[PlannedModule], collectives: Collectives, shards: int) -> None:
     """Encode and decode a ramp, once for each caster that encodes, as its smallest unit.
 
-    Raises:
-        PluginContractError: what was decoded has little to do with what was encoded.
+    Raises PluginContractError: what was decoded has little to do with what was encoded.
     """
     smallest: dict[int, tuple[PrecisionCaster, PlannedUnit]] = {}
     for owner in owners:

@@ -32,8 +32,7 @@ def whole_parameters(sharded: ShardedModel, *, receives: bool) -> Iterator[tuple
 
     Every rank goes through all of it.
 
-    Raises:
-        ParameterChangedError: modules moved, so that a name is another parameter's now.
+    Raises ParameterChangedError: modules moved, so that a name is another parameter's now.
     """
     sharded.refuse_moved()
     for unit in sharded.units:

@@ -412,8 +412,7 @@ def _require_same_kinds(
 
     ``saved``: ``Joint.kind`` at the save; None where the source does not name the classes. ``groups``: saved settings.
 
-    Raises:
-        ConfigError: naming the classes, or the setting.
+    Raises ConfigError: naming the classes, or the setting.
     """
     kinds = [saved] if saved is None or isinstance(saved, Mapping) else list(saved)
     if saved is not None and len(kinds) != len(joint.members):

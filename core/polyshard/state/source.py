@@ -193,8 +193,7 @@ class HeldSource(Source):
         """Find out which DTensors must be gathered, since some rank needs other elements than it has. Every rank calls
         it, before ``read`` and ``bring``.
 
-        Raises:
-            RankMismatchError: ranks have DTensors under different names; on every rank.
+        Raises RankMismatchError: ranks have DTensors under different names; on every rank.
         """
         names = sorted(key for key, value in self._values.items() if _is_dtensor(value))
         lacking = [key for key in names if key in targets and not _covers(self._values[key], targets[key])]

@@ -54,8 +54,7 @@ class StateOrigin(enum.Enum):
 class StateOptions:
     """Settings of the functions of ``polyshard.state``; the same on every rank. Enums may be given as their text.
 
-    Raises:
-        ConfigError: a text that stands for nothing.
+    Raises ConfigError: a text that stands for nothing.
     """
 
     form: StateForm | str = StateForm.SHARDED

@@ -66,8 +66,7 @@ def function_at(reference: str, option: str) -> Callable[..., Any]:
 
     To be called inside of ``importing_beside``.
 
-    Raises:
-        ConfigError: it cannot be imported, there is no such name, or it cannot be called.
+    Raises ConfigError: it cannot be imported, there is no such name, or it cannot be called.
     """
     module_name, _, path = reference.partition(":")
     if not (module_name and path):
@@ -109,9 +108,8 @@ def model_from(reference: str, arguments: Mapping[str, Any] | Sequence[Any] = ()
     It is called under ``torch.device("meta")``: parameters have shapes and dtypes, and no memory. A tensor that the
     factory puts on another device by name stays there.
 
-    Raises:
-        ConfigError: there is no such name, it cannot be called with ``arguments``, it failed, on the meta device or
-            anywhere, or it returned no module.
+    Raises ConfigError: there is no such name, it cannot be called with ``arguments``, it failed, on the meta device or
+    anywhere, or it returned no module.
     """
     factory = function_at(reference, "--model")
     # A module can be called, with a batch.

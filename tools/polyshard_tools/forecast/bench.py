@@ -41,11 +41,8 @@ def bench(collectives: Collectives, sizes: Sequence[int] = SIZES, rounds: int = 
     bf16 travels, as units do, and is added up in fp32 where the collectives can. How many operations are issued follows
     from the arguments alone, never from how long one took.
 
-    Returns:
-        The same on every rank.
-
-    Raises:
-        ConfigError: there is one rank, fewer than two sizes, or no round.
+    Returns the same on every rank.
+    Raises ConfigError: there is one rank, fewer than two sizes, or no round.
     """
     ranks = collectives.world_size
     if ranks < 2:
@@ -80,8 +77,7 @@ def bench_machine(
 ) -> LinkModel:
     """The links inside a host, among 2, 4, … and all of its ranks, and those between hosts; every rank calls it.
 
-    Args:
-        ranks_per_host: how many neighbouring ranks share a host.
+    ``ranks_per_host``: how many neighbouring ranks share a host.
     """
     world = collectives.world_size
     inside: list[Timing] = []

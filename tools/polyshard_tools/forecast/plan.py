@@ -321,8 +321,7 @@ def draw(plan: Plan, file: str | Path) -> None:
 
     Memory of each kind lies on what stands throughout; below it are the streams where the step was timed.
 
-    Raises:
-        ConfigError: the plan has no batch, matplotlib is not installed, or it cannot write that.
+    Raises ConfigError: the plan has no batch, matplotlib is not installed, or it cannot write that.
     """
     if plan.timeline is None:
         raise ConfigError("A plan without a batch has no step to draw. Give --batch.")

@@ -72,8 +72,7 @@ class LinkModel:
     def link(self, operation: Operation, span: Span) -> Link:
         """The one of the nearest number of ranks, measured over hosts where ``span`` reaches over several.
 
-        Raises:
-            ConfigError: there is none.
+        Raises ConfigError: there is none.
         """
         hosts = span.hosts(self.ranks_per_host)
         among = self.between if hosts > 1 else self.inside

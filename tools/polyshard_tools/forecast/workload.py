@@ -48,8 +48,7 @@ class ShapedBatches:
     def parse(cls, text: str) -> ShapedBatches:
         """From ``"int64[8,1024] labels=int64[8,1024]"``: dtypes and sizes, positional ones first, or by keyword.
 
-        Raises:
-            ConfigError: a word is none of these, or the first sizes differ.
+        Raises ConfigError: a word is none of these, or the first sizes differ.
         """
         # Spaces may stand inside of brackets.
         shapes = tuple(_shape_of(word) for word in re.findall(r"[^\s\[]+(?:\[[^\]]*\])?", text) or [text])
