@@ -18,10 +18,10 @@ from polyshard.io.files import path_of
 from polyshard.state.exchange import (
     coordinates,
     from_first,
+    notify_listeners,
     require_same,
     require_seen,
     speaks,
-    tell_listeners,
     together,
 )
 from torch import nn
@@ -136,7 +136,7 @@ def load_through(
             _read(held, found, saved, files)
     else:
         _read_for_all(sharded, held, kept, found, saved, files)
-    tell_listeners(collectives, f"the load of {path}", partial(sharded.tell_loaded, model, path))
+    notify_listeners(collectives, f"the load of {path}", partial(sharded.tell_loaded, model, path))
 
 
 def _read(held: Iterable[ModelTensor], found: Match, saved: Saved, files: OpenFiles) -> None:

@@ -21,9 +21,9 @@ from polyshard.io.memory import SAFETENSORS_NAMES
 from polyshard.state.exchange import (
     coordinates,
     from_first,
+    notify_listeners,
     require_seen,
     speaks,
-    tell_listeners,
     together,
 )
 from torch import nn
@@ -151,7 +151,7 @@ def save_through(
         with together(collectives, f"Committing {what}"):
             if attempt is not None:
                 _commit(attempt.path, folder, plan.shards)
-    tell_listeners(collectives, f"{what}, which is written", partial(sharded.tell_saved, model, folder))
+    notify_listeners(collectives, f"{what}, which is written", partial(sharded.tell_saved, model, folder))
 
 
 def require_saveable(model: nn.Module) -> None:

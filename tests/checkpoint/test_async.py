@@ -185,7 +185,7 @@ def test_a_failure_that_nobody_asks_for_is_logged_on_every_rank(
         pending = checkpoint.async_save(tmp_path, 1, model, optimizer)
         while not pending.done():
             time.sleep(0.01)
-        pending.note_told()
+        pending.note_reported()
 
     on_ranks(3, body)
     told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]

@@ -18,7 +18,7 @@ from polyshard.errors import RankMismatchError
 from polyshard.interfaces import PolicyContext, UnitPlan, WrapPolicy
 from polyshard.runtime.peers import Peers
 from polyshard.setup import shard
-from polyshard.setup.agree import Meeting
+from polyshard.setup.agree import StoreAgreement
 from torch import nn
 
 T = TypeVar("T")
@@ -281,11 +281,11 @@ def agreements(
 ) -> list[tuple[str, Traffic]]:
     """One agreement of each of ``ranks``, of ``size`` in all: what it raised, if anything, and its traffic."""
     found = []
-    meetings = [Meeting(store, range(size), rank, timedelta(seconds=timeout_s)) for rank in ranks]
+    meetings = [StoreAgreement(store, range(size), rank, timedelta(seconds=timeout_s)) for rank in ranks]
     traffic = []
     for rank, meeting in zip(ranks, meetings, strict=True):
         store.traffic = Traffic()
-        meeting.come(reports(rank))
+        meeting.arrive(reports(rank))
         traffic.append(store.traffic)
     for store.traffic, meeting in zip(traffic, meetings, strict=True):
         text = ""

@@ -29,7 +29,7 @@ from ..state.sharded import MODEL, OPTIMIZER, CheckpointTensor, Holding, holding
 from .encoding import Encoder
 from .writing import Document, offered
 
-#: Names that one rank tells, and ranks that are asked.
+#: Names that one rank reports, and ranks that are asked.
 _NAMES, _RANKS = 64, 4
 
 
@@ -174,8 +174,8 @@ def not_finite(sharded: ShardedModel, joint: Joint | None) -> list[str]:
 def not_finite_anywhere(sharded: ShardedModel, names: Sequence[str]) -> list[str]:
     """What ``not_finite`` found on any rank: nothing where it found nothing on all. Every rank calls it."""
     answers = Answers(sharded.collectives, len(names), json.dumps(names[:_NAMES]) if names else "")
-    telling = [rank for rank, number in enumerate(answers.numbers) if number]
-    found = [name for ranks in answers.alike(telling)[:_RANKS] for name in json.loads(answers.words_of(ranks[0]))]
+    reporting = [rank for rank, number in enumerate(answers.numbers) if number]
+    found = [name for ranks in answers.alike(reporting)[:_RANKS] for name in json.loads(answers.words_of(ranks[0]))]
     order = {each.name: at for at, each in enumerate(each for unit in sharded.units for each in unit.parameters)}
     return sorted(dict.fromkeys(found), key=lambda name: order.get(name, len(order)))
 

@@ -1,7 +1,7 @@
 """Values as JSON with tags, and back: nothing that is read is looked up, imported or called.
 
 ``None``, ``bool``, ``int``, ``float``, ``str`` and dicts with names for keys are themselves, every other value is an
-object with one tag. A dict that could be taken for one is written as pairs. Tensors and arrays are told by their
+object with one tag. A dict that could be taken for one is written as pairs. Tensors and arrays are their
 dtype, shape and place in a file.
 """
 
@@ -84,7 +84,7 @@ class Encoder:
         return [self._encode(each, f"{where}[{index}]", depth + 1) for index, each in enumerate(values)]
 
     def _of_containers(self, value: Any, where: str, depth: int) -> Json | None:
-        # A named tuple or an enum is told by its class, which a file must not name.
+        # A named tuple or an enum needs its class, which a file must not name.
         if isinstance(value, enum.Enum) or hasattr(value, "_fields"):
             return None
         if isinstance(value, Mapping):
@@ -126,9 +126,9 @@ class Encoder:
         return self._beside("tensor", value.detach())
 
     def _beside(self, tag: str, tensor: torch.Tensor) -> Json:
-        told: dict[str, Json] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "chunks": []}
-        self.tensors.append((told, tensor))
-        return _tagged(tag, told)
+        entry: dict[str, Json] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "chunks": []}
+        self.tensors.append((entry, tensor))
+        return _tagged(tag, entry)
 
 
 def require_plain(value: torch.Tensor, where: str) -> None:
@@ -140,8 +140,8 @@ def require_plain(value: torch.Tensor, where: str) -> None:
     kind = type(value)
     if kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise ConfigTypeError(
-            f"{where} is a {kind.__module__}.{kind.__qualname__}, of which a checkpoint cannot tell what it is made "
-            "of. Give a plain tensor."
+            f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot take apart. "
+            "Give a plain tensor."
         )
     if value.layout is not torch.strided or value.is_meta or value.dtype not in NAMES:
         raise ConfigTypeError(
@@ -160,8 +160,8 @@ def decode(value: Json, tensor: Callable[[Json], torch.Tensor]) -> Any:
     return _decode(value, tensor, 0)
 
 
-def tensor_told(value: Json) -> Json | None:
-    """What describes the tensor that ``value`` is; None where it is no tensor."""
+def tensor_entry(value: Json) -> Json | None:
+    """The entry of the tensor that ``value`` is; None where it is no tensor."""
     if isinstance(value, dict) and len(value) == 1:
         return value.get(f"{_MARK}tensor")
     return None
@@ -172,15 +172,15 @@ def _decode(value: Json, tensor: Callable[[Json], torch.Tensor], depth: int) -> 
         raise MalformedError("it has a value that is nested too deeply")
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    told = an_object(value, "a value")
-    tag = next(iter(told), "")
+    entry = an_object(value, "a value")
+    tag = next(iter(entry), "")
     if not tag.startswith(_MARK):
-        if any(key.startswith(_MARK) for key in told):
+        if any(key.startswith(_MARK) for key in entry):
             raise MalformedError("it has a value with a tag beside names")
-        return {key: _decode(each, tensor, depth + 1) for key, each in told.items()}
-    if len(told) != 1:
+        return {key: _decode(each, tensor, depth + 1) for key, each in entry.items()}
+    if len(entry) != 1:
         raise MalformedError("it has a value with several tags")
-    inner, kind = told[tag], tag[len(_MARK) :]
+    inner, kind = entry[tag], tag[len(_MARK) :]
     if kind == "tensor":
         return tensor(inner)
     if kind == "array":
@@ -281,8 +281,8 @@ def checked(directory: Path, name: str) -> Iterator[None]:
     except RecursionError:
         raise damaged(directory, f"'{name}' is nested too deeply") from None
     except (ValueError, TypeError, KeyError, LookupError, OverflowError, AttributeError) as error:
-        told = str(error) if isinstance(error, MalformedError) else f"{type(error).__name__}: {error}"
-        raise damaged(directory, f"'{name}' cannot be what was written ({told})") from error
+        why = str(error) if isinstance(error, MalformedError) else f"{type(error).__name__}: {error}"
+        raise damaged(directory, f"'{name}' cannot be what was written ({why})") from error
 
 
 def an_object(value: Any, what: str) -> dict[str, Any]:

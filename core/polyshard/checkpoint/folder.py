@@ -144,7 +144,7 @@ class Line:
     def target(self, step: int) -> Path:
         """The directory for ``step``.
 
-        A run that was taken up at an earlier step comes to steps that it had saved before: these stay, and the new ones
+        A run that was resumed from an earlier step reaches steps that it had saved before: these stay, and the new ones
         get a number.
 
         Raises ConfigError: the step is committed already, or another job saves into the folder.
@@ -250,7 +250,7 @@ class Attempt:
         try:
             sync_directory(target.parent)
         except OSError:
-            # Whoever is told that there is no checkpoint should not find one.
+            # A save that raises must leave no checkpoint.
             with suppress(OSError):
                 target.rename(self.path)
                 self.committed = False
@@ -337,7 +337,7 @@ def _taken(target: Path) -> ConfigError:
 class JobLock:
     """This process's claim to a folder, until ``release`` or its end, however it comes.
 
-    The system lets go of a lock with the process that holds it, so that nothing is left of a job that was killed. The
+    The system releases a lock with the process that holds it, so that nothing is left of a job that was killed. The
     file itself stays, and says who had the lock last.
     """
 
@@ -419,8 +419,8 @@ class JobLock:
         process: list[Any] = []
         since = 0
         with suppress(MalformedError, KeyError, OSError):
-            told = an_object(parse(os.pread(descriptor, _MOST, 0)), "the lock")
-            process, since = a_list(told["process"], "process"), a_count(told["since"], "since")
+            entry = an_object(parse(os.pread(descriptor, _MOST, 0)), "the lock")
+            process, since = a_list(entry["process"], "process"), a_count(entry["since"], "since")
         if process == mine:
             # Another model of this process has it.
             return
@@ -435,7 +435,7 @@ class JobLock:
 
 
 class _Leaving:
-    """Lets go of a lock in a forked child. Not a method: that would keep the lock for good."""
+    """Releases a lock in a forked child. Not a method: that would keep the lock for good."""
 
     def __init__(self, lock: weakref.ref[JobLock]) -> None:
         self._lock = lock

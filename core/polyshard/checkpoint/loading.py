@@ -22,7 +22,7 @@ from ..inspect import ShardedModel, idle_model
 from ..interfaces import Collectives
 from ..io.files import path_of
 from ..state.contents import Joint, Optimizers
-from ..state.exchange import coordinates, require_same, require_seen, tell_listeners, together
+from ..state.exchange import coordinates, notify_listeners, require_same, require_seen, together
 from ..state.restore import ModelRestore, OptimizerRestore
 from ..state.sharded import MODEL, OPTIMIZER, holdings
 from ..state.source import Source, listed, opening, require_name
@@ -34,7 +34,7 @@ from .reading import StoredSource
 
 #: What ``torch.distributed.checkpoint`` describes a directory in.
 _METADATA = ".metadata"
-_TELL = "Let one rank ask latest() and tell the others."
+_REMEDY = "Let one rank ask latest() and tell the others."
 
 
 def load(
@@ -61,14 +61,14 @@ def load(
         ConfigError: the checkpoint is of another model or optimizer, and nothing was changed.
         RankMismatchError: another rank failed, or was given another checkpoint.
         OSError: reading failed; the model may hold parts of the checkpoint.
-        BackgroundSaveError: the save in the background failed, on any rank, which nobody was told of yet; on all ranks
+        BackgroundSaveError: the save in the background failed, on any rank, which was not raised yet; on all ranks
             alike. Nothing was changed.
         Exception: a listener's, on its rank, once everything is loaded.
     """
     sharded = idle_model(model, "checkpoint.load()")
     with sharded.meeting("load of a checkpoint", (sharded.collectives,)):
         extra = _load(sharded, directory, model, optimizer, frozen=frozen)
-        _tell(sharded, model, directory)
+        _notify(sharded, model, directory)
     return extra
 
 
@@ -76,7 +76,7 @@ def _load(
     sharded: ShardedModel, directory: Path, model: nn.Module, optimizer: Optimizers | None, *, frozen: bool
 ) -> Mapping[str, Any]:
     collectives, history = sharded.collectives, sharded.attached(History)
-    history.settle(sharded)
+    history.finish_pending(sharded)
     called: dict[str, object] = {}
     _require_seen(collectives, directory, MARKER)
     with together(collectives, f"Opening the checkpoint {directory}", called):
@@ -91,7 +91,7 @@ def _load(
             source = StoredSource(manifest)
             # Decoded here, where a failure changes nothing.
             precision, extra = source.precision, source.extra
-    require_same(collectives, directory, marker.identity, _TELL)
+    require_same(collectives, directory, marker.identity, _REMEDY)
     with together(collectives, f"Matching the checkpoint {directory}"), _readable(directory, collectives):
         targets = ModelRestore(source, model, collectives.rank, frozen=frozen).targets
         restore = None
@@ -141,7 +141,7 @@ def load_dcp(
     sharded = idle_model(model, "checkpoint.load_dcp()")
     with sharded.meeting("load of a checkpoint", (sharded.collectives,)):
         _load_dcp(sharded, directory, model, optimizer, keys)
-        _tell(sharded, model, directory)
+        _notify(sharded, model, directory)
 
 
 def _load_dcp(
@@ -156,9 +156,9 @@ def _load_dcp(
         joint = None if optimizer is None else Joint(optimizer)
         called.update(optimizer=str(joint and joint.described), keys=keys)
         groups = [] if joint is None else _names(sharded, joint)
-        source = ForeignSource(directory, _metadata(directory), keys or DcpKeys(), groups)
+        source = ForeignSource(directory, read_metadata(directory), keys or DcpKeys(), groups)
         identity = hashlib.sha256((directory / _METADATA).read_bytes()).hexdigest()
-    require_same(collectives, directory, identity, _TELL)
+    require_same(collectives, directory, identity, _REMEDY)
     with together(collectives, f"Matching the directory {directory}"), _readable(directory, collectives):
         targets = ModelRestore(source, model, collectives.rank).targets
         restore = None
@@ -172,13 +172,14 @@ def _load_dcp(
             restore.commit()
 
 
-def _metadata(directory: Path) -> Any:
+def read_metadata(directory: Path) -> Metadata:
+    """What a directory of ``torch.distributed.checkpoint`` holds. Raises StateError: it is none."""
     if not (directory / _METADATA).is_file():
         raise StateError(
             f"{directory} was not written by torch.distributed.checkpoint: it has no file '{_METADATA}', or its save "
             "did not end. Name the directory that was checkpoint_id of the save."
         )
-    return read_metadata(directory)
+    return FileSystemReader(directory).read_metadata()
 
 
 def _names(sharded: ShardedModel, joint: Joint) -> list[list[str]]:
@@ -205,15 +206,15 @@ def _readable(directory: Path, collectives: Collectives) -> Iterator[None]:
 
 def _require_seen(collectives: Collectives, directory: object, name: str) -> None:
     """Raise on all ranks where some see the file ``name`` in ``directory`` and others do not."""
-    # Of what cannot be a directory whoever opens it tells; None is what latest() found on a rank that sees nothing.
+    # No path at all fails when it is opened; None is what latest() found on a rank that sees nothing.
     seen = directory is not None
     with suppress(ConfigError):
         seen = seen and os.path.lexists(path_of(directory, "directory") / name)
     require_seen(collectives, directory, seen)
 
 
-def _tell(sharded: ShardedModel, model: nn.Module, directory: Path) -> None:
-    tell_listeners(
+def _notify(sharded: ShardedModel, model: nn.Module, directory: Path) -> None:
+    notify_listeners(
         sharded.collectives, f"the load of {directory}", partial(sharded.tell_loaded, model, Path(directory))
     )
 
@@ -256,7 +257,10 @@ class ForeignSource(Source):
 
     def __post_init__(self) -> None:
         """Find the model. Raises ConfigError: there is nothing where it is said to be."""
-        self._paths.update(self._model_paths())
+        found = {key: (MODEL, path[0]) for key, path in self._below(MODEL) if len(path) == 1}
+        if not found:
+            raise self._nothing("model", self.keys.model)
+        self._paths.update(found)
 
     def find_optimizer(self) -> None:
         """Know the optimizer, too.
@@ -275,7 +279,11 @@ class ForeignSource(Source):
     def read(self, targets: dict[str, Any]) -> None:
         wanted = {key: target for key, target in targets.items() if key not in self._made}
         # Settings of a flattened state dict are there once a parameter, and one group's must agree.
-        beside = {other: _like(targets[key]) for key in wanted for other in self._aliases.get(key, ())}
+        beside = {
+            other: torch.empty_like(targets[key]) if isinstance(targets[key], torch.Tensor) else None
+            for key in wanted
+            for other in self._aliases.get(key, ())
+        }
         both = {**beside, **wanted}
         read_state(self.directory, both, self.metadata)
         targets.update({key: both[key] for key in wanted})
@@ -301,12 +309,6 @@ class ForeignSource(Source):
             path = tuple(whole)
             if path[: len(start)] == start and key in self.metadata.state_dict_metadata:
                 yield key, path[len(start) :]
-
-    def _model_paths(self) -> dict[str, tuple[Any, ...]]:
-        found = {key: (MODEL, path[0]) for key, path in self._below(MODEL) if len(path) == 1}
-        if not found:
-            raise self._nothing("model", self.keys.model)
-        return found
 
     def _optimizer_paths(self) -> dict[str, tuple[Any, ...]]:
         found: dict[str, tuple[Any, ...]] = {}
@@ -350,19 +352,10 @@ class ForeignSource(Source):
         )
 
 
-def _like(target: Any) -> Any:
-    return torch.empty_like(target) if isinstance(target, torch.Tensor) else None
-
-
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     return bool(one == other)
-
-
-def read_metadata(directory: Path) -> Metadata:
-    """What the directory holds."""
-    return FileSystemReader(directory).read_metadata()
 
 
 def read_state(directory: Path, targets: dict[str, Any], metadata: Metadata) -> None:

@@ -33,7 +33,7 @@ from .encoding import (
     decode,
     parse,
     render,
-    tensor_told,
+    tensor_entry,
 )
 
 NAME = "manifest.json"
@@ -138,8 +138,8 @@ class Manifest:
             if top["format"] != 3:
                 raise MalformedError(f"it is of format {top['format']!r}, and 'COMMITTED' of format 3")
             known = {name: _file(name, each) for name, each in an_object(top["files"], "files").items()}
-            told = {name: each.size for name, each in known.items()}
-            if told != {name: nbytes for name, nbytes in files.items() if name != NAME}:
+            sizes = {name: each.size for name, each in known.items()}
+            if sizes != {name: nbytes for name, nbytes in files.items() if name != NAME}:
                 raise MalformedError("its files are not those of 'COMMITTED'")
             read = _Tensors(known, complete=complete)
             model = {name: read.tensor(each, name) for name, each in an_object(top["model"], "model").items()}
@@ -151,8 +151,8 @@ class Manifest:
             found = cls(known, model, aliases, optimizer, top["precision"], top["extra"], complete, directory)
 
             # Decoded without elements first: a rank must not find out when others have changed their models.
-            def stand_in(told: Json) -> torch.Tensor:
-                return read.stand_in(told, found._within)
+            def stand_in(entry: Json) -> torch.Tensor:
+                return read.stand_in(entry, found._within)
 
             for each in found.settings():
                 decode(each, stand_in)
@@ -162,9 +162,9 @@ class Manifest:
             read.require_apart()
         return found
 
-    def within(self, told: Json) -> StoredTensor:
-        """The tensor that ``told`` describes in an encoded value of this manifest."""
-        return self._within[id(told)]
+    def within(self, entry: Json) -> StoredTensor:
+        """The tensor of ``entry`` in an encoded value of this manifest."""
+        return self._within[id(entry)]
 
     def settings(self) -> Iterator[Json]:
         """Every encoded setting of the optimizer."""
@@ -208,16 +208,16 @@ class _Tensors:
         self._complete = complete
         self._chunks: list[StoredChunk] = []
 
-    def stand_in(self, told: Json, found: dict[int, StoredTensor]) -> torch.Tensor:
+    def stand_in(self, entry: Json, found: dict[int, StoredTensor]) -> torch.Tensor:
         """Without elements, for a tensor in an encoded value, which must be whole; it is noted in ``found``."""
-        stored = self.tensor(told, "a tensor in a value", complete=True)
-        found[id(told)] = stored
+        stored = self.tensor(entry, "a tensor in a value", complete=True)
+        found[id(entry)] = stored
         return torch.empty(0, dtype=stored.dtype)
 
-    def tensor(self, told: Json, name: str, *, complete: bool | None = None) -> StoredTensor:
+    def tensor(self, entry: Json, name: str, *, complete: bool | None = None) -> StoredTensor:
         """One of the manifest's. Raises MalformedError: its chunks are not what its shape says, or not in the files."""
         what = f"'{name}'"
-        entry = an_object(told, what)
+        entry = an_object(entry, what)
         dtype, shape = DTYPES[a_text(entry["dtype"], what)], counts(entry["shape"], what)
         if len(shape) > _MOST_DIMENSIONS:
             raise MalformedError(f"{what} has {len(shape)} dimensions")
@@ -231,8 +231,8 @@ class _Tensors:
         self._chunks += chunks
         return StoredTensor(dtype, shape, chunks)
 
-    def _chunk(self, told: Json, what: str, dtype: torch.dtype, whole: Box) -> StoredChunk:
-        offsets, sizes, file, at, nbytes = a_list(told, what)
+    def _chunk(self, entry: Json, what: str, dtype: torch.dtype, whole: Box) -> StoredChunk:
+        offsets, sizes, file, at, nbytes = a_list(entry, what)
         box = Box(counts(offsets, what), counts(sizes, what))
         inside = len(box.offsets) == len(box.sizes) == len(whole.sizes) and all(
             start + size <= extent for start, size, extent in zip(box.offsets, box.sizes, whole.sizes, strict=True)
@@ -254,10 +254,10 @@ class _Tensors:
                 raise MalformedError(f"byte {other.at} of '{one.file}' is in two chunks")
 
 
-def _file(name: str, told: Json) -> StoredFile:
+def _file(name: str, entry: Json) -> StoredFile:
     if _FILE.fullmatch(name) is None:
         raise MalformedError(f"it names a file {name!r}, which no rank writes")
-    entry = an_object(told, name)
+    entry = an_object(entry, name)
     size = a_count(entry["size"], name)
     blocks = tuple(a_text(each, name) for each in a_list(entry[DIGEST], name))
     if len(blocks) != -(-size // BLOCK) or not all(is_digest(each) for each in blocks):
@@ -265,13 +265,13 @@ def _file(name: str, told: Json) -> StoredFile:
     return StoredFile(size, blocks)
 
 
-def _optimizer(told: Json, read: _Tensors) -> StoredOptimizer:
-    entry = an_object(told, "optimizer")
+def _optimizer(entry: Json, read: _Tensors) -> StoredOptimizer:
+    entry = an_object(entry, "optimizer")
     state: dict[str, dict[str, StoredTensor | Json]] = {}
     for name, states in an_object(entry["state"], "state").items():
         own = state.setdefault(name, {})
         for key, value in an_object(states, name).items():
-            tensor = tensor_told(value)
+            tensor = tensor_entry(value)
             if tensor is None:
                 # State that is no tensor has none in it: no rank but the first could write one.
                 decode(value, _no_tensor)
@@ -283,16 +283,16 @@ def _optimizer(told: Json, read: _Tensors) -> StoredOptimizer:
     return StoredOptimizer(state, groups, _kind(entry["kind"]))
 
 
-def _kind(told: Json) -> Any:
-    for each in told if isinstance(told, list) else [told]:
+def _kind(entry: Json) -> Any:
+    for each in entry if isinstance(entry, list) else [entry]:
         for name in ("module", "class"):
             a_text(an_object(each, "kind")[name], "kind")
-    if told == []:
+    if entry == []:
         raise MalformedError("kind is empty")
-    return told
+    return entry
 
 
-def _no_tensor(told: Json) -> torch.Tensor:
+def _no_tensor(entry: Json) -> torch.Tensor:
     raise MalformedError("it has a tensor where none can be")
 
 
@@ -310,13 +310,13 @@ def _overlapping(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
     return False
 
 
-def described(dtype: str, shape: Iterable[int], chunks: Iterable[Json]) -> Json:
-    """A tensor as the manifest has it. ``chunks``: what ``chunk_described`` gave."""
+def tensor_as_json(dtype: str, shape: Iterable[int], chunks: Iterable[Json]) -> Json:
+    """A tensor in the manifest. ``chunks``: of ``chunk_as_json``."""
     return {"dtype": dtype, "shape": list(shape), "chunks": list(chunks)}
 
 
-def chunk_described(offsets: Iterable[int], sizes: Iterable[int], file: str, at: int, nbytes: int) -> Json:
-    """A chunk as the manifest has it."""
+def chunk_as_json(offsets: Iterable[int], sizes: Iterable[int], file: str, at: int, nbytes: int) -> Json:
+    """A chunk in the manifest."""
     return [list(offsets), list(sizes), file, at, nbytes]
 
 

@@ -1,9 +1,9 @@
 """A save that goes on in the background while the model is trained.
 
-[Note: how ranks meet in the background]
-Collectives belong to the training, which uses them at the same time. What ranks have to say to each other is said
-through the directory that all of them write to: each leaves a note there when its part is written, the first one
-waits for all notes and commits, and others see the checkpoint appear under its name, or a note that it was given up.
+[Note: ranks in the background]
+Collectives belong to the training, which uses them at the same time. Ranks exchange notes through the directory that
+all of them write to: each leaves one when its part is written, the first rank waits for all notes and commits, and
+the others see the checkpoint appear under its name, or a note that it was given up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import BackgroundSaveError, CollectiveTimeoutError, PolyshardError, RankMismatchError, StateError, words
+from ..errors import BackgroundSaveError, CollectiveTimeoutError, PolyshardError, RankMismatchError, words
 from ..inspect import Phase, ShardedModel
 from ..io.files import naming, read_whole, write_whole
 from ..state.exchange import Answers, coordinates, named
@@ -46,7 +46,7 @@ _OTHERS = 1.25
 #: Seconds in which nothing changed until a program ends without having heard of its last save.
 _AT_EXIT_S = 30.0
 _GIVEN_UP = "given-up.txt"
-_FAILED, _TOLD = 1, 2
+_FAILED, _REPORTED = 1, 2
 
 
 class Notes:
@@ -77,14 +77,14 @@ class Notes:
         self._abandoned = True
         self._wakes.set()
 
-    def hurry(self) -> None:
+    def look_now(self) -> None:
         """Look at once: somebody waits."""
         self._wakes.set()
 
     def collect(self) -> list[Any]:
         """Wait for all ranks; returns what each had to say of its part, in their order. The first rank calls it.
 
-        One listing a look, whatever the number of ranks: what tells of them would have to be asked for one by one.
+        One listing a look, whatever the number of ranks: files would have to be asked for one by one.
 
         Raises:
             RankMismatchError: one failed.
@@ -98,8 +98,8 @@ class Notes:
             names = frozenset(os.listdir(self._directory))
             # The others wait for this rank as long as it says that it is there.
             os.utime(self._directory)
-            come = [rank for rank in missing if _note_of(rank) in names]
-            for rank in come:
+            arrived = [rank for rank in missing if _note_of(rank) in names]
+            for rank in arrived:
                 found[rank], failure = self._read(rank)
                 del missing[rank]
                 if failure is not None:
@@ -107,7 +107,7 @@ class Notes:
             if not missing:
                 break
             now = time.monotonic()
-            if come:
+            if arrived:
                 since = now
             elif self._abandoned:
                 raise RankMismatchError(f"Writing in the background failed on another rank than {self._rank}.")
@@ -126,8 +126,8 @@ class Notes:
 
     def give_up(self, text: str) -> None:
         """Tell the others that there will be no checkpoint. What they wrote is removed."""
-        # Told first: whoever misses its file then finds why. Where there is no room for that, once there is. What
-        # cannot be told at all is seen when they wait for too long.
+        # The reason first: whoever misses its file then finds it. Where there is no room for it, once there is. Without
+        # it, the others wait for too long and raise.
         for _ in range(2):
             with suppress(OSError):
                 if not (self._directory / _GIVEN_UP).exists():
@@ -141,7 +141,7 @@ class Notes:
                         path.unlink(missing_ok=True)
 
     def given_up(self, target: Path) -> RankMismatchError | None:
-        """What the first rank told of giving ``target`` up; None where it did not."""
+        """The error where the first rank gave ``target`` up; None where it did not."""
         try:
             why = (self._directory / _GIVEN_UP).read_text(errors="replace")
         except OSError:
@@ -161,19 +161,19 @@ class Notes:
         """
         changed, since = -1, time.monotonic()
         for _ in self._looks(max(_LATER, self.ranks / _LOOKS_PER_S)):
-            told = _changed_at(self._directory)
+            now_changed = _changed_at(self._directory)
             if (target / MARKER).exists() and Marker.read(target).identity == identity:
                 return
             over = self.given_up(target)
             if over is not None:
                 raise over
-            if told is None:
+            if now_changed is None:
                 raise RankMismatchError(f"The save of {target} did not end on rank 0 (rank {self._rank}).")
             if self._abandoned:
                 raise RankMismatchError(f"Writing in the background failed on another rank than {self._rank}.")
             now = time.monotonic()
-            if told != changed:
-                changed, since = told, now
+            if now_changed != changed:
+                changed, since = now_changed, now
             # A program that ends because rank 0's machine is gone should end.
             ends = not threading.main_thread().is_alive()
             limit = min(_OTHERS * self._patience_s, _AT_EXIT_S if ends else math.inf)
@@ -207,11 +207,11 @@ class Notes:
     def _read(self, rank: int) -> tuple[Any, str | None]:
         name = _note_of(rank)
         with checked(self._directory, name):
-            told = an_object(parse(read_whole(self._directory, name)), "the note")
-            failure = told["failure"]
+            note = an_object(parse(read_whole(self._directory, name)), "the note")
+            failure = note["failure"]
             if failure is not None:
                 return None, a_text(failure, "failure")
-            written = an_object(told["written"], "written")
+            written = an_object(note["written"], "written")
             a_text(written["file"], "file")
             a_count(written["size"], "size")
             for each in a_list(written["digests"], "digests"):
@@ -227,19 +227,19 @@ class PendingSave:
         directory: Path,
         rank: int,
         work: Callable[[Callable[[], None]], None],
-        tell: Callable[[], None],
+        notify: Callable[[], None],
         notes: Notes,
     ) -> None:
         """``work``: in the background, until there is a checkpoint, or raises; calls what it is given when this rank's
-        own part is written, and waits for others by ``notes``. ``tell``: tells listeners.
+        own part is written, and waits for others by ``notes``. ``notify``: calls listeners.
         """
         self.directory = directory
         """That of the checkpoint, once it is committed."""
-        self.told = False
-        """Whether somebody was told what came of it."""
+        self.reported = False
+        """Whether the program knows how it ended."""
         self._rank = rank
         self._work = work
-        self._tell = tell
+        self._notify = notify
         self._notes = notes
         self._written = threading.Event()
         self._written_here = False
@@ -261,17 +261,17 @@ class PendingSave:
     def failure(self, *, wait: bool) -> BaseException | None:
         """Why there is no checkpoint. ``wait``: until that is known here; else what is known so far."""
         if wait:
-            self._notes.hurry()
+            self._notes.look_now()
             self._thread.join()
         return self._failure
 
     def heard_failure(self) -> BaseException | None:
-        """Wait until there is a checkpoint, and tell listeners, once; returns what failed."""
+        """Wait until there is a checkpoint, and call listeners, once; returns what failed."""
         self._thread.join()
         if self._failure is None and not self._heard:
             self._heard = True
             try:
-                self._tell()
+                self._notify()
             except Exception as error:
                 self._failure = error
         return self._failure
@@ -283,11 +283,11 @@ class PendingSave:
         self._notes.remove()
         return self._failure
 
-    def note_told(self, failure: BaseException | None = None) -> None:
-        """The program knows what came of it. ``failure``: what ``result`` raises from now on, where it says more."""
-        self.told = True
+    def note_reported(self, failure: BaseException | None = None) -> None:
+        """The program knows how it ended. ``failure``: what ``result`` raises from now on, where it says more."""
+        self.reported = True
         self._failure = failure or self._failure
-        atexit.unregister(self._tell_at_exit)
+        atexit.unregister(self._print_at_exit)
 
     def done(self) -> bool:
         """Whether ``result`` would return, or raise, at once."""
@@ -308,14 +308,14 @@ class PendingSave:
             ConfigError: another job committed the step meanwhile.
             PolyshardError, OSError: writing failed; nothing is left of it.
         """
-        self._notes.hurry()
+        self._notes.look_now()
         self._thread.join(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
         if self._thread.is_alive():
             raise CollectiveTimeoutError(
                 f"The save of {self.directory} has not ended yet (rank {self._rank}). It goes on; ask again later."
             )
         failure = self.heard_failure()
-        self.note_told()
+        self.note_reported()
         if failure is not None:
             raise failure
         return self.directory
@@ -334,22 +334,22 @@ class PendingSave:
             self._failure = PolyshardError(f"Writing {self.directory} failed (rank {self._rank}): {words(error)}")
             self._failure.__cause__ = error
         # Copies of the state are not kept until somebody asks.
-        self._work = _nothing
+        del self._work
         if self._failure is not None:
             _forget_locals(self._failure)
             # Nobody may ask: of a program's last save, say.
-            _LOGGER.error("%s", self._told_of_failure())
-            atexit.register(self._tell_at_exit)
+            _LOGGER.error("%s", self._failure_text())
+            atexit.register(self._print_at_exit)
         self._written.set()
 
-    def _told_of_failure(self) -> str:
+    def _failure_text(self) -> str:
         assert self._failure is not None
         return f"The save of {self.directory} in the background failed on rank {self._rank}: {words(self._failure)}"
 
-    def _tell_at_exit(self) -> None:
+    def _print_at_exit(self) -> None:
         """The program ends, and has not asked: what is logged may go nowhere."""
         if sys.stderr is not None:
-            print(f"polyshard: {self._told_of_failure()}. The program ended without asking.", file=sys.stderr)
+            print(f"polyshard: {self._failure_text()}. The program ended without asking.", file=sys.stderr)
 
 
 def _note_of(rank: int) -> str:
@@ -365,25 +365,20 @@ def _changed_at(directory: Path) -> int | None:
 
 
 def _forget_locals(error: BaseException | None) -> None:
-    """Let go of what the frames that ``error`` and its causes came through still hold."""
+    """Release the objects in the frames of ``error`` and its causes."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
-def _nothing(_: Callable[[], None]) -> None:
-    raise StateError("a save runs once")
-
-
 @dataclass
 class History:
-    """Kept with the model."""
+    """The saves of one model, kept with it."""
 
     line: Line | None = None
     """The checkpoints of the folder that it saved to or loaded from last; on the rank that coordinates."""
     pending: PendingSave | None = None
     """The last save in the background, until it is known how it ended."""
-
     lock: JobLock | None = None
     """The claim to the folder that it saved to last; on the rank that coordinates."""
 
@@ -416,21 +411,21 @@ class History:
         return Line.begun(folder)
 
     def close(self, model: ShardedModel) -> None:
-        """The model is closed: nothing of it is saved any more. Errors as ``settle``."""
+        """The model is closed: nothing of it is saved any more. Errors as ``finish_pending``."""
         try:
-            # Behind a communication that failed no rank can ask another: the log and the end of the program tell.
+            # Behind a communication that failed no rank can ask another: the log and the end of the program say it.
             if self.pending is not None and model.phase is not Phase.FAILED:
                 with model.meeting("end of a save in the background", (model.collectives,)):
-                    self.settle(model, "The model is closed all the same.")
+                    self.finish_pending(model, "The model is closed all the same.")
         finally:
             if self.lock is not None:
                 self.lock.release()
 
-    def settle(self, model: ShardedModel, then: str = "This call was not begun: call it again.") -> None:
+    def finish_pending(self, model: ShardedModel, then: str = "This call was not begun: call it again.") -> None:
         """Wait for the save in the background. Every rank calls it; does nothing where there is none.
 
-        ``model``: the history's. ``then``: what a failure means for the call that tells of it.
-        Raises BackgroundSaveError: it failed on any rank, and ``result`` has not told of it on all. On all ranks alike.
+        ``model``: the history's. ``then``: what a failure means for the call that raises it.
+        Raises BackgroundSaveError: it failed on any rank, and ``result`` did not raise it on all. On all ranks alike.
         """
         pending, self.pending = self.pending, None
         if pending is None:
@@ -447,14 +442,14 @@ class History:
             (heard, pending.heard_failure),
         ):
             failure = ask()
-            number = _FAILED * (failure is not None) + _TOLD * pending.told
+            number = _FAILED * (failure is not None) + _REPORTED * pending.reported
             answers = Answers(model.collectives, number, "" if failure is None else words(failure))
             failed = [rank for rank, each in enumerate(answers.numbers) if each & _FAILED]
             if failed:
-                text = f"{words_for}:\n{answers.told(failed)}"
+                text = f"{words_for}:\n{answers.quoted(failed)}"
                 own = pending.abandon()
-                pending.note_told(RankMismatchError(text) if failure is None else None)
-                if not all(each & _TOLD for each in answers.numbers):
+                pending.note_reported(RankMismatchError(text) if failure is None else None)
+                if not all(each & _REPORTED for each in answers.numbers):
                     raise BackgroundSaveError(f"{text}\n{then}") from own
                 return
-        pending.note_told()
+        pending.note_reported()

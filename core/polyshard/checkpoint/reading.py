@@ -25,7 +25,7 @@ from ..io.files import MOST, carried_out, damaged, digest_of, opened, path_of, r
 from ..io.memory import flat_bytes, view_of
 from ..state.sharded import MODEL, OPTIMIZER
 from ..state.source import Source, chunks_of, in_lines
-from .encoding import Json, checked, decode, tensor_told
+from .encoding import Json, checked, decode, tensor_entry
 from .manifest import BLOCK, NAME, Manifest, Marker, StoredTensor
 
 #: Of one block, up to which each is read to its place by itself.
@@ -109,7 +109,7 @@ def fill(manifest: Manifest, fillings: Iterable[Filling]) -> None:
 
 
 def examine(manifest: Manifest, problems: Callable[[Exception], None]) -> None:
-    """Read every file and compare it with its digests; tells of each block that differs, and each file that cannot be.
+    """Read every file and compare it with its digests; reports each block that differs, and each file that cannot be.
 
     Raises OSError: reading failed.
     """
@@ -216,8 +216,8 @@ def _read(manifest: Manifest, descriptor: int, file: str, index: int, pieces: li
 def nested(manifest: Manifest, fillings: list[Filling]) -> Callable[[Json], torch.Tensor]:
     """For ``decode``: gives tensors, and notes in ``fillings`` what they are to be filled from."""
 
-    def give(told: Json) -> torch.Tensor:
-        stored = manifest.within(told)
+    def give(entry: Json) -> torch.Tensor:
+        stored = manifest.within(entry)
         tensor = torch.empty(stored.shape, dtype=stored.dtype)
         fillings.append((tensor, stored))
         return tensor
@@ -246,9 +246,11 @@ class StoredSource(Source):
             for key, value in states.items():
                 self._add((OPTIMIZER, "state", name, key), value)
         for index, group in enumerate(manifest.optimizer.groups):
-            for setting, told in group.items():
-                tensor = tensor_told(told)
-                self._add((OPTIMIZER, "param_groups", index, setting), told if tensor is None else self._within(tensor))
+            for setting, entry in group.items():
+                tensor = tensor_entry(entry)
+                self._add(
+                    (OPTIMIZER, "param_groups", index, setting), entry if tensor is None else manifest.within(tensor)
+                )
 
     @property
     def described(self) -> str:
@@ -289,15 +291,12 @@ class StoredSource(Source):
         found: Mapping[str, Mapping[str, Any]] = self._read(self._manifest.precision)
         return found
 
-    def _read(self, told: Json) -> Any:
+    def _read(self, entry: Json) -> Any:
         fillings: list[Filling] = []
         with checked(self._manifest.directory, NAME):
-            found = decode(told, nested(self._manifest, fillings))
+            found = decode(entry, nested(self._manifest, fillings))
         fill(self._manifest, fillings)
         return found
-
-    def _within(self, told: Json) -> StoredTensor:
-        return self._manifest.within(told)
 
     def _add(self, path: _Path, stored: StoredTensor | Json) -> None:
         # No name has the sign between.

@@ -16,7 +16,7 @@ from ..errors import words
 from ..inspect import ShardedModel, idle_model
 from ..io.files import make_folder, path_of
 from ..state.contents import Joint, Optimizers, names_of
-from ..state.exchange import coordinates, from_first, require_seen, speaks, tell_listeners, together
+from ..state.exchange import coordinates, from_first, notify_listeners, require_seen, speaks, together
 from ..state.source import listed
 from .contents import caster_states, mapping_of, not_finite, not_finite_anywhere, number_of, state_of
 from .folder import Attempt, Line, attempt_in
@@ -39,8 +39,8 @@ def save(
 
     Every rank calls it, between steps. Each rank writes its own shards, so all must see the same file system. They
     write to a directory of this save alone, which gets its name only when it is complete and the file ``COMMITTED`` is
-    in it; what saves left in ``root`` that did not live to their end is removed. A run that was taken up at an earlier
-    step and comes to one that is there already writes ``step-00000100.2``. On one rank of a pretended world
+    in it; what saves left in ``root`` that did not live to their end is removed. A run that was resumed from an earlier
+    step and reaches one that is there already writes ``step-00000100.2``. On one rank of a pretended world
     (collectives that cannot communicate) the directory holds that rank's part. A save that goes on in the background
     is waited for.
 
@@ -65,9 +65,9 @@ def save(
             ``extra`` something, that cannot be saved (then a ConfigTypeError that names the way there); nothing was
             written.
         RankMismatchError: another rank failed, or ranks see different file systems.
-        BackgroundSaveError: the save in the background failed, on any rank, which nobody was told of yet; on all ranks
+        BackgroundSaveError: the save in the background failed, on any rank, which was not raised yet; on all ranks
             alike. This one was not begun.
-        CollectiveError: another rank did not come, within the configuration's ``timeout_s``.
+        CollectiveError: another rank did not arrive within the configuration's ``timeout_s``.
         PolyshardError, OSError: writing failed; nothing is left of it.
         Exception: a listener's, on its rank, once the checkpoint is there.
     """
@@ -82,7 +82,7 @@ def save(
                 if task.commit is not None:
                     task.commit.run(files, manifest)
         done = f"the save of {task.named}, which is committed"
-        tell_listeners(collectives, done, partial(sharded.tell_saved, model, task.named))
+        notify_listeners(collectives, done, partial(sharded.tell_saved, model, task.named))
     return task.named
 
 
@@ -108,7 +108,7 @@ def async_save(
     ``polyshard.close``. Where nobody asked, each rank writes it to its standard error at the end.
 
     Returns:
-        What tells when the checkpoint is there: ``done()`` and ``result(timeout)``.
+        The pending save, to be asked by ``done()`` and ``result(timeout)``.
 
     Raises:
         As ``save``, but for what happens in the background.
@@ -196,7 +196,7 @@ def _prepared(
     """Everything up to the writing. ``stack`` gives the directory back."""
     collectives = sharded.collectives
     history = sharded.attached(History)
-    history.settle(sharded)
+    history.finish_pending(sharded)
     what = f"the checkpoint of step {step} in {root}"
     commit: _Commit | None = None
     document: Document | None = None
@@ -253,8 +253,8 @@ def _in_background(
 ) -> None:
     """What the thread of one rank does.
 
-    ``parts``: one, which is taken: its copy of the state is let go of once it is written. ``held``: gives the directory
-    back. ``written``: to be called once this rank's part is there, and the others told.
+    ``parts``: one, which is taken: its copy of the state is freed once it is written. ``held``: gives the directory
+    back. ``written``: to be called once this rank's part is there, and its note left.
     """
     with held:
         try:

@@ -21,14 +21,14 @@ from ..state.exchange import coordinates, gather_to_first, scatter_from_first, s
 from ..state.sharded import MODEL, OPTIMIZER
 from ..state.source import chunks_of
 from .encoding import Encoder, Json, render, require_plain
-from .manifest import ALIGNMENT, BLOCK, NAME, chunk_described, described, file_of
+from .manifest import ALIGNMENT, BLOCK, NAME, chunk_as_json, file_of, tensor_as_json
 
 #: Pieces up to here are put together, since a call to the system costs more than the copy.
 _SMALL = 64 << 10
 _WITHIN = "within"
 #: Blocks that go to disk together while others are hashed.
 _FLUSHED = 8
-#: What a rank tells of the file that it wrote: plain JSON, which goes through files too.
+#: A rank's report of the file that it wrote: plain JSON, which goes through files too.
 Written = dict[str, Any]
 #: ``("model", name)``, ``("optimizer", name, state)``, or ``("within", number)`` of a tensor in an encoded value.
 Key = tuple[str, ...]
@@ -72,8 +72,8 @@ class Document:
             for index, group in enumerate(state.get(OPTIMIZER, {}).get("param_groups", ()))
         ]
         where = "the state of the precision caster of unit"
-        told = {name: encoder.encode(value, f"{where} {name!r}") for name, value in precision.items()}
-        return cls(aliases, kind, groups, told, encoder.encode(dict(extra), "extra"), encoder.tensors)
+        states = {name: encoder.encode(value, f"{where} {name!r}") for name, value in precision.items()}
+        return cls(aliases, kind, groups, states, encoder.encode(dict(extra), "extra"), encoder.tensors)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Writing:
         return dataclasses.replace(self, tensors=(), copied=HostCopy(self.tensors, self.starts, self.size))
 
     def write(self) -> Written:
-        """Write it, to be on disk when this returns; returns what ``finish`` is to be told. Exchanges nothing.
+        """Write it, to be on disk when this returns; returns what ``finish`` takes. Exchanges nothing.
 
         Raises OSError: writing failed; names the file.
         """
@@ -158,7 +158,7 @@ def plan_writing(
             shares, stored = share_out(offers, [file_of(number) for number in numbers])
             manifest = _manifest(offers, stored, document)
     share = scatter_from_first(collectives, shares)
-    tensors = [views[key][index] for key, index in share.chunks]
+    tensors = [views[key][index] for key, index in share]
     starts, size = places(tensor.numel() * tensor.element_size() for tensor in tensors)
     return Writing(directory, file_of(collectives.rank), tensors, starts, size, manifest)
 
@@ -226,8 +226,8 @@ def _manifest(offers: Sequence[Offer], stored: Mapping[Key, Json], document: Doc
             case (_, name, value):
                 state.setdefault(name, {})[value] = {"$tensor": entry}
     for offer in offers:
-        for (_, name, value), told in offer.values.items():
-            state.setdefault(name, {}).setdefault(value, told)
+        for (_, name, value), encoded in offer.values.items():
+            state.setdefault(name, {}).setdefault(value, encoded)
     optimizer = None
     if document.kind is not None:
         optimizer = {"kind": document.kind, "groups": list(document.groups), "state": state}
@@ -292,11 +292,8 @@ class Offer:
     """Optimizer state that is no tensor, encoded."""
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What one rank writes, in the order of its file: keys, and which of the boxes that it offered."""
-
-    chunks: list[tuple[Key, int]]
+#: One rank's chunks in the order of its file: keys, and which of the boxes that it offered.
+Share = list[tuple[Key, int]]
 
 
 def share_out(offers: Sequence[Offer], files: Sequence[str]) -> tuple[list[Share], dict[Key, Json]]:
@@ -306,23 +303,23 @@ def share_out(offers: Sequence[Offer], files: Sequence[str]) -> tuple[list[Share
 
     Raises PolyshardError: ranks differ in what a tensor is, or hold parts of it that overlap.
     """
-    told: dict[Key, tuple[str, tuple[int, ...]]] = {}
+    kinds: dict[Key, tuple[str, tuple[int, ...]]] = {}
     holders: dict[tuple[Key, Extent], list[tuple[int, int]]] = {}
     for rank, offer in enumerate(offers):
         for key, (dtype, shape, extents) in offer.tensors.items():
-            if told.setdefault(key, (dtype, shape)) != (dtype, shape):
+            if kinds.setdefault(key, (dtype, shape)) != (dtype, shape):
                 raise PolyshardError(
-                    f"'{'.'.join(key)}' is {dtype} of shape {shape} on rank {rank} and {told[key][0]} of shape "
-                    f"{told[key][1]} on another. Make the same model and optimizer on every rank."
+                    f"'{'.'.join(key)}' is {dtype} of shape {shape} on rank {rank} and {kinds[key][0]} of shape "
+                    f"{kinds[key][1]} on another. Make the same model and optimizer on every rank."
                 )
             for index, extent in enumerate(extents):
                 holders.setdefault((key, extent), []).append((rank, index))
-    _require_apart(told, holders)
+    _require_apart(kinds, holders)
     shares: list[list[tuple[int, Key, int, Extent]]] = [[] for _ in offers]
     loads = [0] * len(offers)
     shared = []
     for (key, extent), candidates in holders.items():
-        nbytes = math.prod(extent[1]) * DTYPES[told[key][0]].itemsize
+        nbytes = math.prod(extent[1]) * DTYPES[kinds[key][0]].itemsize
         if len(candidates) > 1:
             shared.append((nbytes, key, extent, candidates))
             continue
@@ -334,15 +331,15 @@ def share_out(offers: Sequence[Offer], files: Sequence[str]) -> tuple[list[Share
         rank, index = min(candidates, key=lambda each: loads[each[0]])
         shares[rank].append((nbytes, key, index, extent))
         loads[rank] += nbytes
-    chunks: dict[Key, list[Json]] = {key: [] for key in told}
+    chunks: dict[Key, list[Json]] = {key: [] for key in kinds}
     found = []
     for file, share in zip(files, shares, strict=True):
         share.sort(key=lambda each: each[0] > _IN_FRONT)
         starts, _ = places(each[0] for each in share)
         for at, (nbytes, key, _, (offsets, sizes)) in zip(starts, share, strict=True):
-            chunks[key].append(chunk_described(offsets, sizes, file, at, nbytes))
-        found.append(Share([(key, index) for _, key, index, _ in share]))
-    return found, {key: described(*told[key], chunks[key]) for key in told}
+            chunks[key].append(chunk_as_json(offsets, sizes, file, at, nbytes))
+        found.append([(key, index) for _, key, index, _ in share])
+    return found, {key: tensor_as_json(*kinds[key], chunks[key]) for key in kinds}
 
 
 def places(sizes: Iterable[int]) -> tuple[list[int], int]:
@@ -356,12 +353,12 @@ def places(sizes: Iterable[int]) -> tuple[list[int], int]:
 
 
 def _require_apart(
-    told: Mapping[Key, tuple[str, tuple[int, ...]]], holders: Mapping[tuple[Key, Extent], Sequence[object]]
+    kinds: Mapping[Key, tuple[str, tuple[int, ...]]], holders: Mapping[tuple[Key, Extent], Sequence[object]]
 ) -> None:
-    held = dict.fromkeys(told, 0)
+    held = dict.fromkeys(kinds, 0)
     for key, (_, sizes) in holders:
         held[key] += math.prod(sizes)
-    wrong = next((key for key, numel in held.items() if numel > math.prod(told[key][1])), None)
+    wrong = next((key for key, numel in held.items() if numel > math.prod(kinds[key][1])), None)
     if wrong is not None:
         raise PolyshardError(
             f"Ranks hold parts of '{'.'.join(wrong)}' that overlap without being the same. Lay it out alike on every "

@@ -96,12 +96,14 @@ def opened(directory: Path, name: str, size: int | None = None) -> Iterator[tupl
                 raise damaged(directory, f"'{name}' is a link, and must be a file") from error
             raise
         try:
-            told = os.fstat(descriptor)
-            if not stat.S_ISREG(told.st_mode):
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
                 raise damaged(directory, f"'{name}' is no file")
-            if size is not None and told.st_size != size:
-                raise damaged(directory, f"'{name}' has {told.st_size:,} bytes, and had {size:,} when it was committed")
-            yield descriptor, told.st_size
+            if size is not None and status.st_size != size:
+                raise damaged(
+                    directory, f"'{name}' has {status.st_size:,} bytes, and had {size:,} when it was committed"
+                )
+            yield descriptor, status.st_size
         finally:
             os.close(descriptor)
 
@@ -198,7 +200,7 @@ def _take_off(pieces: list[memoryview], count: int) -> None:
 def digest_of(pieces: Iterable[memoryview]) -> str:
     """The xxh3 of 128 bits of the pieces, one behind another, in hexadecimal.
 
-    Above 20 GB/s on a core, where sha256 has 1.5: a load reads no faster than it compares. Both tell any damage; that
+    Above 20 GB/s on a core, where sha256 has 1.5: a load reads no faster than it compares. Both find any damage; that
     nobody can make other bytes for a digest would protect nothing here, since whoever can change a file can change the
     digest as well.
     """

@@ -171,12 +171,12 @@ def _plan(key: _Key, wholes: tuple[Whole, ...], work: Callable[[int, tuple[int, 
 
 def _compare(optimizer: torch.optim.Optimizer, wholes: Mapping[_Key, list[Whole]]) -> None:
     """Raise on every rank where ranks do not bring the same tensors in the same order."""
-    told: dict[Collectives, list[object]] = {}
+    compared: dict[Collectives, list[object]] = {}
     for key, members in wholes.items():
         if key.model is not None:
-            exchanged = told.setdefault(key.model.collectives, [])
+            exchanged = compared.setdefault(key.model.collectives, [])
             exchanged.extend([each.name, each.group, each.shape, str(key.dtype)] for each in members)
-    for collectives, mine in told.items():
+    for collectives, mine in compared.items():
         if not collectives.capabilities.can_communicate:
             continue
         # Of thousands of ranks, the texts would fill memory.
@@ -355,7 +355,7 @@ class Exchanges:
     """Runs exchanges beside what the optimizer computes, in the order in which they are issued.
 
     Stream-ordered collectives on CUDA run on a stream of its own. Memory that is used there comes from the pool of the
-    stream that computes, and may be let go of once that one has been ordered behind the exchange.
+    stream that computes, and may be freed once that one has been ordered behind the exchange.
     """
 
     def __init__(self, device: torch.device | None) -> None:

@@ -20,18 +20,18 @@ from ..errors import RankMismatchError, words
 from ..interfaces import Collectives
 from ..planning.groups import group_of
 from ..runtime.peers import scope_of
-from .differences import Reported, told
+from .differences import Reported, message_of
 
 #: Seconds of a rank's first wait for the others. Each wait is twice as long as the one before, up to the longest: few
 #: requests to the store, and a program that can be interrupted.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 4.0, 64.0
-#: Seconds that ranks which know of a failure give the others to come, so that all failures are told at once.
+#: Seconds that ranks which know of a failure give the others to arrive, so that one error lists all failures.
 _GRACE_S = 1.0
-#: Seconds for what a rank tells about a difference, and that a store's host stays for others to read it.
+#: Seconds for a rank's report of a difference, and that a store's host stays for others to read it.
 _DETAILS_S = 10.0
 #: How many ranks are listed, and how many different reports are read: of thousands, the others say the same.
 _LISTED, _READ = 64, 8
-#: Characters of a failure that other ranks are told.
+#: Characters of a failure that other ranks read.
 _LONGEST_FAILURE = 8192
 #: Bytes of one value in the store, which refuses those of more than 8 MiB.
 _CHUNK = 1 << 20
@@ -55,7 +55,8 @@ class Agreement:
     @property
     def alone(self) -> bool:
         """Whether there is no rank to compare with."""
-        return stands_alone(self.collectives, self._process_group)
+        communicates = self.collectives is not None and self.collectives.capabilities.can_communicate
+        return not communicates and _store_of(self.collectives, self._process_group) is None
 
     @contextmanager
     def phase(self) -> Iterator[list[Any]]:
@@ -76,11 +77,11 @@ class Agreement:
         except Exception as raised:
             error = raised
         if self._checks and not self.alone:
-            self._meet(report, error)
+            self._compare(report, error)
         if error is not None:
             raise error
 
-    def _meet(self, report: Sequence[Any], error: Exception | None) -> None:
+    def _compare(self, report: Sequence[Any], error: Exception | None) -> None:
         store = _store_of(self.collectives, self._process_group)
         if store is None:
             assert self.collectives is not None
@@ -88,19 +89,13 @@ class Agreement:
             return
         group = self._process_group if isinstance(self._process_group, torch.distributed.ProcessGroup) else None
         ranks = torch.distributed.get_process_group_ranks(group)
-        meeting = Meeting(store, ranks, torch.distributed.get_rank(), self._timeout)
+        exchange = StoreAgreement(store, ranks, torch.distributed.get_rank(), self._timeout)
         try:
-            meeting.come(report, error)
-            meeting.end()
+            exchange.arrive(report, error)
+            exchange.end()
         except torch.distributed.DistNetworkError as lost:
             if error is None:
-                raise meeting.without_store() from lost
-
-
-def stands_alone(collectives: Collectives | None, process_group: Any | None) -> bool:
-    """Whether there is no rank to compare with."""
-    communicates = collectives is not None and collectives.capabilities.can_communicate
-    return not communicates and _store_of(collectives, process_group) is None
+                raise exchange.without_store() from lost
 
 
 def _store_of(collectives: Collectives | None, process_group: Any | None) -> Any | None:
@@ -121,29 +116,29 @@ class _Verdict(enum.Enum):
     """How an agreement ended, for all ranks alike."""
 
     SAME = "same"
-    """Every rank came and reported the same."""
+    """Every rank arrived and reported the same."""
     FAILED = "failed"
     """A rank raised."""
     DIFFERENT = "different"
-    """A rank reported something else than the first that came."""
+    """A rank reported something else than the first that arrived."""
     ABSENT = "absent"
-    """A rank did not come in time."""
+    """A rank did not arrive in time."""
 
 
-class Meeting:
+class StoreAgreement:
     """One agreement of one rank with others, through a store that all of them reach.
 
     [Note: agreement through the store]
     Each rank counts its own agreements in the store, so that the n-th of one is compared with the n-th of the others.
-    The first rank that comes to one leaves the digest of its report (``first``, set by an atomic compare-and-set), each
-    further one compares its own with that, and all are counted (``came``). The last one settles the verdict SAME. A
-    rank that failed, reports another digest or has waited too long settles another one, at once. ``verdict`` is set by
-    compare-and-set, too: it never changes, whenever a rank comes to read it, so all ranks end alike and their counts
-    stay equal.
+    The first rank to arrive leaves the digest of its report (``first``, set by an atomic compare-and-set), each further
+    one compares its own with that, and all are counted (``came``). The last one sets the verdict SAME. A rank that
+    failed, reports another digest or has waited too long sets another one, at once. ``verdict`` is set by
+    compare-and-set, too: it never changes, whenever a rank reads it, so all ranks end alike and their counts stay
+    equal.
 
-    That takes five requests a rank and a few hundred bytes, whatever the number of ranks. What the reports say is sent
-    only where their digests differ, by one rank of each kind and of few kinds; the rank that settled that verdict reads
-    them and leaves the message that all ranks raise.
+    That takes five requests a rank and a few hundred bytes, whatever the number of ranks. The reports themselves are
+    sent only where their digests differ, by one rank of each kind and of few kinds; the rank that set that verdict
+    reads them and leaves the message that all ranks raise.
     """
 
     def __init__(self, store: Any, ranks: Sequence[int], rank: int, timeout: timedelta) -> None:
@@ -157,15 +152,15 @@ class Meeting:
         self._report: Sequence[Any] = ()
         self._failed = False
         self._deadline = 0.0
-        self._came = 0
-        self._settled = False
+        self._arrived = 0
+        self._set_it = False
         """Whether this rank set the verdict."""
         self._first = rank
-        """The first rank that came with a report."""
+        """The first rank that arrived with a report."""
         self._number = 0
         """Which of the ranks that differ from the first one this is, counted from 1; 0 for none of them."""
 
-    def come(self, report: Sequence[Any], error: Exception | None = None) -> None:
+    def arrive(self, report: Sequence[Any], error: Exception | None = None) -> None:
         """Leave this rank's ``report``, or what went wrong on it, without waiting for others.
 
         Raises torch.distributed.DistNetworkError: the store is gone.
@@ -177,16 +172,16 @@ class Meeting:
             self._leave_failure(words(error))
         else:
             self._compare()
-        self._came = self._store.add(self._key("came"), 1)
-        if self._came == len(self._ranks):
-            self._settle(_Verdict.SAME)
+        self._arrived = self._store.add(self._key("came"), 1)
+        if self._arrived == len(self._ranks):
+            self._set_verdict(_Verdict.SAME)
             self._store.set(self._key("all"), "")
-            # All ranks have come here, and so are done with the agreement before.
+            # All ranks are here, and so are done with the agreement before.
             for name in ("first", "came", "verdict", "all") if self._turn > 1 else ():
                 self._store.delete_key(f"{self._scope}/{self._turn - 1}/{name}")
 
     def end(self) -> None:
-        """Return once all ranks have come and report the same, or at once where this rank left an error.
+        """Return once all ranks have arrived and report the same, or at once where this rank left an error.
 
         Raises:
             RankMismatchError: another rank failed, reports something else, or did not come.
@@ -199,7 +194,7 @@ class Meeting:
             if not self._failed:
                 raise RankMismatchError(self._reason(verdict))
         finally:
-            # The store may have ended meanwhile: what was to be told is known.
+            # The store may have ended meanwhile: the message was read before.
             with suppress(Exception):
                 self._store.add(self._key("read"), 1)
             self._await_readers(verdict)
@@ -208,7 +203,7 @@ class Meeting:
         """What to raise where the store is gone."""
         return RankMismatchError(
             f"The store of the ranks ended while rank {self._rank} waited for others to shard their model (it came as "
-            f"number {self._came} of {len(self._ranks)}): the process that hosts it is gone, rank 0's unless the "
+            f"number {self._arrived} of {len(self._ranks)}): the process that hosts it is gone, rank 0's unless the "
             "launcher has it. Look for the first error in its log."
         )
 
@@ -220,7 +215,7 @@ class Meeting:
         number = self._store.add(self._key("failures"), 1)
         if number <= _LISTED:
             self._store.set(self._key(f"failure/{number}"), json.dumps([self._rank, text[:_LONGEST_FAILURE]]))
-        self._settle(_Verdict.FAILED)
+        self._set_verdict(_Verdict.FAILED)
 
     def _compare(self) -> None:
         mine = digest(self._report)
@@ -231,18 +226,18 @@ class Meeting:
             self._number = self._store.add(self._key("others"), 1)
             if self._number <= _LISTED:
                 self._store.set(self._key(f"other/{self._number}"), json.dumps([self._rank, mine]))
-            self._settle(_Verdict.DIFFERENT)
+            self._set_verdict(_Verdict.DIFFERENT)
 
-    def _settle(self, verdict: _Verdict) -> None:
+    def _set_verdict(self, verdict: _Verdict) -> None:
         mine = f"{verdict.value} {self._rank}"
         found: bytes = self._store.compare_set(self._key("verdict"), "", mine)
-        self._settled = self._settled or found.decode() == mine
+        self._set_it = self._set_it or found.decode() == mine
 
     def _verdict(self) -> _Verdict:
         pause = _FIRST_WAIT_S
         while not self._wait(self._key("verdict"), min(pause, self._deadline - time.monotonic())):
             if time.monotonic() >= self._deadline:
-                self._settle(_Verdict.ABSENT)
+                self._set_verdict(_Verdict.ABSENT)
                 break
             pause = min(2 * pause, _LONGEST_WAIT_S)
         return _Verdict(self._get("verdict").split()[0])
@@ -250,8 +245,8 @@ class Meeting:
     def _reason(self, verdict: _Verdict) -> str:
         """What to raise on this rank, which did not fail itself."""
         if verdict is _Verdict.ABSENT:
-            if self._settled:
-                self._store.set(self._key("told"), self._absence())
+            if self._set_it:
+                self._store.set(self._key("message"), self._absence())
         else:
             self._wait(self._key("all"), _GRACE_S)
             if failures := self._listed("failures", "failure"):
@@ -259,12 +254,12 @@ class Meeting:
                 more = self._store.add(self._key("failures"), 0) - len(failures)
                 lines += [f"  and {more} ranks more"] if more else []
                 return "Sharding failed on other ranks, so it was given up here too:\n" + "\n".join(lines)
-            self._tell_difference()
-        if self._wait(self._key("told"), _DETAILS_S):
-            return self._get("told")
-        settler = self._get("verdict").split()[1]
+            self._report_difference()
+        if self._wait(self._key("message"), _DETAILS_S):
+            return self._get("message")
+        setter = self._get("verdict").split()[1]
         return (
-            f"Ranks do not agree on what to shard: {verdict.value}, as rank {settler} found, which ended before it "
+            f"Ranks do not agree on what to shard: {verdict.value}, as rank {setter} found, which ended before it "
             f"could say more (rank {self._rank}). Look for the first error in its log."
         )
 
@@ -282,9 +277,9 @@ class Meeting:
             "call it again. One that shards by itself, with collectives that only pretend, needs check_ranks=False."
         )
 
-    def _tell_difference(self) -> None:
-        """Leave this rank's report where it stands for others, and the message where this rank settled the verdict."""
-        if not self._settled and self._rank != self._first and not 0 < self._number <= _LISTED:
+    def _report_difference(self) -> None:
+        """Leave this rank's report where it stands for others, and the message where this rank set the verdict."""
+        if not self._set_it and self._rank != self._first and not 0 < self._number <= _LISTED:
             return
         others = self._listed("others", "other")
         kinds: dict[str, list[int]] = {}
@@ -293,7 +288,7 @@ class Meeting:
         read = dict(list(kinds.items())[:_READ])
         if self._rank in {self._first, *(ranks[0] for ranks in read.values())}:
             self._publish()
-        if not self._settled:
+        if not self._set_it:
             return
         number = self._store.add(self._key("others"), 0)
         came = self._store.add(self._key("came"), 0)
@@ -304,7 +299,7 @@ class Meeting:
         found = [Reported(like_first, came - number, self._published(self._first))]
         found += [Reported(sorted(ranks), len(ranks), self._published(ranks[0])) for ranks in read.values()]
         unread = number - sum(map(len, read.values()))
-        self._store.set(self._key("told"), told(found, unread) or "")
+        self._store.set(self._key("message"), message_of(found, unread) or "")
 
     def _listed(self, counter: str, name: str) -> list[Any]:
         """The first entries of a list, in order: ``counter`` counts them."""
@@ -356,7 +351,7 @@ class Meeting:
 
 
 def _through_collectives(collectives: Collectives, report: Sequence[Any], error: Exception | None) -> None:
-    """``agree`` by the collectives themselves; an ``error`` of this rank is told, and not raised.
+    """Compare by the collectives themselves; an ``error`` of this rank is sent, and not raised.
 
     Raises RankMismatchError: another rank failed, or reports something else.
     """
@@ -378,7 +373,7 @@ def _through_collectives(collectives: Collectives, report: Sequence[Any], error:
     speaks = rank in (ranks[0] for ranks in read)
     reports = collectives.all_gather_object(_json(report) if speaks else b"")
     found = [Reported(ranks, len(ranks), json.loads(reports[ranks[0]])) for ranks in read]
-    raise RankMismatchError(told(found, len(everyone) - sum(map(len, read))) or "")
+    raise RankMismatchError(message_of(found, len(everyone) - sum(map(len, read))) or "")
 
 
 def digest(report: Sequence[Any]) -> str:

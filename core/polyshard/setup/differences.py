@@ -53,8 +53,8 @@ class Reported:
         return f"{shown}" if len(shown) == number else f"{shown} ({number} in all)"
 
 
-def told(reports: Sequence[Reported], unread: int = 0) -> str:
-    """What to tell all ranks where they report different things.
+def message_of(reports: Sequence[Reported], unread: int = 0) -> str:
+    """The error of all ranks where they report different things.
 
     ``reports``: what was read. The report of most ranks is what the others are compared with; of equally many, that of
     the lowest rank. ``unread``: how many ranks more report something else than the first of ``reports``.
@@ -118,12 +118,12 @@ def _by_title(rows: Sequence[Any]) -> Mapping[tuple[Any, ...], Any]:
 
 def _inside(here: Any, there: Any) -> list[Difference]:
     """The differences between two values; of long lists that begin alike, those between their parts."""
-    if not _comparable(here, there):
+    if not (isinstance(here, list) and isinstance(there, list) and here and there and here[0] == there[0]):
         return [(_shown(here), _shown(there))]
-    title, of_plugins = here[0] if isinstance(here[0], str) else repr(here[0]), _tells_a_plugin(here)
-    if of_plugins:
+    title = here[0] if isinstance(here[0], str) else repr(here[0])
+    if len(here) > 1 and isinstance(here[1], dict):
         if here[1] != there[1]:
-            # The options of another plugin tell nothing.
+            # The options of another plugin are no difference of this one.
             return [(_plugin(here), _plugin(there))]
         title = _plugin(here)
     elif max(len(repr(here)), len(repr(there))) <= _LONG:
@@ -135,18 +135,9 @@ def _inside(here: Any, there: Any) -> list[Difference]:
     return found
 
 
-def _comparable(here: Any, there: Any) -> bool:
-    lists = isinstance(here, list) and isinstance(there, list)
-    return lists and bool(here) and bool(there) and here[0] == there[0]
-
-
-def _tells_a_plugin(row: list[Any]) -> bool:
-    return len(row) > 1 and isinstance(row[1], dict)
-
-
 def _plugin(row: list[Any]) -> str:
-    told = row[1]
-    return f"plugin {told['name']!r} of {row[0]} ({told['is']}, from {told['from']})"
+    plugin = row[1]
+    return f"plugin {plugin['name']!r} of {row[0]} ({plugin['is']}, from {plugin['from']})"
 
 
 def _shown(value: Any) -> str:
@@ -155,7 +146,7 @@ def _shown(value: Any) -> str:
 
 
 def kind_of(collectives: Collectives) -> list[Any]:
-    """What tells ranks apart that would exchange bytes by other means, or only pretend to."""
+    """Differs between ranks that would exchange bytes by other means, or only pretend to."""
     cls = type(collectives)
     communicates = collectives.capabilities.can_communicate
     return [f"{cls.__module__}:{cls.__qualname__}", collectives.world_size, collectives.device.type, communicates]

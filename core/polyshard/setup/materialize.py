@@ -268,21 +268,21 @@ def park(offload: OffloadManager, unit: PlannedUnit, shard: torch.Tensor, rank: 
     master = place(offload, spec, shard, rank)
     if shard.is_meta:
         return master
-    found = _sample(master)
-    if not _equal(found, wanted):
+    difference = _difference(_sample(master), wanted)
+    if difference is not None:
         raise PluginContractError(
             f"place of {plugin_name(offload)} returned other values than it was given for unit '{spec.label}' (rank "
-            f"{rank}): {_first_difference(found, wanted)}. Return a copy of the shard, or the shard itself."
+            f"{rank}): {difference}. Return a copy of the shard, or the shard itself."
         )
     # A gather in compute dtype is written by it; one that is encoded reads the master as it is.
     dtype = unit.dtypes.compute if unit.wire is None else master.dtype
     own = torch.full((spec.shard_numel,), float("nan"), dtype=dtype, device=spec.device)
     offload.fetch(spec, master, own)
-    found, wanted = _sample(own), wanted.to(dtype)
-    if not _equal(found, wanted):
+    difference = _difference(_sample(own), wanted.to(dtype))
+    if difference is not None:
         raise PluginContractError(
             f"fetch of {plugin_name(offload)} did not write the master of unit '{spec.label}' (rank {rank}): "
-            f"{_first_difference(found, wanted)}. Copy all of it into own_slice, on the current stream."
+            f"{difference}. Copy all of it into own_slice, on the current stream."
         )
     return master
 
@@ -345,12 +345,11 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([tensor.detach()[::every], tensor.detach()[-1:]]).cpu()
 
 
-def _equal(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return bool(((found == wanted) | (found.isnan() & wanted.isnan())).all())
-
-
-def _first_difference(found: torch.Tensor, wanted: torch.Tensor) -> str:
+def _difference(found: torch.Tensor, wanted: torch.Tensor) -> str | None:
+    """The first in words; None where there is none."""
     different = ~((found == wanted) | (found.isnan() & wanted.isnan()))
+    if not different.any():
+        return None
     first = int(different.nonzero()[0])
     return f"{found[first].item()} where {wanted[first].item()} was"
 

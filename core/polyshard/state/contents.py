@@ -210,15 +210,15 @@ def require_entry(holding: Holding, key: str, value: Any, rank: int) -> None:
     """
     if isinstance(value, (dict, list, tuple)):
         raise ConfigError(
-            f"The optimizer's state '{key}' of {holding.described} is a {type(value).__name__} (rank {rank}), of which "
-            "it cannot be told how it is sharded. Use an optimizer whose state is tensors and numbers."
+            f"The optimizer's state '{key}' of {holding.described} is a {type(value).__name__} (rank {rank}), whose "
+            "sharding is not known. Use an optimizer whose state is tensors and numbers."
         )
     if isinstance(value, torch.Tensor) and holding.sharded and value.ndim > 0:
         if type(value) not in (torch.Tensor, nn.Parameter):
             raise ConfigError(
-                f"The optimizer's state '{key}' of {holding.described} is a {type(value).__name__} (rank {rank}), of "
-                "which it cannot be told where its elements lie. Save the model without this optimizer, and the "
-                "optimizer's state_dict() of each rank beside it."
+                f"The optimizer's state '{key}' of {holding.described} is a {type(value).__name__} (rank {rank}), and "
+                "where its elements lie is not known. Save the model without this optimizer, and the optimizer's "
+                "state_dict() of each rank beside it."
             )
         if holding.partial and value.numel() != 1 and value.shape != holding.parameter.shape:
             raise ConfigError(

@@ -157,7 +157,7 @@ class Answers:
             return self._own.decode()
         return broadcast(self._collectives, self._own, self._rows[rank][1], rank).decode()
 
-    def told(self, ranks: Collection[int]) -> str:
+    def quoted(self, ranks: Collection[int]) -> str:
         """What ``ranks`` said, in lines. Every rank calls it, for the same ones."""
         groups = self.alike(ranks)
         lines = [f"  {named(group)}: {self.words_of(group[0])}" for group in groups[:_SHOWN]]
@@ -209,12 +209,12 @@ def together(collectives: Collectives, what: str, called: Mapping[str, object] |
         answers = Answers(collectives, kind, words(failure))
     failed = [rank for rank, number in enumerate(answers.numbers) if number != _DONE]
     if failed:
-        told = answers.told(failed)
+        quoted = answers.quoted(failed)
         if failure is not None:
             raise failure
         is_damage = all(answers.numbers[rank] == _DAMAGED for rank in failed)
         raise (CheckpointDamagedError if is_damage else RankMismatchError)(
-            f"{what} failed on other ranks, so it was given up on rank {collectives.rank} too:\n{told}"
+            f"{what} failed on other ranks, so it was given up on rank {collectives.rank} too:\n{quoted}"
         )
     if answers.differ:
         _refuse_other_arguments(answers, collectives, what, arguments)
@@ -256,11 +256,11 @@ def require_same(collectives: Collectives, path: object, identity: str, remedy: 
     )
 
 
-def tell_listeners(collectives: Collectives, done: str, tell: Callable[[], None]) -> None:
-    """Let ``tell`` call listeners on every rank; raise on every rank if one raised. ``done``: what they are told of."""
+def notify_listeners(collectives: Collectives, done: str, notify: Callable[[], None]) -> None:
+    """Call listeners on every rank by ``notify``; raise on every rank if one raised. ``done``: the event."""
     with together(collectives, f"What listeners do behind {done}"):
         try:
-            tell()
+            notify()
         except Exception as error:
             error.add_note(f"By a listener, behind {done} (rank {collectives.rank}).")
             raise

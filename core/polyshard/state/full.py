@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -58,8 +58,8 @@ def full_optimizer_state(
 ) -> dict[str, Any]:
     """As ``own``, which ``optimizer_state`` gave of ``joint``, of whole tensors."""
     held = holdings(sharded, joint.groups)
-    told = _told(own["state"])
-    everyone = sharded.collectives.all_gather_object(told) if sharded.collectives.world_size > 1 else [told]
+    mine = _specs(own["state"])
+    everyone = sharded.collectives.all_gather_object(mine) if sharded.collectives.world_size > 1 else [mine]
     known: dict[str, dict[str, Any]] = {}
     for each in everyone:
         for name, states in each.items():
@@ -80,7 +80,7 @@ def full_optimizer_state(
         return {}
     for name, states in known.items():
         for key, value in states.items():
-            if isinstance(value, _Tensor):
+            if isinstance(value, _TensorSpec):
                 if key not in found.get(name, {}):
                     found.setdefault(name, {})[key] = _on_host(own["state"][name][key])
             else:
@@ -90,24 +90,23 @@ def full_optimizer_state(
     return {"state": {name: {key: found[name][key] for key in known[name]} for name in order}, "param_groups": groups}
 
 
-class _Tensor:
-    """What is told of a tensor that is not sent with the telling."""
+class _TensorSpec(NamedTuple):
+    """Stands for a tensor whose elements are not sent with the names."""
 
-    def __init__(self, dtype: torch.dtype, *, cut: bool) -> None:
-        self.dtype = dtype
-        self.cut = cut
+    dtype: torch.dtype
+    cut: bool
 
 
-def _told(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What this rank has of each parameter: scalars themselves, and of tensors what they are like."""
-    told: dict[str, dict[str, Any]] = {}
+def _specs(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """This rank's state of each parameter: scalars themselves, and the dtypes of tensors."""
+    found: dict[str, dict[str, Any]] = {}
     for name, states in state.items():
         for key, value in states.items():
             if isinstance(value, torch.Tensor) and (isinstance(value, CheckpointTensor) or value.numel() != 1):
-                told.setdefault(name, {})[key] = _Tensor(value.dtype, cut=isinstance(value, CheckpointTensor))
+                found.setdefault(name, {})[key] = _TensorSpec(value.dtype, isinstance(value, CheckpointTensor))
             else:
-                told.setdefault(name, {})[key] = _on_host(value)
-    return told
+                found.setdefault(name, {})[key] = _on_host(value)
+    return found
 
 
 def _whole_states(
@@ -117,7 +116,7 @@ def _whole_states(
     for holding in held:
         for parameter in holding.sharded:
             for key, value in known.get(parameter.name, {}).items():
-                if isinstance(value, _Tensor) and value.cut:
+                if isinstance(value, _TensorSpec) and value.cut:
                     wanted.setdefault((key, value.dtype), []).append(parameter)
     for (key, dtype), parameters in wanted.items():
         own = torch.zeros_like(unit.master, dtype=dtype)

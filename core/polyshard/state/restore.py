@@ -62,7 +62,7 @@ class ModelRestore:
                 self.targets[key] = value
                 problem = problem_with(source, key, f"'{name}'", value, where)
                 wrong += [] if problem is None else [problem]
-            elif name not in optional and (source.complete or not _wants_nothing(value)):
+            elif name not in optional and (source.complete or not isinstance(value, CheckpointTensor) or value.chunks):
                 missing.append(name)
         known = {each for name in wanted for each in names.get(name, (name,))}
         unexpected = [name for name in saved if name not in known]
@@ -88,7 +88,7 @@ class OptimizerRestore:
     """
 
     def __init__(self, source: Source, sharded: ShardedModel, optimizer: Joint, kind: Kind | None) -> None:
-        """Match ``optimizer`` with the source's, of which ``kind`` tells the class, or None where it does not.
+        """Match ``optimizer`` with the source's. ``kind``: the saved class; None where the source does not name it.
 
         Raises ConfigError: they do not fit.
         """
@@ -152,7 +152,6 @@ class OptimizerRestore:
                     group[name] = value
 
     def _saved(self) -> SavedState:
-        """By parameter name and name of the state, the source's key."""
         found: dict[str, dict[str, str]] = {}
         for key, path in self._source.paths(OPTIMIZER, "state").items():
             found.setdefault(path[2], {})[path[3]] = key
@@ -246,10 +245,6 @@ class OptimizerRestore:
             raise ConfigError(wrong)
         self._tensors[key] = local.detach()
         return target
-
-
-def _wants_nothing(value: Any) -> bool:
-    return isinstance(value, CheckpointTensor) and not value.chunks
 
 
 class _FlatState:
@@ -446,7 +441,7 @@ def _require_same_kind(
     for index, (group, settings) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         different = list(_differences(settings, group))
         if saved != mine:
-            # Of a class of the same name, or of one that is not told, the names of the settings are the best witness.
+            # Of a class of the same name, or where the source names none, the settings' names are the best witness.
             different += [
                 f"'{name}' is missing in the checkpoint" for name in sorted(optimizer.defaults.keys() - settings.keys())
             ]
@@ -470,27 +465,22 @@ def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterat
 
 
 def _choice(name: str, value: Any) -> object:
-    """What of a setting may not change."""
+    """The part of a setting that may not change."""
     if value is None or isinstance(value, bool):
         return value
     return bool(value != 0) if name == "momentum" else "a value"
 
 
 def _fits(present: Any, shape: Iterable[int], dtype: torch.dtype) -> TypeGuard[torch.Tensor]:
-    """Whether ``present`` is a tensor of this shape and dtype."""
     return isinstance(present, torch.Tensor) and tuple(present.shape) == tuple(shape) and present.dtype == dtype
 
 
 def _on_parameters_device(group: Mapping[str, Any]) -> bool:
-    """Whether 0-dim state lies on the parameter's device.
-
-    As torch's optimizers place it: on the CPU, unless a kernel reads it.
-    """
+    """Whether 0-dim state lies on the parameter's device: torch's optimizers keep it there if a kernel reads it."""
     return bool(group.get("capturable")) or bool(group.get("fused"))
 
 
 def _require_dtype(present: Any, dtype: torch.dtype, what: str, source: Source, where: str) -> None:
-    """Raise ConfigError where the optimizer has ``present`` in another dtype than the source."""
     if isinstance(present, torch.Tensor) and present.dtype != dtype:
         raise ConfigError(
             f"{what} is {dtype} in {source.described} but {present.dtype} in the optimizer {where}. Load it "

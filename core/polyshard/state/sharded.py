@@ -1,4 +1,4 @@
-"""Whole tensors of which this rank holds parts: their boxes, and the parameters that an optimizer's stand for."""
+"""Whole tensors that this rank holds parts of: their boxes, and the parameters that an optimizer's stand for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CheckpointTensor(torch.Tensor):
 
     It has the whole tensor's shape, dtype and device and the memory of one element; computing with it raises. The
     planners of ``torch.distributed.checkpoint`` look for a tensor with the three dunder methods below, by which
-    ``DTensor`` too tells them about its chunks: a plain object with these methods would be written but not found again.
+    ``DTensor`` too shows its chunks: a plain object with these methods would be written but not found again.
     """
 
     #: None for a stand-in that ``torch.distributed.checkpoint.async_save`` makes, and gives those of its copy.
@@ -81,7 +81,7 @@ class CheckpointTensor(torch.Tensor):
                 index=MetadataIndex(fqn, chunk.box.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=_described(chunk.box), properties=TensorProperties(dtype=self.dtype), size=self.shape
+                    chunk=_metadata_of(chunk.box), properties=TensorProperties(dtype=self.dtype), size=self.shape
                 ),
             )
             for chunk in self.chunks
@@ -89,7 +89,7 @@ class CheckpointTensor(torch.Tensor):
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """What this rank wants to read."""
-        return [_described(chunk.box) for chunk in self.chunks]
+        return [_metadata_of(chunk.box) for chunk in self.chunks]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """The memory of the chunk at ``index.offset``."""
@@ -124,7 +124,7 @@ _DESCRIPTIONS: frozenset[Any] = frozenset(
 )
 
 
-def _described(box: Box) -> ChunkStorageMetadata:
+def _metadata_of(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 

@@ -1,4 +1,4 @@
-"""Where a model or an optimizer is given values from: the contract of a source, and state dicts in memory."""
+"""Sources of values for a model and an optimizer: the contract, and state dicts in memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from ..errors import ConfigError, ConfigTypeError, RankMismatchError
 from ..interfaces import Collectives
 from ..io.boxes import Box, Chunk, box_within
-from .exchange import from_first, speaks
+from .exchange import coordinates, from_first, speaks
 from .sharded import MODEL, OPTIMIZER, CheckpointTensor, whole
 
 _MOST_NAMES = 8
@@ -32,7 +32,7 @@ _Path = tuple[Any, ...]
 
 
 class Source(ABC):
-    """Values by key, which are described before any is read. A key stands for a path through nested containers."""
+    """Values by key, with shapes and dtypes known before any is read. A key stands for a path through containers."""
 
     #: Whether all elements of everything are there; not so where one rank of a pretended world saved.
     complete: bool = True
@@ -115,13 +115,13 @@ def listed(names: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
-    """What is known of one value without its elements."""
+class _ValueSpec:
+    """One value without its elements."""
 
     path: _Path
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
-    """None of what is no tensor."""
+    """None: it is no tensor."""
     value: Any = None
     """The value itself, where it is no tensor or a scalar one."""
 
@@ -131,8 +131,12 @@ class Described:
         return self.dtype is not None and self.value is None
 
 
-class HeldSource(Source):
-    """State dicts of the forms that ``model_state`` and ``optimizer_state`` have, of any kind of tensors."""
+class StateDictSource(Source):
+    """State dicts of the forms that ``model_state`` and ``optimizer_state`` have, of any kind of tensors.
+
+    Each rank gives its own. Or rank 0 gives whole tensors for all: other ranks then know names and shapes, and receive
+    one tensor after the other.
+    """
 
     converts = True
     remedy = (
@@ -140,58 +144,77 @@ class HeldSource(Source):
         "give whole tensors."
     )
 
-    def __init__(self, values: Mapping[str, Any], described: Mapping[str, Described], collectives: Collectives) -> None:
-        """``values``: those that this rank has, by key. ``described``: all."""
-        self._values = values
-        self._described = described
-        self._collectives = collectives
-        self._gathered: list[str] = []
+    def __init__(
+        self,
+        model: Mapping[str, Any] | None,
+        optimizer: Mapping[str, Any] | None,
+        collectives: Collectives,
+        *,
+        from_rank_0: bool,
+    ) -> None:
+        """``from_rank_0``: every rank calls it, and errors of rank 0's state dicts are raised on every rank.
 
-    @classmethod
-    def of_every_rank(
-        cls, model: Mapping[str, Any] | None, optimizer: Mapping[str, Any] | None, collectives: Collectives
-    ) -> HeldSource:
-        """What this rank was given, and every other rank for itself."""
-        values = dict(_flattened(model, optimizer))
-        return cls(
-            {".".join(map(str, path)): value for path, value in values.items()},
-            {".".join(map(str, path)): _describe(path, value) for path, value in values.items()},
-            collectives,
-        )
+        Raises ConfigError: a state dict has another form, or rank 0's holds parts of tensors.
+        """
+        self._collectives = collectives
+        self._from_rank_0 = from_rank_0
+        self._gathered: list[str] = []
+        if from_rank_0:
+            self.remedy = "rank 0 must give whole tensors."
+        given: dict[_Path, Any] = {}
+        problem: ConfigError | None = None
+        if not from_rank_0 or coordinates(collectives):
+            try:
+                given = dict(_flattened(model, optimizer))
+                if from_rank_0:
+                    _refuse_parts(given)
+            except ConfigError as error:
+                problem = error
+        #: By key, those that this rank has.
+        self._values = {".".join(map(str, path)): value for path, value in given.items()}
+        #: By key, all.
+        self._specs = {".".join(map(str, path)): _spec(path, value) for path, value in given.items()}
+        if from_rank_0:
+            problem, self._specs = from_first(collectives, (problem, self._specs))
+        if problem is not None:
+            raise problem
 
     @property
     def described(self) -> str:
-        return "the state dict"
+        return "the state dict of rank 0" if self._from_rank_0 else "the state dict"
 
     def entry(self, key: str) -> Any | None:
-        told = self._described.get(key)
-        if told is None:
+        spec = self._specs.get(key)
+        if spec is None:
             return None
-        if told.dtype is None:
+        if spec.dtype is None:
             return BytesStorageMetadata()
-        size = torch.Size(told.shape)
+        size = torch.Size(spec.shape)
         chunks = [ChunkStorageMetadata(torch.Size([0] * len(size)), size)]
         value: Any = self._values.get(key)
         if _in_chunks(value) and not _is_dtensor(value):
             chunks = list(value.__create_chunk_list__())
-        return TensorStorageMetadata(TensorProperties(dtype=told.dtype), size, chunks)
+        return TensorStorageMetadata(TensorProperties(dtype=spec.dtype), size, chunks)
 
     def paths(self, *prefix: str) -> dict[str, _Path]:
-        return {key: told.path for key, told in self._described.items() if told.path[: len(prefix)] == prefix}
+        return {key: spec.path for key, spec in self._specs.items() if spec.path[: len(prefix)] == prefix}
 
     def read(self, targets: dict[str, Any]) -> None:
         with torch.no_grad():
             for key, target in targets.items():
-                value = self._here(key)
-                if isinstance(target, torch.Tensor):
-                    if value is not None and not _is_dtensor(value):
-                        _copy(target, value)
-                else:
+                spec = self._specs[key]
+                if self._from_rank_0 and spec.travels:
+                    continue
+                value = self._values.get(key, spec.value)
+                if not isinstance(target, torch.Tensor):
                     targets[key] = copy.deepcopy(value)
+                elif not _is_dtensor(value):
+                    _copy(target, value)
 
     def agree(self, targets: Mapping[str, Any]) -> None:
-        """Find out which DTensors must be gathered, since some rank needs other elements than it has. Every rank calls
-        it, before ``read`` and ``bring``.
+        """Find the DTensors that must be gathered, because some rank needs other elements than it has.
+
+        Every rank calls it, before ``read`` and ``read_from_others``.
 
         Raises RankMismatchError: ranks have DTensors under different names; on every rank.
         """
@@ -208,78 +231,45 @@ class HeldSource(Source):
             )
         self._gathered = sorted({key for _, keys in everyone for key in keys})
 
-    def bring(self, targets: Mapping[str, Any]) -> None:
-        """Fill those of ``targets`` that ``read`` could not, with the other ranks' help. Every rank calls it."""
+    def read_from_others(self, targets: Mapping[str, Any]) -> None:
+        """Fill those of ``targets`` that take other ranks' elements. Every rank calls it."""
         with torch.no_grad():
+            if self._from_rank_0:
+                self._receive(targets)
+                return
             for key, value in sorted(self._values.items()):
                 if _is_dtensor(value):
-                    brought = value.full_tensor() if key in self._gathered else value
+                    whole_value = value.full_tensor() if key in self._gathered else value
                     if key in targets:
-                        _copy(targets[key], brought)
-                    del brought
+                        _copy(targets[key], whole_value)
+                    del whole_value
 
-    def _here(self, key: str) -> Any:
-        told = self._described[key]
-        return self._values.get(key) if told.travels or key in self._values else told.value
+    def _receive(self, targets: Mapping[str, Any]) -> None:
+        for key, spec in self._specs.items():
+            if not spec.travels:
+                continue
+            value = self._values.get(key)
+            if value is None or speaks(self._collectives):
+                carried: Any = torch.empty(spec.shape, dtype=spec.dtype, device=self._collectives.device)
+                if value is not None:
+                    carried.copy_(value)
+                if carried.numel():
+                    self._collectives.broadcast(carried, 0).wait()
+                value = carried
+            if key in targets:
+                _copy(targets[key], value)
+            # One at a time.
+            value = carried = None
 
 
-class FirstRanksSource(HeldSource):
-    """Rank 0's state dicts, of which other ranks know names and shapes, and get one tensor after the other."""
-
-    remedy = "rank 0 must give whole tensors."
-
-    @classmethod
-    def of_rank_0(
-        cls, model: Mapping[str, Any] | None, optimizer: Mapping[str, Any] | None, collectives: Collectives
-    ) -> FirstRanksSource:
-        """What rank 0 was given. Every rank calls it. Raises ConfigError: it is not of whole tensors; on every rank."""
-        values: dict[_Path, Any] = {}
-        problem: ConfigError | None = None
-        if collectives.rank == 0 or not speaks(collectives):
-            try:
-                values = dict(_flattened(model, optimizer))
-                cut = next((path for path, value in values.items() if _in_chunks(value)), None)
-                if cut is not None:
-                    problem = ConfigError(
-                        f"'{'.'.join(map(str, cut[1:]))}' of the state dict of rank 0 is a "
-                        f"{type(values[cut]).__name__}, of which rank 0 holds a part. Give whole tensors, as the form "
-                        "'full_on_rank_0' has them, or let every rank give its own."
-                    )
-            except ConfigError as error:
-                problem = error
-        told = {".".join(map(str, path)): _describe(path, value) for path, value in values.items()}
-        problem, told = from_first(collectives, (problem, told))
-        if problem is not None:
-            raise problem
-        return cls({".".join(map(str, path)): value for path, value in values.items()}, told, collectives)
-
-    @property
-    def described(self) -> str:
-        return "the state dict of rank 0"
-
-    def read(self, targets: dict[str, Any]) -> None:
-        held = {key: value for key, value in targets.items() if not self._described[key].travels}
-        super().read(held)
-        targets.update(held)
-
-    def bring(self, targets: Mapping[str, Any]) -> None:
-        device = self._collectives.device
-        with torch.no_grad():
-            for key, told in self._described.items():
-                if not told.travels:
-                    continue
-                value = self._values.get(key)
-                if value is None or speaks(self._collectives):
-                    carried: Any = torch.empty(told.shape, dtype=told.dtype, device=device)
-                    if value is not None:
-                        carried.copy_(value)
-                    if carried.numel():
-                        self._collectives.broadcast(carried, 0).wait()
-                    value = carried
-                if key in targets:
-                    _copy(targets[key], value)
-                # One at a time.
-                value = carried = None
+def _refuse_parts(given: Mapping[_Path, Any]) -> None:
+    for path, value in given.items():
+        if _in_chunks(value):
+            raise ConfigError(
+                f"'{'.'.join(map(str, path[1:]))}' of the state dict of rank 0 is a {type(value).__name__}, of which "
+                "rank 0 holds a part. Give whole tensors, as the form 'full_on_rank_0' has them, or let every rank "
+                "give its own."
+            )
 
 
 def _flattened(model: Mapping[str, Any] | None, optimizer: Mapping[str, Any] | None) -> Iterator[tuple[_Path, Any]]:
@@ -322,13 +312,12 @@ def require_name(name: object) -> None:
         )
 
 
-def _describe(path: _Path, value: Any) -> Described:
+def _spec(path: _Path, value: Any) -> _ValueSpec:
     if not isinstance(value, torch.Tensor):
-        return Described(path, value=value)
-    shape, dtype = tuple(value.shape), value.dtype
-    # As many messages less as there are numbers of steps.
+        return _ValueSpec(path, value=value)
+    # Scalars go with the names: one message less for each number of steps.
     scalar = value.ndim == 0 and not _in_chunks(value)
-    return Described(path, shape, dtype, value.detach().cpu() if scalar else None)
+    return _ValueSpec(path, tuple(value.shape), value.dtype, value.detach().cpu() if scalar else None)
 
 
 def _is_dtensor(value: Any) -> bool:

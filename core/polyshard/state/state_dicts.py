@@ -18,7 +18,7 @@ from .exchange import together
 from .full import full_model_state, full_optimizer_state, require_whole
 from .restore import ModelRestore, OptimizerRestore, Unmatched
 from .sharded import Holding, holdings, parameters_of
-from .source import FirstRanksSource, HeldSource
+from .source import StateDictSource
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -93,7 +93,7 @@ def get_model_state_dict(model: nn.Module, options: StateOptions | None = None) 
     Raises:
         StateError: ``model`` is not the outermost sharded module, or is inside a step or ``unsharded()``.
         UnsupportedError: whole tensors of a pretended world.
-        CollectiveError: another rank did not come.
+        CollectiveError: another rank did not arrive.
     """
     options = options or StateOptions()
     sharded = idle_model(model, "get_model_state_dict()")
@@ -167,7 +167,7 @@ def set_model_state_dict(model: nn.Module, state: Mapping[str, Any], options: St
             nothing was changed.
         StateError: ``model`` is not the outermost sharded module, or is inside a step or ``unsharded()``.
         RankMismatchError: another rank failed.
-        CollectiveError: another rank did not come.
+        CollectiveError: another rank did not arrive.
     """
     return _set(idle_model(model, "set_model_state_dict()"), model, None, state, None, options or StateOptions())
 
@@ -289,12 +289,11 @@ def _set(
     targets: dict[str, Any] = {}
     unmatched = Unmatched()
     restore: OptimizerRestore | None = None
-    source: HeldSource
     if from_first:
-        source = FirstRanksSource.of_rank_0(model_values, optimizer_values, collectives)
+        source = StateDictSource(model_values, optimizer_values, collectives, from_rank_0=True)
     with together(collectives, "Matching the state dict"):
         if not from_first:
-            source = HeldSource.of_every_rank(model_values, optimizer_values, collectives)
+            source = StateDictSource(model_values, optimizer_values, collectives, from_rank_0=False)
         if model_values is not None:
             restored = ModelRestore(source, model, sharded.rank, strict=options.strict, frozen=options.frozen)
             targets.update(restored.targets)
@@ -305,7 +304,7 @@ def _set(
         targets.update(restore.targets)
     source.agree(targets)
     source.read(targets)
-    source.bring(targets)
+    source.read_from_others(targets)
     if restore is not None:
         restore.targets.update({key: targets[key] for key in restore.targets})
         restore.commit()

@@ -31,7 +31,6 @@ _CHOOSE = (Group.POLICIES, Group.PRECISION, Group.LAYOUTS)
 
 
 def add_explain(commands: Commands) -> None:
-    """Add the command to ``commands``."""
     parser = commands.add_parser(
         "explain", help="say which plugins serve a model, who chose them, and what its units are; needs no GPU"
     )
@@ -188,7 +187,6 @@ def _longest_repetition(keys: Sequence[Hashable], start: int) -> tuple[int, int]
 
 
 def add_config(commands: Commands) -> None:
-    """Add the command to ``commands``."""
     config = commands.add_parser("config", help="show the settings that a TOML file and the environment give")
     add_file_options(config)
     config.set_defaults(run=_show)

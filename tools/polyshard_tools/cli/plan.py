@@ -46,7 +46,6 @@ _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def add_plan(commands: Commands) -> None:
-    """Add the command to ``commands``."""
     parser = commands.add_parser(
         "plan",
         help="what a training step would take: memory, bytes between ranks, time",
@@ -230,7 +229,6 @@ def _shown(nbytes: int) -> str:
 
 
 def add_bench_links(commands: Commands) -> None:
-    """Add the command to ``commands``."""
     parser = commands.add_parser(
         "bench-links",
         help="measure latency and bandwidth of gathers and reductions, for plan",

@@ -57,7 +57,6 @@ _MIXED_IN = {Group.COLLECTIVES: "InstalledCollectives", Group.POLICIES: "Install
 
 
 def add_plugins(commands: Commands) -> None:
-    """Add the command to ``commands``."""
     plugins = commands.add_parser("plugins", help="list the installed plugins and whether they can be used; check one")
     verbs = plugins.add_subparsers(dest="verb")
     plugins.set_defaults(run=_list, group=None, json=False)
@@ -99,7 +98,6 @@ def group_named(name: str) -> Group:
 
 
 def _add_check(verbs: Commands) -> None:
-    """Add the command to ``verbs``, those of ``polyshard plugins``."""
     check = verbs.add_parser(
         "check",
         help="run the tests of its contract on one",
@@ -132,7 +130,7 @@ def _check(arguments: argparse.Namespace) -> int:
         resolved = registry.resolve(group, {"name": arguments.name, **options})
     except tuple(_STATES) as error:
         state = next(state for kind, state in _STATES.items() if isinstance(error, kind))
-        return _tell_unusable(arguments, {"group": group.value, "name": arguments.name}, state.value, str(error))
+        return _print_unusable(arguments, {"group": group.value, "name": arguments.name}, state.value, str(error))
     _check_options(resolved)
     if arguments.model and group is not Group.POLICIES:
         raise ConfigError(f"--model is for policies; a plugin of {group.value} is tested without one of yours")
@@ -152,8 +150,8 @@ def _check(arguments: argparse.Namespace) -> int:
         "version": resolved.version,
     }
     if run.unusable:
-        return _tell_unusable(arguments, plugin, "unusable", run.unusable)
-    return _tell(arguments, plugin, run)
+        return _print_unusable(arguments, plugin, "unusable", run.unusable)
+    return _print_result(arguments, plugin, run)
 
 
 def _group(arguments: argparse.Namespace) -> Group:
@@ -252,7 +250,7 @@ def _devices(group: Group) -> tuple[str, ...]:
     return ("cpu", "cuda") if torch.cuda.is_available() and group is not Group.LAYOUTS else ("cpu",)
 
 
-def _tell_unusable(arguments: argparse.Namespace, plugin: dict[str, str], state: str, error: str) -> int:
+def _print_unusable(arguments: argparse.Namespace, plugin: dict[str, str], state: str, error: str) -> int:
     if arguments.json:
         print(json.dumps(plugin | {"state": state, "error": error, "devices": [], "rules": []}, indent=2))
     else:
@@ -260,7 +258,7 @@ def _tell_unusable(arguments: argparse.Namespace, plugin: dict[str, str], state:
     return 2
 
 
-def _tell(arguments: argparse.Namespace, plugin: dict[str, str], run: SuiteRun) -> int:
+def _print_result(arguments: argparse.Namespace, plugin: dict[str, str], run: SuiteRun) -> int:
     failed = [rule for rule in run.rules if rule.failures]
     asked = [rule for rule in run.rules if rule.asked]
     code = 1 if failed or run.ended_early else 0
@@ -389,7 +387,7 @@ def _run(folder: str, timeout_s: float) -> tuple[str, str]:
         )
     try:
         code = process.wait(timeout_s)
-        # 1: tests failed, which their outcomes tell.
+        # 1: tests failed, as their outcomes say.
         ended = "" if code in (0, 1) else f"the suite's process ended with {code}"
     except subprocess.TimeoutExpired:
         ended = f"the suite had not ended after {timeout_s:g} s"
@@ -424,7 +422,7 @@ def _rule(name: str, outcomes: Iterable[Outcome], ended: str) -> Rule:
     cases: dict[tuple[str, str], Outcome] = {}
     for each in outcomes:
         earlier = cases.get((each.where, each.case))
-        # A failure while a test is torn down comes behind its passing; one may also fail twice.
+        # A failure while a test is torn down follows its passing; one may also fail twice.
         if earlier is None or earlier.stage is not Stage.FAILED:
             cases[each.where, each.case] = each
     failures = []

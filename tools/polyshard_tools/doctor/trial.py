@@ -56,7 +56,7 @@ class RankSettings:
     device: str
     """``cpu``, or ``cuda``: rank n takes device n."""
     folder: str
-    """Where ranks meet, and where each writes how far it came."""
+    """The ranks' store, and the file in which each writes how far it came."""
     limit_s: float
 
     @property
