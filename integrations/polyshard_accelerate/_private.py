@@ -2,7 +2,7 @@
 
 ``Accelerator._models`` and ``_optimizers`` are what it saves and loads; there is no other way to leave some of them out
 of that. ``_save_model_state_pre_hook`` and ``_load_model_state_pre_hook`` are the ordered dicts of its hooks, of which
-ours must come first. ``_dataloaders`` and ``_schedulers`` are set back where ``prepare`` fails. ``native_amp`` says
+ours must be first. ``_dataloaders`` and ``_schedulers`` are set back where ``prepare`` fails. ``native_amp`` says
 whether ``prepare_model`` puts autocast around a forward, and whether gradients are unscaled; ``scaler_handler`` has the
 scaler's settings.
 """
@@ -14,28 +14,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 _LISTS = ("_models", "_optimizers", "_schedulers", "_dataloaders")
 
 
 def models_of(accelerator: Any) -> list[nn.Module]:
-    """The models that ``prepare`` has taken up, in that order; not wrapped by ``torch.compile``."""
+    """The prepared models, in that order; not wrapped by ``torch.compile``."""
     return list(accelerator._models)
 
 
 def optimizers_of(accelerator: Any) -> list[Any]:
     """The prepared optimizers, as ``AcceleratedOptimizer``, in that order."""
     return list(accelerator._optimizers)
-
-
-def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer that the user made."""
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    found: torch.optim.Optimizer = optimizer
-    return found
 
 
 def give_scaler(accelerator: Any) -> None:

@@ -23,7 +23,7 @@ from polyshard_trainers.config import (
     refuse_other_ranks,
     with_ranks,
 )
-from polyshard_trainers.models import parameters_of, warn_unsaveable
+from polyshard_trainers.models import parameters_of, plain_optimizer, warn_unsaveable
 from torch import nn
 
 from . import _private, refusals
@@ -121,7 +121,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             dynamo_plugin=dynamo_plugin,
         )
         refusals.refuse_distributed_type(self.distributed_type.value, self.num_processes)
-        # An earlier Accelerator of the process may have settled it.
+        # An earlier Accelerator of the process may have set it.
         self._config = refusals.served(self.mixed_precision, self._config)
         if self.mixed_precision == "fp16":
             _private.give_scaler(self)
@@ -152,7 +152,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         models = [each for each in args if isinstance(each, nn.Module)]
         refusals.refuse_models(models, self.process_index)
         self._refuse_optimizers([each for each in args if isinstance(each, torch.optim.Optimizer)], models)
-        # Preparations that cannot fail half way come last.
+        # Preparations that cannot fail half way are last.
         order = sorted(range(len(args)), key=lambda index: _preparation_rank(args[index]))
         places = None if device_placement is None else [device_placement[index] for index in order]
         with _private.forgotten_on_failure(self):
@@ -177,7 +177,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         refusals.refuse_models([model], self.process_index)
         if sharded_in(model) is None:
             places = self.device_placement if device_placement is None else device_placement
-            shard(uncompiled(model), self._config_for_device(places))
+            placed = on_device(self._config, self.device, "Accelerate", self.process_index)
+            shard(uncompiled(model), placed if places else self._config)
         with _private.without_autocast(self):
             prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         return prepared
@@ -192,7 +193,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """
         self._refuse_optimizers([optimizer], [])
         models = [found for model in _private.models_of(self) if (found := sharded_in(model)) is not None]
-        for model, part in TrainingState(models, [_private.unwrapped(optimizer)]).parts():
+        for model, part in TrainingState(models, [plain_optimizer(optimizer)]).parts():
             if self.project_configuration.automatic_checkpoint_naming:
                 require_saveable(model, part, "Choose another optimizer, or leave out automatic_checkpoint_naming.")
             else:
@@ -275,7 +276,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         models, optimizers = self._sharded()
         if not models:
             return super().save_state(output_dir, safe_serialization)
-        state = TrainingState(models, [_private.unwrapped(each) for each in optimizers])
+        state = TrainingState(models, [plain_optimizer(each) for each in optimizers])
         written: list[tuple[Path, Index]] = []
 
         def save_sharded(folder: str) -> None:
@@ -308,7 +309,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if not models:
             super().load_state(input_dir, load_kwargs)
             return
-        state = TrainingState(models, [_private.unwrapped(each) for each in optimizers])
+        state = TrainingState(models, [plain_optimizer(each) for each in optimizers])
         steps: list[int] = []
 
         def load_sharded(folder: str) -> None:
@@ -361,15 +362,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._close_models()
         super().end_training()
 
-    def _config_for_device(self, places: bool) -> ShardConfig:
-        placed = on_device(self._config, self.device, "Accelerate", self.process_index)
-        return placed if places else self._config
-
     def _refuse_optimizers(self, optimizers: Sequence[Any], models: Sequence[nn.Module]) -> None:
         known = [*_private.models_of(self), *(model for model in models if model not in _private.models_of(self))]
         whole = keeps_whole(self._config, self.num_processes)
         cut = [] if whole else [model for model in models if sharded_in(model) is None]
-        refusals.refuse_optimizers([_private.unwrapped(each) for each in optimizers], known, cut, self.process_index)
+        refusals.refuse_optimizers([plain_optimizer(each) for each in optimizers], known, cut, self.process_index)
 
     def _sharded(self) -> tuple[list[nn.Module], list[Any]]:
         """The prepared models that are sharded, and the optimizers that have parameters of them."""
@@ -385,7 +382,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _unscale(self, parameters: Sequence[torch.Tensor]) -> None:
         """Unscale the gradients of the optimizers that hold ``parameters``.
 
-        Theirs does so to all optimizers, also to those whose backward is still to come.
+        Theirs does so to all optimizers, also to those whose backward has not run.
         """
         if self.mixed_precision != "fp16":
             return

@@ -168,13 +168,16 @@ class _Part:
         self.optimizer = whole
         taken = sum(len(chosen) for _, chosen in self.groups)
         if 0 < taken < sum(len(group["params"]) for group in whole.param_groups):
-            self._cut()
-
-    def _cut(self) -> None:
-        # Shares the state, which is kept by parameter, and so is read and written in the optimizer itself.
-        self.optimizer = copy.copy(self._whole)
-        self.optimizer.param_groups = [_only(group, chosen) for group, chosen in self.groups]
-        self.optimizer.state = self._whole.state
+            # Shares the state, which is kept by parameter, and so is read and written in the optimizer itself.
+            self.optimizer = copy.copy(whole)
+            self.optimizer.param_groups = [
+                {
+                    name: [value[place] for place in chosen] if name in ("params", "param_names") else value
+                    for name, value in group.items()
+                }
+                for group, chosen in self.groups
+            ]
+            self.optimizer.state = whole.state
 
     def give_back(self) -> None:
         """Let the optimizer have the settings that were loaded."""
@@ -182,15 +185,6 @@ class _Part:
             return
         for (group, _), loaded in zip(self.groups, self.optimizer.param_groups, strict=True):
             group.update((name, value) for name, value in loaded.items() if name not in ("params", "param_names"))
-
-
-def _only(group: Mapping[str, Any], chosen: Sequence[int]) -> dict[str, Any]:
-    """``group`` with the parameters at ``chosen`` alone."""
-    part = dict(group)
-    for name in ("params", "param_names"):
-        if name in part:
-            part[name] = [part[name][place] for place in chosen]
-    return part
 
 
 def _listed(numbers: Sequence[Sequence[int]]) -> str:

@@ -26,16 +26,9 @@ from torch import nn
 from .conversion import Conversion, listed, unchanged
 
 
-def pretrained_class() -> type[nn.Module] | None:
-    """``PreTrainedModel`` where Transformers was imported; nobody has a model of it otherwise."""
-    modeling = sys.modules.get("transformers.modeling_utils")
-    found: type[nn.Module] | None = getattr(modeling, "PreTrainedModel", None)
-    return found
-
-
 def is_pretrained(model: nn.Module) -> bool:
-    """Whether ``model`` is one of Transformers'."""
-    known = pretrained_class()
+    """Whether ``model`` is one of Transformers', which was imported then."""
+    known: type[nn.Module] | None = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     return known is not None and isinstance(model, known)
 
 
@@ -67,8 +60,8 @@ def _conversions(model: nn.Module) -> tuple[Any, Any]:
     return found["conversion_mapping"], found["core_model_loading"]
 
 
-class _Described:
-    """A model of which parameters have their whole shapes: conversions ask for them, and pieces have others."""
+class _WithWholeShapes:
+    """A model whose parameters have their whole shapes: conversions ask for them, and pieces have others."""
 
     def __init__(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._model = model
@@ -101,7 +94,7 @@ def from_files(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Conversion:
 
         made: dict[str, torch.Tensor] = {}
         waiting: dict[str, Any] = {}
-        # Experts are stacked in the order in which they come.
+        # Experts are stacked in the order of this loop.
         for name in sorted(saved, key=core_model_loading.dot_natural_key):
             target, pattern = renamed(name, renamings, converters)
             if target not in known and name in known:
@@ -111,7 +104,7 @@ def from_files(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Conversion:
                 continue
             waiting.setdefault(target, copy.deepcopy(by_pattern[pattern]))
             waiting[target].add_tensor(target, name, pattern, saved[name])
-        made.update(_carried_out(waiting, _Described(model, shapes), "load"))
+        made.update(_carried_out(waiting, _WithWholeShapes(model, shapes), "load"))
         return made
 
     return convert
@@ -127,7 +120,7 @@ def to_files(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Conversion:
     def convert(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         kept = {name: tensor for name, tensor in tensors.items() if name not in ignored}
         try:
-            made: Mapping[str, Any] = core_model_loading.revert_weight_conversion(_Described(model, shapes), kept)
+            made: Mapping[str, Any] = core_model_loading.revert_weight_conversion(_WithWholeShapes(model, shapes), kept)
         except UnsupportedError as error:
             raise UnsupportedError(f"{type(model).__name__} cannot be saved as Transformers does: {error}") from error
         return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
@@ -180,7 +173,7 @@ def initialise(owner: Any, module: nn.Module) -> None:
     owner._init_weights(module)
 
 
-def _carried_out(waiting: Mapping[str, Any], model: _Described, what: str) -> dict[str, torch.Tensor]:
+def _carried_out(waiting: Mapping[str, Any], model: _WithWholeShapes, what: str) -> dict[str, torch.Tensor]:
     made: dict[str, torch.Tensor] = {}
     refused: dict[str, str] = {}
     for target, converter in waiting.items():

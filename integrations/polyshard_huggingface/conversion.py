@@ -132,7 +132,7 @@ def match(
     became = {part.source: name for name, each in made.items() for part in each.parts}
     for name, tensor in saved.tensors.items():
         called = became.get(name, name)
-        # Without elements nothing is made of it that could be told.
+        # Nothing shows what a tensor without elements became.
         if name in used or not tensor.numel or _any_matches((name, called), unexpected):
             continue
         if not ignored(name) and not ignored(called):
@@ -277,10 +277,6 @@ def _transpose(tensor: StandIn, first: int, second: int) -> StandIn:
     return _permute(tensor, order)
 
 
-def _t(tensor: StandIn) -> StandIn:
-    return _permute(tensor, range(tensor.ndim)[::-1])
-
-
 def _cat(tensors: Sequence[StandIn], dim: int = 0) -> StandIn:
     first = tensors[0]
     for each in tensors:
@@ -301,10 +297,6 @@ def _cat(tensors: Sequence[StandIn], dim: int = 0) -> StandIn:
     return StandIn.made((*first.shape[:dim], extent, *first.shape[dim + 1 :]), first.dtype, parts)
 
 
-def _stack(tensors: Sequence[StandIn], dim: int = 0) -> StandIn:
-    return _cat([_unsqueeze(each, dim) for each in tensors], dim)
-
-
 def _split(tensor: StandIn, size: int, dim: int = 0) -> list[StandIn]:
     extent = tensor.shape[dim]
     return [_narrow(tensor, dim, start, min(size, extent - start)) for start in range(0, extent, max(size, 1))]
@@ -313,10 +305,6 @@ def _split(tensor: StandIn, size: int, dim: int = 0) -> list[StandIn]:
 def _split_with_sizes(tensor: StandIn, sizes: Sequence[int], dim: int = 0) -> list[StandIn]:
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     return [_narrow(tensor, dim, start, size) for start, size in zip(starts, sizes, strict=True)]
-
-
-def _unbind(tensor: StandIn, dim: int = 0) -> list[StandIn]:
-    return [_select(tensor, dim, index) for index in range(tensor.shape[dim])]
 
 
 def _view(tensor: StandIn, size: Sequence[int], **_: Any) -> StandIn:
@@ -348,12 +336,12 @@ _FOLLOWED: dict[Any, Callable[..., Any]] = {
     aten.unsqueeze.default: _unsqueeze,
     aten.permute.default: _permute,
     aten.transpose.int: _transpose,
-    aten.t.default: _t,
+    aten.t.default: lambda tensor: _permute(tensor, range(tensor.ndim)[::-1]),
     aten.cat.default: _cat,
-    aten.stack.default: _stack,
+    aten.stack.default: lambda tensors, dim=0: _cat([_unsqueeze(each, dim) for each in tensors], dim),
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split_with_sizes,
-    aten.unbind.int: _unbind,
+    aten.unbind.int: lambda tensor, dim=0: [_select(tensor, dim, index) for index in range(tensor.shape[dim])],
     aten.view.default: _view,
 }
 
@@ -375,7 +363,6 @@ class Part:
 
     @property
     def box(self) -> Box:
-        """The box."""
         return Box(self.offsets, self.sizes)
 
     @property

@@ -24,7 +24,7 @@ from polyshard.io.memory import SAFETENSORS_DTYPES, SAFETENSORS_NAMES, flat_byte
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Headers are padded to a multiple of this, so that tensors lie where their dtype needs it.
 _ALIGNMENT = 8
-#: A length that no header has; what is read as one comes from a file of another kind.
+#: A length that no header has; a file that seems to have it is of another kind.
 _LONGEST_HEADER = 100_000_000
 
 
@@ -287,7 +287,8 @@ def _in_threads(tasks: Sequence[Transfer], work: Callable[[Transfer, torch.Tenso
         return
     device = next((task.view.device for task in tasks if task.view.device.type == "cuda"), None)
     stream = None if device is None else torch.cuda.current_stream(device)
-    most = max(_extent_nbytes(task) for task in tasks)
+    spans = ((task.tensor.dtype.itemsize, *span(task.tensor.shape, task.box)) for task in tasks)
+    most = max((stop - first) * itemsize for itemsize, first, stop in spans)
     stages: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
     for _ in range(min(MOST, len(tasks))):
         stages.put(torch.empty(most, dtype=torch.uint8, pin_memory=device is not None))
@@ -310,8 +311,3 @@ def _in_threads(tasks: Sequence[Transfer], work: Callable[[Transfer, torch.Tenso
         raise PolyshardError(
             f"Moving values between files and the model failed: {type(error).__name__}: {error}"
         ) from error
-
-
-def _extent_nbytes(task: Transfer) -> int:
-    first, stop = span(task.tensor.shape, task.box)
-    return (stop - first) * task.tensor.dtype.itemsize

@@ -101,7 +101,9 @@ def load_through(
         path = path_of(path, "path")
         if ranks not in ("all", "first"):
             raise ConfigError(f"ranks must be 'all' or 'first', not {ranks!r}.")
-        _refuse_text(missing=missing, unexpected=unexpected)
+        for name, given in (("missing", missing), ("unexpected", unexpected)):
+            if isinstance(given, str):
+                raise ConfigError(f"{name} must be several patterns, such as {name}=[{given!r}], not one text.")
     require_seen(collectives, path, os.path.exists(path) or not reads, _ALONE)
     with together(collectives, f"Opening {path}"):
         if reads:
@@ -183,12 +185,6 @@ def _take(unit: ShardedUnit, shard: torch.Tensor, kept: Collection[str]) -> None
             if target.names[0] not in kept:
                 for to, given in zip(target.chunks, source.chunks, strict=True):
                     to.view.copy_(given.view)
-
-
-def _refuse_text(**patterns: Collection[str]) -> None:
-    for name, given in patterns.items():
-        if isinstance(given, str):
-            raise ConfigError(f"{name} must be several patterns, such as {name}=[{given!r}], not one text.")
 
 
 def _unset(held: Iterable[ModelTensor], kept: Collection[str]) -> list[str]:

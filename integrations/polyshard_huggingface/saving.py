@@ -192,7 +192,7 @@ def _planned(
     module = sharded.module
     shapes = {name: each.shape for each in held for name in each.names}
     away, left_out = _private.tied_away(module), _private.left_out_of_files(module)
-    kept = {_name_to_keep(each, away): each for each in held}
+    kept = {next((name for name in each.names if name not in away), each.names[0]): each for each in held}
     # As the model names them: what is computed with together is written together.
     order = [name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())]
     kept = {name: kept[name] for name in dict.fromkeys(order) if name in kept} | kept
@@ -225,10 +225,6 @@ def _planned(
     named = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     parameters = sum(each.numel for each in held if each.names[0] in named)
     return _Plan(divided(written, most), recipes, parameters)
-
-
-def _name_to_keep(held: ModelTensor, away: frozenset[str]) -> str:
-    return next((name for name in held.names if name not in away), held.names[0])
 
 
 def _begin(module: nn.Module, directory: Path, plan: _Plan, dtype: torch.dtype | None) -> None:

@@ -84,9 +84,8 @@ def shared_out(tensor: ModelTensor) -> ModelTensor:
         size = chunk.box.sizes[dim]
         begin, end = (size * number // replicate.world_size for number in (replicate.rank, replicate.rank + 1))
         if begin < end:
-            offsets = (*chunk.box.offsets[:dim], chunk.box.offsets[dim] + begin, *chunk.box.offsets[dim + 1 :])
-            sizes = (*chunk.box.sizes[:dim], end - begin, *chunk.box.sizes[dim + 1 :])
-            chunks.append(Chunk(Box(offsets, sizes), chunk.view.narrow(dim, begin, end - begin)))
+            part = chunk.box.narrowed(dim, begin, end - begin)
+            chunks.append(Chunk(part, chunk.view.narrow(dim, begin, end - begin)))
     return replace(tensor, chunks=tuple(chunks))
 
 

@@ -15,7 +15,7 @@ from . import _private
 
 
 def to_be_loaded(model: nn.Module, *, fresh: Collection[str] = ()) -> Initializer:
-    """What to give to ``polyshard.shard(model, initializer=...)`` where ``load`` comes next.
+    """The initializer for ``polyshard.shard(model, initializer=...)`` where ``load`` is next.
 
     Parameters become NaN, so that a ``load`` that was forgotten shows in the first loss; nothing is drawn for them.
     Buffers that no file holds (rotary frequencies, masks) are computed, by the model of Transformers that the module
@@ -49,10 +49,14 @@ class _ToBeLoaded:
         parameters = {
             _join(prefix, key): each
             for key, each in module._parameters.items()
-            # Those of other stages are on the meta device meanwhile.
+            # Those of other module states are on the meta device meanwhile.
             if each is not None and not each.is_meta
         }
-        fresh = {name: each for name, each in parameters.items() if self._is_fresh(name)}
+        fresh = {
+            name: each
+            for name, each in parameters.items()
+            if any(fnmatchcase(name, pattern) for pattern in self._fresh)
+        }
         with torch.no_grad():
             for parameter in parameters.values():
                 _fill_unknown(parameter)
@@ -67,9 +71,6 @@ class _ToBeLoaded:
             for name, parameter in parameters.items():
                 if name not in fresh:
                     _fill_unknown(parameter)
-
-    def _is_fresh(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self._fresh)
 
     def _compute(self, module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
         """Initialise ``module``, and see that this sets its buffers: twice, over different values, to the same."""

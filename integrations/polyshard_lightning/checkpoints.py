@@ -153,7 +153,7 @@ def require_names(module: nn.Module) -> tuple[Mapping[str, Any], Set[str]]:
     if missing is not None:
         raise UnsupportedError(
             f"state_dict() of {type(module).__name__} has no '{missing}': a hook changed its names, so that its "
-            f"parameters cannot be told (rank {dist.get_rank()}). Save with state_dict_type='sharded'."
+            f"parameters cannot be found (rank {dist.get_rank()}). Save with state_dict_type='sharded'."
         )
     return shown, cut
 
@@ -223,7 +223,12 @@ def load_whole_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimiz
     by_name = {
         "state": {name_of[key]: own for key, own in state["state"].items()},
         "param_groups": [
-            {**_switches(own), **_settings(group), "params": [name_of[key] for key in keys]}
+            # Switches are on, off or None. Files of an earlier torch may lack some, as torch's own loading allows.
+            {
+                **{name: value for name, value in _settings(own).items() if value is None or isinstance(value, bool)},
+                **_settings(group),
+                "params": [name_of[key] for key in keys],
+            }
             for own, group, keys in zip(optimizer.param_groups, state["param_groups"], saved, strict=True)
         ],
     }
@@ -243,11 +248,6 @@ def _names_by_group(module: nn.Module, optimizer: torch.optim.Optimizer) -> list
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in _NAMES}
-
-
-def _switches(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are on or off. Files of an earlier torch may lack some, as torch's own loading allows."""
-    return {name: value for name, value in _settings(group).items() if value is None or isinstance(value, bool)}
 
 
 def _on_host(value: Any) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -79,22 +79,46 @@ class Strategy:
     node_rank: int
     world_size: int
 
+    #: Where ``state_dict_type`` is None.
+    default_state_dict_type: ClassVar[StateDictType]
+    #: Of Fabric, for ``no_backward_sync``.
+    backward_sync_control: ClassVar[object] = None
+
     def __init__(
         self,
-        config: ShardConfig | None,
-        state_dict_type: StateDictType | str,
-        initializer: inspect.Initializer | None,
-        process_group_backend: str | None,
+        config: ShardConfig | None = None,
+        *,
+        state_dict_type: StateDictType | Literal["full", "sharded"] | None = None,
+        initializer: inspect.Initializer | None = None,
+        process_group_backend: str | None = None,
     ) -> None:
-        """Arguments are those of both strategies."""
+        """Settings; nothing is done before Lightning launches its processes.
+
+        Args:
+            config: How to shard; ``ShardConfig()`` where None. ``device`` is Lightning's, and ``timeout_s`` is that of
+                Lightning's own messages, too.
+            state_dict_type: The form of checkpoints. ``"full"``: one file, as Lightning writes it without shards, the
+                Trainer's default. ``"sharded"``: a directory to which each rank writes its part, Fabric's default.
+            initializer: Of modules on the meta device, as for ``polyshard.shard``.
+            process_group_backend: Of Lightning's own messages; by device where None.
+
+        Raises:
+            ConfigError: there is no such ``state_dict_type``.
+        """
+        form = self.default_state_dict_type if state_dict_type is None else StateDictType.parse(state_dict_type)
         #: As the user gave it, and with Lightning's precision in it.
         self._config = self._precise = config or ShardConfig()
-        self._saves_folders = StateDictType.parse(state_dict_type) is StateDictType.SHARDED
+        self._saves_folders = form is StateDictType.SHARDED
         self._initializer = initializer
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
         #: Modules that were sharded here and are in use.
         self._live: WeakSet[nn.Module] = WeakSet()
+        #: Optimizers whose parameters were looked at.
+        self._known: WeakSet[torch.optim.Optimizer] = WeakSet()
+        super().__init__()
+        # Lightning's base has set it to None.
+        self._backward_sync_control = self.backward_sync_control
 
     @property
     def shard_config(self) -> ShardConfig:
@@ -174,7 +198,7 @@ class Strategy:
         return self._process_group_backend or dist.get_default_backend_for_device(self.root_device)
 
     def set_world_ranks(self) -> None:
-        """Tell the environment, and Lightning's functions of rank 0, which rank this is."""
+        """Set this rank in the environment, and in Lightning's functions of rank 0."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -218,30 +242,28 @@ class Strategy:
         dist.broadcast_object_list(sent, src)
         return sent[0]
 
-    def reduced(self, value: Any, group: Any | None, operation: Any | None) -> Any:
-        """``value`` reduced over ``group``, in place, where it is a tensor; anything else as it is.
+    def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
+        """``tensor`` reduced over ``group``, in place; anything else as it is.
 
-        Args:
-            value: A tensor of any shape and dtype.
-            group: A process group; None for all ranks.
-            operation: A ``ReduceOp``, or its name; ``"mean"`` and ``"avg"`` for the mean, None for the sum.
+        ``group``: a process group; None for all ranks. ``reduce_op``: a ``ReduceOp``, or its name; ``"mean"`` and
+        ``"avg"`` for the mean, None for the sum.
         """
-        if not isinstance(value, torch.Tensor) or not dist.is_initialized():
-            return value
+        if not isinstance(tensor, torch.Tensor) or not dist.is_initialized():
+            return tensor
         group = dist.group.WORLD if group is None else group
-        averages = isinstance(operation, str) and operation.lower() in ("mean", "avg")
-        if isinstance(operation, str) and not averages:
-            operation = getattr(dist.ReduceOp, operation.upper())
-        dist.all_reduce(value, op=dist.ReduceOp.SUM if averages or operation is None else operation, group=group)
+        averages = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+        if isinstance(reduce_op, str) and not averages:
+            reduce_op = getattr(dist.ReduceOp, reduce_op.upper())
+        dist.all_reduce(tensor, op=dist.ReduceOp.SUM if averages or reduce_op is None else reduce_op, group=group)
         if averages:
             # Not every backend has a mean, and none has one of integers.
-            value.copy_(value / dist.get_world_size(group))
-        return value
+            tensor.copy_(tensor / dist.get_world_size(group))
+        return tensor
 
 
 def _leave(live: WeakSet[nn.Module]) -> None:
     """End what would outlive the interpreter: communicators of models, then the group that they were made of."""
-    # After an error other ranks may not come, and there is nothing to wait for.
+    # After an error other ranks may not arrive, and there is nothing to wait for.
     if getattr(sys, "last_value", None) is not None or not dist.is_initialized():
         return
     for module in list(live):
@@ -323,7 +345,7 @@ def refuse_module(module: nn.Module, rank: int) -> None:
     refuse_wrapped(module, rank, "Give the model to Lightning as it is: the strategy shards it.")
     if trainers.is_sharded(module) and not is_sharded(module):
         raise AlreadyShardedError(
-            f"{type(module).__name__} was sharded before Lightning's strategy came to it (rank {rank}). Leave that to "
+            f"{type(module).__name__} was sharded before Lightning's strategy saw it (rank {rank}). Leave that to "
             "the strategy: PolyshardStrategy(config), or PolyshardFabricStrategy(config)."
         )
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from types import FunctionType
-from typing import Any, Literal
-from weakref import WeakSet
+from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, DoublePrecision, MixedPrecision, Precision
@@ -16,9 +15,7 @@ from lightning.fabric.plugins.precision import HalfPrecision
 from lightning.fabric.strategies import ParallelStrategy
 from polyshard import checkpoint
 from polyshard.api import no_sync
-from polyshard.config import ShardConfig
 from polyshard.errors import ConfigError, StateError, UnsupportedError
-from polyshard.inspect import Initializer
 from polyshard_trainers.models import parameters_of, warn_unsaveable
 from torch import nn
 
@@ -86,32 +83,8 @@ class PolyshardFabricStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
     ends, or ``polyshard.close(module)``.
     """
 
-    def __init__(
-        self,
-        config: ShardConfig | None = None,
-        *,
-        state_dict_type: StateDictType | Literal["full", "sharded"] = StateDictType.SHARDED,
-        initializer: Initializer | None = None,
-        process_group_backend: str | None = None,
-    ) -> None:
-        """Settings; nothing is done before ``fabric.launch()``.
-
-        Args:
-            config: How to shard; ``ShardConfig()`` where None. ``device`` is Lightning's, and ``timeout_s`` is that of
-                Lightning's own messages, too.
-            state_dict_type: The form of ``fabric.save``. ``"sharded"``: a directory to which each rank writes its
-                part. ``"full"``: one file, as Fabric writes it without shards.
-            initializer: Of modules on the meta device, as for ``polyshard.shard``.
-            process_group_backend: Of Lightning's own messages; by device where None.
-
-        Raises:
-            ConfigError: there is no such ``state_dict_type``.
-        """
-        Strategy.__init__(self, config, state_dict_type, initializer, process_group_backend)
-        ParallelStrategy.__init__(self)
-        self._backward_sync_control = _NoBackwardSync()
-        #: Optimizers whose parameters were looked at.
-        self._known: WeakSet[torch.optim.Optimizer] = WeakSet()
+    default_state_dict_type = StateDictType.SHARDED
+    backward_sync_control = _NoBackwardSync()
 
     @property
     def precision(self) -> Any:
@@ -180,10 +153,6 @@ class PolyshardFabricStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
             self._require_known(optimizer)
         return ParallelStrategy.optimizer_step(self, optimizer, **kwargs)
 
-    def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        """``tensor`` reduced over ranks."""
-        return self.reduced(tensor, group, reduce_op)
-
     def _require_known(self, optimizer: torch.optim.Optimizer, *further: nn.Module) -> None:
         refuse_optimizer(optimizer, [*self._live, *further], self._precise, self.global_rank)
         self._known.add(optimizer)
@@ -214,7 +183,11 @@ class PolyshardFabricStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
         path = self.broadcast(path)
         key, module = _only_module(state, "save")
         optimizers = {name: each for name, each in state.items() if isinstance(each, torch.optim.Optimizer)}
-        rest = {name: _converted(value) for name, value in state.items() if name != key and name not in optimizers}
+        rest = {
+            name: value.state_dict() if _is_stateful(value) else value
+            for name, value in state.items()
+            if name != key and name not in optimizers
+        }
         if self._saves_folders:
             own_io: CheckpointIO | None = self._checkpoint_io
             if storage_options is not None or filter or type(own_io) not in (type(None), TorchCheckpointIO):
@@ -345,14 +318,13 @@ def _only_module(state: Mapping[str, Any], call: str) -> tuple[str, nn.Module]:
     return next(iter(found.items()))
 
 
-def _converted(value: Any) -> Any:
-    return value.state_dict() if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else value
+def _is_stateful(value: Any) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 def _take(state: dict[str, Any], name: str, saved: Any) -> None:
-    value = state[name]
-    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-        value.load_state_dict(saved)
+    if _is_stateful(state[name]):
+        state[name].load_state_dict(saved)
     else:
         state[name] = saved
 

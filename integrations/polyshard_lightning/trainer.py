@@ -7,12 +7,11 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision, TorchCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -20,10 +19,9 @@ from polyshard.api import no_sync, register_forward_method
 from polyshard.checkpoint import load
 from polyshard.checkpoint.contents import require_saveable
 from polyshard.checkpoint.encoding import Encoder
-from polyshard.config import ShardConfig
 from polyshard.errors import ConfigError, UnsupportedError
-from polyshard.inspect import Initializer
 from polyshard.preemption import Preemption
+from polyshard_trainers.models import plain_optimizer
 from torch import nn
 
 from ._private import TrainerLauncher
@@ -60,29 +58,7 @@ class PolyshardStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
     ``polyshard.close(module)`` releases it.
     """
 
-    def __init__(
-        self,
-        config: ShardConfig | None = None,
-        *,
-        state_dict_type: StateDictType | Literal["full", "sharded"] = StateDictType.FULL,
-        initializer: Initializer | None = None,
-        process_group_backend: str | None = None,
-    ) -> None:
-        """Settings; nothing is done before the Trainer runs.
-
-        Args:
-            config: How to shard; ``ShardConfig()`` where None. ``device`` is Lightning's, and ``timeout_s`` is that of
-                Lightning's own messages, too.
-            state_dict_type: What checkpoints are. ``"full"``: one file, as Lightning writes it without shards.
-                ``"sharded"``: a directory to which each rank writes its part.
-            initializer: Of modules on the meta device, as for ``polyshard.shard``.
-            process_group_backend: Of Lightning's own messages; by device where None.
-
-        Raises:
-            ConfigError: there is no such ``state_dict_type``.
-        """
-        Strategy.__init__(self, config, state_dict_type, initializer, process_group_backend)
-        ParallelStrategy.__init__(self)
+    default_state_dict_type = StateDictType.FULL
 
     @property
     def is_distributed(self) -> bool:
@@ -180,8 +156,8 @@ class PolyshardStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
             yield
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        """``tensor`` reduced over ranks."""
-        return self.reduced(tensor, group, reduce_op)
+        """As ``all_reduce``."""
+        return self.all_reduce(tensor, group, reduce_op)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -215,11 +191,9 @@ class PolyshardStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state of the unsharded model's optimizer on rank 0, nothing on others."""
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
         if self._saves_folders:
             return _InFolder()
-        return whole_optimizer_state(self.lightning_module, optimizer)
+        return whole_optimizer_state(self.lightning_module, plain_optimizer(optimizer))
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
@@ -329,7 +303,7 @@ class PreemptionCallback(Callback):  # type: ignore[misc]
     """
 
     exit_code: ClassVar[int] = Preemption.exit_code
-    """Of a program that was ended so and can be taken up."""
+    """Of a program that was ended so and can be resumed."""
 
     def __init__(
         self, folder: str | Path, signals: Iterable[signal.Signals] = (signal.SIGTERM,), *, every: int = 1
@@ -377,7 +351,7 @@ class PreemptionCallback(Callback):  # type: ignore[misc]
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Write a checkpoint and raise, where a rank was told to end.
+        """Write a checkpoint and raise, where a rank was asked to end.
 
         Raises SystemExit: on every rank, with ``exit_code``.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from polyshard import inspect
@@ -22,6 +23,8 @@ _WRAPPERS: tuple[tuple[type, str], ...] = (
 )
 #: They stand above this package, and cannot be imported here.
 _DROP_INS = ("polyshard_fsdp", "polyshard_fsdp2")
+#: Nor are trainers imported here.
+_OPTIMIZER_WRAPPERS = ("accelerate.optimizer", "lightning.pytorch.core.optimizer")
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -33,6 +36,14 @@ def sharded_in(module: nn.Module) -> nn.Module | None:
     """The sharded module that ``module`` is, by itself or in polyshard's wrapper; None for others."""
     inner = module._modules.get("module")
     return next((each for each in (module, inner) if each is not None and is_sharded(each)), None)
+
+
+def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that the user made, without the wrappers of Accelerate and Lightning."""
+    while any(base.__module__ in _OPTIMIZER_WRAPPERS for base in type(optimizer).__mro__):
+        optimizer = optimizer.optimizer
+    plain: torch.optim.Optimizer = optimizer
+    return plain
 
 
 def parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from polyshard.errors import UnsupportedError
+from polyshard_trainers.models import plain_optimizer
 from torch import nn
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class TrainerHooks(_Trainer):  # type: ignore[misc]
         return sharded
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        # All ranks come by here.
+        # Called on all ranks.
         if state_dict is not None or not self.save_whole(Path(output_dir or self.args.output_dir)):
             super()._save(output_dir, state_dict=state_dict)
 
@@ -115,10 +115,3 @@ def init_weights_of(module: nn.Module) -> Callable[[nn.Module], None] | None:
 def prepared_optimizers(accelerator: Accelerator) -> Sequence[torch.optim.Optimizer]:
     """The optimizers that ``accelerator`` wrapped, without its wrappers."""
     return [plain_optimizer(each) for each in accelerator._optimizers]
-
-
-def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """``optimizer`` without Accelerate's wrapper."""
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer

@@ -37,7 +37,7 @@ def register_generate(model: nn.Module, name: str = "generate") -> None:
 
     @wraps(method)
     def gathered_once(*args: Any, **kwargs: Any) -> Any:
-        # Without a backward to come, all is released when the call ends.
+        # Without a backward, all is released when the call ends.
         with outermost_model(model, f"{name}()").kept_unsharded(), torch.no_grad():
             return method(*args, **kwargs)
 
@@ -83,7 +83,7 @@ def _around(model: nn.Module, owners: dict[nn.Module, Initialize]) -> dict[nn.Mo
     Found by trying: on the meta device that writes nothing, but is counted. Modules with values are not tried.
     """
     found: dict[nn.Module, list[nn.Module]] = {}
-    # Inner modules come behind those around them.
+    # Inner modules are listed behind those around them.
     for name, outer in reversed(list(model.named_modules())):
         inner = [module for module in outer.modules() if module is not outer]
         held = [(module, each) for module in inner for each in module._parameters.values() if each is not None]

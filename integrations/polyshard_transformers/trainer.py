@@ -27,12 +27,12 @@ from polyshard_trainers.config import (
     refuse_other_ranks,
     with_ranks,
 )
-from polyshard_trainers.models import is_sharded
+from polyshard_trainers.models import is_sharded, plain_optimizer
 from torch import nn
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy
 
-from ._private import TrainerHooks, plain_optimizer, prepared_optimizers, refuse_other_trainers
+from ._private import TrainerHooks, prepared_optimizers, refuse_other_trainers
 from .checkpoints import SCHEDULER, STATE, export, require_exportable, require_state
 from .models import initializer_of, register_generate
 from .refusals import (
@@ -117,7 +117,7 @@ class PolyshardMixin(TrainerHooks):
         super().end()
 
     def ensure_sharded(self, *, training: bool) -> None:
-        """Shard ``self.model``, unless it was prepared already. ``training``: whether that comes next."""
+        """Shard ``self.model``, unless it was prepared already. ``training``: whether that is next."""
         model = self.model
         if training:
             refuse_dropped_layers(model)
@@ -191,7 +191,7 @@ class PolyshardMixin(TrainerHooks):
         """Write model, optimizer and schedule into a checkpoint's folder."""
         if self.is_world_process_zero():
             # Left by an earlier run at the same step: ``Trainer`` writes over its other files, too. No rank writes
-            # before this one has come to the save.
+            # before this one has reached the save.
             shutil.rmtree(folder / STATE, ignore_errors=True)
         optimizer = plain_optimizer(self.optimizer)
         checkpoint.save(folder / STATE, self.state.global_step, self.model, optimizer, frozen=self._save_frozen)
@@ -245,7 +245,7 @@ class PreemptionCallback(transformers.TrainerCallback):  # type: ignore[misc]
     """
 
     exit_code: ClassVar[int] = Preemption.exit_code
-    """The exit code for a program that was ended so and can be taken up."""
+    """The exit code for a program that was ended so and can be resumed."""
 
     def __init__(self, signals: Iterable[signal.Signals] = (signal.SIGTERM,), *, every: int = 1) -> None:
         """As ``polyshard.Preemption``: the signals, and at every how many steps ranks exchange their requests.

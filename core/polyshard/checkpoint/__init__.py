@@ -13,8 +13,8 @@ reads what FSDP2 or plain torch wrote.
 
 A directory has ``rank-00000.bin`` and so on with the elements, ``manifest.json`` that says what lies where, with the
 xxh3 of every 4 MiB of those, and ``COMMITTED`` with the sha256 of the manifest and its own. Nothing that is loaded is
-executed, and no name in a checkpoint is looked up outside of its directory and the table of dtypes. Digests tell of
-damage, not of who wrote a checkpoint.
+executed, and no name in a checkpoint is looked up outside of its directory and the table of dtypes. Digests show
+damage, not who wrote a checkpoint.
 """
 
 from ..state.contents import model_state, optimizer_state

@@ -153,8 +153,8 @@ def require_plain(value: torch.Tensor, where: str) -> None:
 def decode(value: Json, tensor: Callable[[Json], torch.Tensor]) -> Any:
     """What was encoded.
 
-    ``value``: JSON. ``tensor``: gives the tensor that an object describes. Its elements may come later, also where it
-    becomes an array.
+    ``value``: JSON. ``tensor``: gives the tensor of an entry. Its elements may be filled later, also where it becomes
+    an array.
     Raises MalformedError, ValueError, TypeError, LookupError, OverflowError: it was not made by ``Encoder``.
     """
     return _decode(value, tensor, 0)

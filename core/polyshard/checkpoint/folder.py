@@ -335,7 +335,7 @@ def _taken(target: Path) -> ConfigError:
 
 
 class JobLock:
-    """This process's claim to a folder, until ``release`` or its end, however it comes.
+    """This process's claim to a folder, until ``release`` or its end, of whatever kind.
 
     The system releases a lock with the process that holds it, so that nothing is left of a job that was killed. The
     file itself stays, and says who had the lock last.
@@ -447,7 +447,7 @@ class _Leaving:
 
 
 def _identity() -> list[Any]:
-    """Of this process, and of no other one: numbers of processes come again."""
+    """Of this process, and of no other one: numbers of processes are used again."""
     began = boot = ""
     with suppress(OSError, IndexError):
         # The name in brackets may have blanks; the start is the 22nd field.

@@ -434,7 +434,7 @@ class History:
         heard = f"Listeners failed that were told of the checkpoint {pending.directory}, which is committed"
         commits = coordinates(model.collectives)
         # Parts come first: the rank that commits may be waiting for a note that cannot be written. Then that rank,
-        # which may be unable to tell the others by one. Where both went well, the others see the checkpoint soon.
+        # which may be unable to write one. Where both went well, the others see the checkpoint soon.
         for words_for, ask in (
             (what, pending.own_failure),
             (what, partial(pending.failure, wait=commits)),

@@ -271,7 +271,7 @@ def _in_background(
                 over = notes.given_up(target)
                 if over is not None:
                     raise over from error
-                # Where even that cannot be written, the first rank sees that nothing comes any more.
+                # Where even that cannot be written, the first rank sees that nothing arrives any more.
                 with suppress(OSError):
                     notes.leave(None, words(error))
             elif notes.ranks > 1 and not commit.attempt.committed:

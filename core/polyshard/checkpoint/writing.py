@@ -326,7 +326,7 @@ def share_out(offers: Sequence[Offer], files: Sequence[str]) -> tuple[list[Share
         ((rank, index),) = candidates
         shares[rank].append((nbytes, key, index, extent))
         loads[rank] += nbytes
-    # The largest first: what comes later evens out what they leave.
+    # The largest first: smaller ones even out the rest.
     for nbytes, key, extent, candidates in sorted(shared, key=lambda each: -each[0]):
         rank, index = min(candidates, key=lambda each: loads[each[0]])
         shares[rank].append((nbytes, key, index, extent))

@@ -37,6 +37,11 @@ class Box:
         """The same box after ``Tensor.permute(dims)``."""
         return Box(tuple(self.offsets[dim] for dim in dims), tuple(self.sizes[dim] for dim in dims))
 
+    def narrowed(self, dim: int, begin: int, size: int) -> Box:
+        """The part of it that ``Tensor.narrow(dim, begin, size)`` of its memory is."""
+        offsets = (*self.offsets[:dim], self.offsets[dim] + begin, *self.offsets[dim + 1 :])
+        return Box(offsets, (*self.sizes[:dim], size, *self.sizes[dim + 1 :]))
+
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
         """All of a tensor of ``shape``."""
@@ -139,5 +144,4 @@ def slabs(shape: Sequence[int], box: Box, most: int, *, gaps: bool) -> Iterator[
         return
     half = box.sizes[dim] // 2
     for begin, size in ((0, half), (half, box.sizes[dim] - half)):
-        offsets = (*box.offsets[:dim], box.offsets[dim] + begin, *box.offsets[dim + 1 :])
-        yield from slabs(shape, Box(offsets, (*box.sizes[:dim], size, *box.sizes[dim + 1 :])), most, gaps=gaps)
+        yield from slabs(shape, box.narrowed(dim, begin, size), most, gaps=gaps)

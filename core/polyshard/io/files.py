@@ -265,7 +265,7 @@ def _serve(jobs: SimpleQueue[tuple[Future[T], Callable[[], T]] | None]) -> None:
             future.set_result(call())
         except BaseException as error:
             future.set_exception(error)
-        # Neither its memory nor its result lives on until the next job comes.
+        # Neither its memory nor its result is kept until the next job.
         del job, future, call
 
 

@@ -49,7 +49,7 @@ class AveragedWeights:
             self._averages = [_wide(each).clone() for each in self._weights()]
 
     def update(self) -> None:
-        """Take up the weights as they are now: behind each step of the optimizer, on every rank.
+        """Average the weights as they are now: behind each step of the optimizer, on every rank.
 
         Raises:
             StateError: inside of a step, ``unsharded`` or ``applied``, or a frozen unit is trained now.

@@ -269,7 +269,7 @@ class Round:
         self._sizes = [sum(each.numel for each in held) for held in self.held]
         self._outgoing = [sum(wholes[each].size(index) for each in owned) for owned in mine]
         self._incoming = [sum(wholes[each].size(source) for each in self.own) for source in range(shards)]
-        # Whose piece of which own tensor, in the order in which they lie in what comes in.
+        # Whose piece of which own tensor, in the order of the memory that arrives.
         self._arrivals = [
             (row, *wholes[each].pieces[source])
             for source in range(shards)
@@ -405,13 +405,13 @@ def rounds_of(
 ) -> list[list[list[int]]]:
     """For each round, what each owner computes in it: indices of one kind, of at most ``most`` elements or one alone.
 
-    All owners come from what takes long to what does not, so that those of one round take about as long as each other.
+    Each owner goes from long work to short, so that those of one round take about as long as each other.
     """
     rounds: list[list[list[int]]] = []
     for owner in range(count):
         own = [index for index, its in enumerate(owners) if its == owner]
         own.sort(key=lambda index: (-works[index], index))
-        # Kinds in the order of their first: one that is as long as another must not come in between its like.
+        # Kinds in the order of their first: one that is as long as another must not be split by it.
         by_kind: dict[Hashable, list[int]] = {}
         for index in own:
             by_kind.setdefault(kinds[index], []).append(index)

@@ -23,9 +23,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
     """Brings whole tensors together, each at one rank, and what that rank makes of them back to everybody's pieces.
 
     A subclass says three things: what of a piece is brought together (``contribute``), what is made of the whole
-    (``transform``), and how a piece takes it up (``update``). The same code serves unsharded models, every strategy
-    and every layout. Tensors of one group and shape come to ``transform`` together, and the exchange of the next ones
-    runs beside it. Tensors are spread over ranks by ``work``.
+    (``transform``), and how that updates a piece (``update``). The same code serves unsharded models, every strategy
+    and every layout. Tensors of one group and shape are given to ``transform`` together, and the exchange of the next
+    ones runs beside it. Tensors are spread over ranks by ``work``.
 
     Every rank calls ``step``, whether or not it has a gradient, with the same parameters in the same order. A parameter
     for which no rank has a gradient brings zeros, and is not updated.
@@ -33,7 +33,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
     Args:
         params: as for every optimizer of torch. Not flat parameters.
         defaults: as for every optimizer of torch.
-        dtype: in which tensors travel, and come to ``transform``; None for the dtype of gradients.
+        dtype: in which tensors travel, and are given to ``transform``; None for the dtype of gradients.
     """
 
     def __init__(self, params: Parameters, defaults: dict[str, Any], dtype: torch.dtype | None = None) -> None:
@@ -105,7 +105,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
         return {**super().__getstate__(), "_dtype": self._dtype, "_kept": self._kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # ``load_state_dict`` comes here too, and an exchange of plans would need all ranks.
+        # ``load_state_dict`` calls it too, and an exchange of plans would need all ranks.
         self.__dict__.setdefault("_plans", None)
         super().__setstate__(state)
 
@@ -204,7 +204,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
         shaped.copy_(result)
         return flat
 
-    def _take_up(self, plan: Plan, results: Mapping[int, torch.Tensor]) -> None:
+    def _update_pieces(self, plan: Plan, results: Mapping[int, torch.Tensor]) -> None:
         kinds: dict[object, list[tuple[Whole, torch.Tensor]]] = {}
         for index, flat in results.items():
             whole = plan.wholes[index]
@@ -222,7 +222,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
 
 
 class _Passage:
-    """One round on its way. What it holds is let go of once it has updated the parameters."""
+    """One round on its way. Its memory is freed once it has updated the parameters."""
 
     def __init__(self, optimizer: WholeTensorOptimizer, plan: Plan, round_: Round) -> None:
         self._optimizer, self._plan, self._round = optimizer, plan, round_
@@ -245,4 +245,4 @@ class _Passage:
     def update(self) -> None:
         """Update this rank's pieces."""
         self._arrive()
-        self._optimizer._take_up(self._plan, self._round.results(self._everyone))
+        self._optimizer._update_pieces(self._plan, self._round.results(self._everyone))

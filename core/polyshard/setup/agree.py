@@ -68,7 +68,7 @@ class Agreement:
 
         Raises:
             Exception: that of the body, once the other ranks can know of it.
-            RankMismatchError: another rank failed, reports something else, or did not come.
+            RankMismatchError: another rank failed, reports something else, or did not arrive.
         """
         report: list[Any] = []
         error: Exception | None = None
@@ -108,7 +108,7 @@ def _store_of(collectives: Collectives | None, process_group: Any | None) -> Any
             # An object that stands for a group of ranks that are not there.
             return None
     store = _torch_private.default_store()
-    # Torch's pretended process groups come with a store that holds nothing.
+    # Torch's pretended process groups have a store that holds nothing.
     return None if store is None or torch.distributed.get_backend() == "fake" else store
 
 
@@ -184,7 +184,7 @@ class StoreAgreement:
         """Return once all ranks have arrived and report the same, or at once where this rank left an error.
 
         Raises:
-            RankMismatchError: another rank failed, reports something else, or did not come.
+            RankMismatchError: another rank failed, reports something else, or did not arrive.
             torch.distributed.DistNetworkError: the store is gone.
         """
         verdict = self._verdict()
@@ -368,7 +368,7 @@ def _through_collectives(collectives: Collectives, report: Sequence[Any], error:
         kinds.setdefault(found, []).append(other)
     if len(kinds) == 1:
         return
-    # All ranks know that digests differ, and come here. One of each kind speaks.
+    # All ranks know that digests differ. One of each kind sends its report.
     read = list(kinds.values())[: _READ + 1]
     speaks = rank in (ranks[0] for ranks in read)
     reports = collectives.all_gather_object(_json(report) if speaks else b"")

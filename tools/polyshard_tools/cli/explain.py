@@ -77,9 +77,9 @@ def _headline(explanation: Explanation) -> str:
     ranks = f"{explanation.world_size:,} ranks" if explanation.world_size > 1 else "one rank"
     cut = f"units in {explanation.shards:,} shards" if explanation.shards > 1 else "whole units on each rank"
     copies = f", {explanation.replicas:,} replicas of each" if explanation.shards > 1 < explanation.replicas else ""
-    # Each rank has a device of its own, with an index of its own.
-    place = explanation.device.type
-    return f"{explanation.model} on {ranks}, computing on {place}: {explanation.strategy.value}, {cut}{copies}"
+    # No index: each rank has a device of its own.
+    where = f"{explanation.model} on {ranks}, computing on {explanation.device.type}"
+    return f"{where}: {explanation.strategy.value}, {cut}{copies}"
 
 
 def _setting_rows(explanation: Explanation) -> Iterator[tuple[str, str, str]]:
@@ -112,7 +112,9 @@ def _unit_rows(explanation: Explanation, *, unfolded: bool) -> list[tuple[str, .
     units = explanation.units
     folds = [(unit,) for unit in units] if unfolded else folded(units, [_cells(unit) for unit in units])
     rows: list[tuple[str, ...]] = [("unit", *_HEADER)]
-    rows += [(_names(fold), *_cells(fold[0])) for fold in folds]
+    for fold in folds:
+        many = f" to {fold[-1].name} ({len(fold)} units)" if len(fold) > 1 else ""
+        rows.append((fold[0].name + many, *_cells(fold[0])))
     # A column that is empty in every row is left out.
     kept = [index for index in range(len(rows[0])) if index < _ALWAYS or any(row[index] for row in rows[1:])]
     return [tuple(row[index] for index in kept) for row in rows]
@@ -140,11 +142,6 @@ def _cells(unit: ExplainedUnit) -> tuple[str, ...]:
         f"{unit.gather_nbytes:,} bytes encoded" if unit.encoded else "",
         ", ".join(f"{name}={_value(value)}" for name, value in unit.overrides.items()),
     )
-
-
-def _names(fold: Sequence[ExplainedUnit]) -> str:
-    first, last = fold[0], fold[-1]
-    return first.name if first is last else f"{first.name} to {last.name} ({len(fold)} units)"
 
 
 def _value(value: Any) -> str:

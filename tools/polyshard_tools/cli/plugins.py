@@ -161,14 +161,12 @@ def _group(arguments: argparse.Namespace) -> Group:
     spec = PluginSpec.parse(arguments.name)
     assert isinstance(spec, PluginSpec)
     offers = {group: offers_of(group, scanned) for group in Group}
-    found = [
+    wanted = None if spec.distribution is None else normalised(spec.distribution)
+    groups = [
         group
         for group, offered in offers.items()
-        for each in offered
-        if each.name == spec.name
-        and (spec.distribution is None or normalised(each.distribution) == normalised(spec.distribution))
+        if any(each.name == spec.name and wanted in (None, normalised(each.distribution)) for each in offered)
     ]
-    groups = list(dict.fromkeys(found))
     if not groups:
         names = sorted({each.name for offered in offers.values() for each in offered})
         raise PluginNotFoundError(
@@ -243,7 +241,6 @@ def _attributes(group: Group, text: str) -> dict[str, Any]:
 
 
 def _devices(group: Group) -> tuple[str, ...]:
-    # With the command that needs it: a list of plugins does not.
     import torch
 
     # A layout is arithmetic.
@@ -296,7 +293,7 @@ class Failure:
 
     device: str
     case: str
-    """Parameters of the test, as pytest writes them; empty where there are none."""
+    """Parameters of the test, as pytest writes them."""
     message: str
 
 
@@ -358,45 +355,37 @@ def _tests(group: Group, label: str, options: str, attributes: Mapping[str, Any]
 
 def _run_suite(tests: str, timeout_s: float) -> SuiteRun:
     """Run a file of tests in a process of its own; pytest must be installed."""
-    from polyshard_testing.check_process import RECORD, TESTS, Record
-
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, TESTS).write_text(tests, encoding="utf-8")
-        Path(folder, "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
-        ended, output = _run(folder, timeout_s)
-        return _found(list(Record(Path(folder, RECORD))), ended, output)
-
-
-def _run(folder: str, timeout_s: float) -> tuple[str, str]:
-    """How the process ended, empty where as it should; and its output."""
     from polyshard_testing import check_process
 
     # The packages of this process, and neither pytest's plugins that happen to be there nor the current folder.
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     environ.pop("PYTEST_ADDOPTS", None)
-    command = [sys.executable, "-P", "-m", check_process.__name__, folder]
-    written = Path(folder, "output.txt")
-    with written.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(
-            command,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        code = process.wait(timeout_s)
-        # 1: tests failed, as their outcomes say.
-        ended = "" if code in (0, 1) else f"the suite's process ended with {code}"
-    except subprocess.TimeoutExpired:
-        ended = f"the suite had not ended after {timeout_s:g} s"
-    finally:
-        # Ranks that hang outlive the process that started them.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return ended, written.read_text(encoding="utf-8", errors="replace")
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, check_process.TESTS).write_text(tests, encoding="utf-8")
+        Path(folder, "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+        written = Path(folder, "output.txt")
+        with written.open("w", encoding="utf-8") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", check_process.__name__, folder],
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            code = process.wait(timeout_s)
+            # 1: tests failed, as their outcomes say.
+            ended = "" if code in (0, 1) else f"the suite's process ended with {code}"
+        except subprocess.TimeoutExpired:
+            ended = f"the suite had not ended after {timeout_s:g} s"
+        finally:
+            # Ranks that hang outlive the process that started them.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        outcomes = list(check_process.Record(Path(folder, check_process.RECORD)))
+        return _found(outcomes, ended, written.read_text(encoding="utf-8", errors="replace"))
 
 
 def _found(outcomes: Sequence[Outcome], ended: str, output: str) -> SuiteRun:

@@ -127,7 +127,7 @@ def model_from(reference: str, arguments: Mapping[str, Any] | Sequence[Any] = ()
             "by --model-args as JSON, or name a function that takes none."
         ) from error
     except ValueError:
-        pass  # Some callables written in C have no signature; the call itself will tell.
+        pass  # Some callables written in C have no signature; the call itself will fail.
     try:
         with torch.device("meta"):
             made = factory(*positional, **keywords)

@@ -7,6 +7,7 @@ import platform
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from polyshard._version import __version__
 from polyshard.config import ENVIRONMENT_PREFIX, FILE_FIELDS, NO_SETTINGS, did_you_mean
@@ -97,7 +98,7 @@ def _required(machine: Machine, name: str, oldest: str | None, extra: str | None
 
 
 def _older(version: str, than: str) -> bool:
-    """Whether ``version`` comes before ``than``, by the numbers that both begin with; shorter ones end in zeros."""
+    """Whether ``version`` is before ``than``, by the numbers that both begin with; shorter ones end in zeros."""
     first, second = _numbers(version), _numbers(than)
     length = max(len(first), len(second))
     return (*first, *[0] * (length - len(first))) < (*second, *[0] * (length - len(second)))
@@ -114,15 +115,14 @@ def devices(machine: Machine) -> Section:
     found = machine.devices
     if not found:
         return Section("devices", (("CUDA devices", "none"), ("CPUs", str(machine.cpus))))
-    facts = [(f"cuda:{index}", _facts_of(device)) for index, device in enumerate(found)]
+    facts = []
+    for index, device in enumerate(found):
+        memory = f"{device.free_nbytes / _GIB:.1f} of {device.total_nbytes / _GIB:.1f} GiB free"
+        reaches = ", ".join(str(peer) for peer in sorted(device.peers)) or "none"
+        capability = f"capability {device.capability[0]}.{device.capability[1]}"
+        facts.append((f"cuda:{index}", f"{device.name}, {capability}, {memory}, reaches {reaches}"))
     findings = (*_each_device(found), *_devices_together(found))
     return Section("devices", (*facts, ("CPUs", str(machine.cpus))), findings)
-
-
-def _facts_of(device: Device) -> str:
-    memory = f"{device.free_nbytes / _GIB:.1f} of {device.total_nbytes / _GIB:.1f} GiB free"
-    reaches = ", ".join(str(peer) for peer in sorted(device.peers)) or "none"
-    return f"{device.name}, capability {device.capability[0]}.{device.capability[1]}, {memory}, reaches {reaches}"
 
 
 def _each_device(found: tuple[Device, ...]) -> Iterator[Finding]:
@@ -375,33 +375,25 @@ def _slows_devices(value: str, machine: Machine, least: int = 1) -> Level:
     return Level.PROBLEM if len(machine.devices) >= least else Level.HINT
 
 
-def _between_devices(value: str, machine: Machine) -> Level:
-    return _slows_devices(value, machine, 2)
-
-
-def _with_adapters(value: str, machine: Machine) -> Level:
-    return Level.PROBLEM if _on(value) and machine.infiniband else Level.FINE
-
-
 #: A variable that is not set does no harm.
 RULES: tuple[Rule, ...] = (
     Rule(
         "NCCL_P2P_DISABLE",
-        _between_devices,
+        partial(_slows_devices, least=2),
         "devices of one host send through its memory instead of NVLink or PCIe",
         "unset it; where it was set against a hang, look for the cause (IOMMU, ACS)",
         _NCCL,
     ),
     Rule(
         "NCCL_SHM_DISABLE",
-        _between_devices,
+        partial(_slows_devices, least=2),
         "devices that do not reach each other send over the network, on one host too",
         "unset it, and give /dev/shm room",
         _NCCL,
     ),
     Rule(
         "NCCL_IB_DISABLE",
-        _with_adapters,
+        lambda value, machine: Level.PROBLEM if _on(value) and machine.infiniband else Level.FINE,
         "hosts send over TCP, although there are InfiniBand or RoCE adapters",
         "unset it",
         _NCCL,

@@ -109,7 +109,7 @@ class Outcome:
     stages: tuple[str, ...]
     """The last stage that each rank noted."""
     difference: float | None = None
-    """The largest of any rank's; None where a rank did not come to compare."""
+    """The largest of any rank's; None where a rank did not compare."""
     output: str = ""
     """The last lines of the first rank that failed, or hung."""
 
@@ -222,7 +222,7 @@ def _notes(settings: RankSettings) -> tuple[str, float | None]:
 _LOOK_AT: Mapping[str, str] = {
     "starting": "at torch itself: does 'python -c \"import torch\"' end, and how long does it take?",
     "joining": "at how ranks find each other: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, firewalls, /etc/hosts",
-    "sharding": "at the first messages between ranks: interfaces, firewalls; for NCCL, NCCL_DEBUG=INFO tells",
+    "sharding": "at the first messages between ranks: interfaces, firewalls; for NCCL, NCCL_DEBUG=INFO shows them",
     "training": "at gathers and reductions: for NCCL, NCCL_DEBUG=INFO, peer access (IOMMU, ACS) and /dev/shm",
     "comparing": "at the last gather: for NCCL, NCCL_DEBUG=INFO, peer access (IOMMU, ACS) and /dev/shm",
     "leaving": "at the end of communicators: other versions of torch or NCCL",

@@ -57,7 +57,7 @@ def explain(
     stood in for, and say so in ``ExplainedPlugin.absent``.
 
     Args:
-        config: What to explain. ``source_of`` tells where its values came from.
+        config: What to explain. ``source_of`` says where its values came from.
         model: Any module that ``polyshard.shard`` takes.
         world_size: Number of ranks; collectives that the configuration names may have another one.
         device: Where ranks are to compute; None for where ``config`` says or, without that, where the model's

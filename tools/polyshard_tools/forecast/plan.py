@@ -244,13 +244,13 @@ def largest_fitting(peak_of: Callable[[int], int], samples: int, peak: int, limi
 
 
 def _next_to_try(known: Mapping[int, int], fitting: int, above: int | None, limit: int) -> int:
-    """Where the line through the largest that fits and a neighbour meets ``limit``, between both bounds."""
+    """Where the line through the largest that fits and a neighbour crosses ``limit``, between both bounds."""
     other = above if above is not None else max((number for number in known if number < fitting), default=fitting + 1)
     slope = (known[other] - known[fitting]) / (other - fitting) if other in known else 0.0
     if slope <= 0:
         return fitting * 2
     guess = fitting + int((limit - known[fitting]) / slope)
-    # One more than a guess that fits exactly tells whether it is the last.
+    # One more than a guess that fits exactly shows whether it is the last.
     guess = max(guess, fitting + 1)
     return guess if above is None else min(guess, above - 1)
 
@@ -374,12 +374,12 @@ def _draw_memory(axes: Any, plan: Plan) -> list[float]:
 
 
 def _positions(plan: Plan) -> list[float]:
-    """Milliseconds at which each moment comes where the step was timed, else how much was issued before it."""
+    """Milliseconds of each moment where the step was timed, else how much was issued before it."""
     assert plan.timeline is not None
     moments = plan.timeline.moments
     if plan.time is None:
         return [float(moment.position) for moment in moments]
-    # A moment comes behind the last of compute's kernels that was issued before it.
+    # A moment is behind the last of compute's kernels that was issued before it.
     ends = [(index, each.end_s * 1e3) for index, each in plan.time.issued_at if each.stream is Stream.COMPUTE]
     order = [index for index, _ in ends]
     found = [bisect_right(order, moment.position - 1) for moment in moments]

@@ -2,7 +2,7 @@
 
 [Note: how memory is known]
 Tensors on the meta device have storages of a size and without memory. A ledger sees each one that an operation returns,
-holds it weakly, and so knows when it came and when it went; buffers that the engine resizes are looked at again before
+holds it weakly, and so knows when it began and ended; buffers that the engine resizes are looked at again before
 each operation. Allocators round to blocks, which is counted. The order is that of the host, as a caching allocator on a
 device has it: memory is given when the host asks and taken back when the last tensor on it is gone.
 """
@@ -27,7 +27,7 @@ class Operation(enum.Enum):
     ALL_REDUCE = "all_reduce"
 
     def received_nbytes(self, nbytes: int, ranks: int) -> int:
-        """Of a whole buffer of ``nbytes``, what comes to each rank: (N-1)/N of it, twice for an all-reduce."""
+        """Of a whole buffer of ``nbytes``, the part that each rank receives: (N-1)/N of it, twice for an all-reduce."""
         part = nbytes * (ranks - 1) // ranks
         return 2 * part if self is Operation.ALL_REDUCE else part
 
@@ -114,7 +114,7 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """``stream`` goes on once ``event`` has come."""
+    """``stream`` goes on once ``event`` is reached."""
 
     stream: Stream
     event: int
@@ -278,8 +278,8 @@ class Ledger:
     def look_again(self) -> None:
         """Note which of the buffers that are resized changed their sizes.
 
-        Those that shrank first: what is given memory is written at once, and so whatever was let go of since the last
-        operation came before it.
+        Those that shrank first: what is given memory is written at once, and so whatever was freed since the last
+        operation was freed before it.
         """
         grown = [held for held in map(self._held.__getitem__, self._resized) if not self._measure(held, grows=False)]
         for held in grown:
@@ -306,9 +306,9 @@ class Ledger:
         """All changes since ``restart``; ``standing``: bytes that are there throughout, and no storage knows."""
         alive = {kind: standing.get(kind, 0) for kind in Kind}
         moments: list[Moment] = []
-        for holding, comes, position, part in self._changes:
+        for holding, begins, position, part in self._changes:
             it = self._holdings[holding]
-            alive[it.kind] += it.nbytes if comes else -it.nbytes
+            alive[it.kind] += it.nbytes if begins else -it.nbytes
             if moments and moments[-1].position == position == 0:
                 moments.pop()
             moments.append(Moment(position, part, dict(alive)))
@@ -323,7 +323,7 @@ class Ledger:
         held = self._held.pop(key, None)
         self._resized.discard(key)
         if held is not None:
-            self._change(held.holding, comes=False)
+            self._change(held.holding, begins=False)
 
     def _measure(self, held: _Held, *, grows: bool) -> bool:
         """Whether its size changed, upwards or downwards, and was noted."""
@@ -331,7 +331,7 @@ class Ledger:
         if storage is None or storage.nbytes() == held.nbytes or (storage.nbytes() > held.nbytes) is not grows:
             return False
         kind = self._holdings[held.holding].kind
-        self._change(held.holding, comes=False)
+        self._change(held.holding, begins=False)
         held.nbytes = storage.nbytes()
         held.holding = self._open(held.nbytes, kind)
         return True
@@ -339,11 +339,11 @@ class Ledger:
     def _open(self, nbytes: int, kind: Kind | None) -> int:
         blocks = -(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES
         self._holdings.append(_Holding(self._kind() if kind is None else kind, blocks))
-        self._change(len(self._holdings) - 1, comes=True)
+        self._change(len(self._holdings) - 1, begins=True)
         return len(self._holdings) - 1
 
-    def _change(self, holding: int, comes: bool) -> None:
-        self._changes.append((holding, comes, len(self.recorder.issued), self.recorder.part))
+    def _change(self, holding: int, begins: bool) -> None:
+        self._changes.append((holding, begins, len(self.recorder.issued), self.recorder.part))
 
     def _kind(self) -> Kind:
         stream, part = self.recorder.stream, self.recorder.part

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from polyshard.config import did_you_mean
 from polyshard.errors import ConfigError
@@ -122,15 +121,15 @@ def read_links(path: str | Path) -> LinkModel:
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{name} holds no links, but a {type(mapping).__name__}.")
     try:
-        return LinkModel(**{**mapping, **{key: _links_of(mapping.get(key, ())) for key in ("inside", "between")}})
+        links = {
+            key: tuple(Link(**{**row, "operation": Operation(row["operation"])}) for row in mapping.get(key, ()))
+            for key in ("inside", "between")
+        }
+        return LinkModel(**{**mapping, **links})
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"{name} holds no links: {error}. 'polyshard bench-links --out FILE' writes such a file."
         ) from error
-
-
-def _links_of(rows: Iterable[Mapping[str, Any]]) -> tuple[Link, ...]:
-    return tuple(Link(**{**row, "operation": Operation(row["operation"])}) for row in rows)
 
 
 def fitted(operation: Operation, ranks: int, timings: Sequence[tuple[int, float]]) -> Link:
@@ -322,11 +321,7 @@ DEVICES = {device.name: device for device in _ALL}
 
 
 def find_device(name: str) -> Device:
-    """The one called ``name``.
-
-    Raises:
-        ConfigError: none is.
-    """
+    """The one called ``name``. Raises ConfigError: none is."""
     found = DEVICES.get(name.lower())
     if found is None:
         raise ConfigError(

@@ -166,7 +166,7 @@ class TracedModel:
         return _loss_of(output, type(self.model).__name__)
 
     def _name_buffers(self) -> None:
-        """Say what storages are for that streams and parts do not tell apart."""
+        """Name the storages whose kind does not follow from stream and part."""
         gradients = [each.grad for each in self.model.parameters() if each.grad is not None]
         self._ledger.name(gradients, Kind.GRADIENTS)
         for unit in self.sharded.units:
