@@ -11,7 +11,6 @@ from polyshard.errors import ConfigError
 from polyshard.inspect import Piece, ShardedModel, ShardedUnit, state_dicts_of_pieces
 from polyshard.io.boxes import Box, Chunk
 from polyshard.state.sharded import of_piece
-from torch import nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,6 @@ class ModelTensor:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole tensor."""
         return math.prod(self.shape)
 
 
@@ -107,15 +105,13 @@ def _outside(sharded: ShardedModel) -> Iterator[ModelTensor]:
         persistent = module.state_dict().keys()
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
-    for name, tensor in _named(module):
+    for name, tensor in (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ):
         if id(tensor) not in managed and name in persistent:
             names.setdefault(id(tensor), []).append(name)
             tensors[id(tensor)] = tensor
     for key, tensor in tensors.items():
         chunk = Chunk(Box.whole(tensor.shape), tensor.detach())
         yield ModelTensor(tuple(names[key]), tuple(tensor.shape), tensor.dtype, (chunk,) if tensor.numel() else ())
-
-
-def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)

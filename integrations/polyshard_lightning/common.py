@@ -7,7 +7,7 @@ import enum
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import Any, ClassVar, Literal, TypeVar
@@ -126,7 +126,6 @@ class Strategy:
         return self._precise
 
     def setup_environment(self) -> None:
-        """Choose the device and form the process group."""
         super().setup_environment()  # type: ignore[misc]
         self.join()
 
@@ -169,13 +168,11 @@ class Strategy:
 
     @property
     def root_device(self) -> torch.device:
-        """The device of this process."""
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
 
     @property
     def num_nodes(self) -> int:
-        """Hosts of the job."""
         return self._num_nodes
 
     @num_nodes.setter
@@ -229,7 +226,6 @@ class Strategy:
             )
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
         if dist.is_initialized():
             devices = [self.root_device.index] if dist.get_backend() == "nccl" else None
             dist.barrier(device_ids=devices)
@@ -259,6 +255,13 @@ class Strategy:
             # Not every backend has a mean, and none has one of integers.
             tensor.copy_(tensor / dist.get_world_size(group))
         return tensor
+
+
+@contextmanager
+def init_context(precision: AbstractContextManager[Any], empty_init: bool | None) -> Iterator[None]:
+    """Where tensors are made by ``precision``: in host memory, or on the meta device for ``empty_init``."""
+    with torch.device("meta") if empty_init else nullcontext(), precision:
+        yield
 
 
 def _leave(live: WeakSet[nn.Module]) -> None:
@@ -403,7 +406,6 @@ class Children(WrapPolicy):
     """A policy as ``ShardConfig.policy`` takes it."""
 
     def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
-        """The modules that become units."""
         spec = PluginSpec.parse(self.inner)
         name = spec.name if isinstance(spec, PluginSpec) else ""
         made = PluginContext(name, context.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -31,7 +31,7 @@ from .checkpoints import (
     whole_model_state,
     whole_optimizer_state,
 )
-from .common import StateDictType, Strategy, is_sharded, refuse_optimizer, with_precision
+from .common import StateDictType, Strategy, init_context, is_sharded, refuse_optimizer, with_precision
 
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 Filter = Callable[[str, Any], bool]
@@ -50,7 +50,6 @@ class ShardedModule(nn.Module):
         self._own_forward = module.__dict__.get("forward")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
         stands_in = self.module.__dict__.get("forward")
         try:
             return self.module(*args, **kwargs)
@@ -88,7 +87,6 @@ class PolyshardFabricStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
 
     @property
     def precision(self) -> Any:
-        """Fabric's."""
         return Precision() if self._precision is None else self._precision
 
     @precision.setter
@@ -106,11 +104,7 @@ class PolyshardFabricStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Where modules are made: in host memory, or on the meta device for ``empty_init``."""
-        stack = ExitStack()
-        if empty_init:
-            stack.enter_context(torch.device("meta"))
-        stack.enter_context(self.precision.module_init_context())
-        return stack
+        return init_context(self.precision.module_init_context(), empty_init)
 
     def module_to_device(self, module: nn.Module) -> None:
         """Sharding does."""

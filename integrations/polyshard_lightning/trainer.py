@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,7 +39,7 @@ from .checkpoints import (
     whole_model_state,
     whole_optimizer_state,
 )
-from .common import StateDictType, Strategy, is_sharded, refuse_module, refuse_optimizer, with_precision
+from .common import StateDictType, Strategy, init_context, is_sharded, refuse_module, refuse_optimizer, with_precision
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
@@ -67,7 +67,6 @@ class PolyshardStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
 
     @property
     def precision_plugin(self) -> Any:
-        """Lightning's."""
         return Precision() if self._precision_plugin is None else self._precision_plugin
 
     @precision_plugin.setter
@@ -146,14 +145,9 @@ class PolyshardStrategy(Strategy, ParallelStrategy):  # type: ignore[misc]
     def model_to_device(self) -> None:
         """Sharding does."""
 
-    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Where tensors of ``configure_model`` are made: in host memory, or on the meta device for ``empty_init``."""
-        return self._initializing(torch.device("meta") if empty_init else nullcontext())
-
-    @contextmanager
-    def _initializing(self, where: AbstractContextManager[Any]) -> Iterator[None]:
-        with where, self.precision_plugin.tensor_init_context():
-            yield
+        return init_context(self.precision_plugin.tensor_init_context(), empty_init)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
         """As ``all_reduce``."""
@@ -344,7 +338,6 @@ class PreemptionCallback(Callback):  # type: ignore[misc]
         self._enter(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the signals."""
         self._step = trainer.global_step
         self._enter(pl_module)
 

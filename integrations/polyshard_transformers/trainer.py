@@ -148,7 +148,6 @@ class PolyshardMixin(TrainerHooks):
             yield
 
     def _keeps_whole(self) -> bool:
-        """Whether each rank holds whole parameters."""
         return keeps_whole(self.shard_config or ShardConfig(), self.args.world_size)
 
     def _config(self) -> ShardConfig:
@@ -209,7 +208,6 @@ class PolyshardMixin(TrainerHooks):
         self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
 
     def load_best(self, folder: Path) -> None:
-        """Read the model alone."""
         checkpoint.load(require_state(folder), self.model, frozen=self._save_frozen)
 
 
@@ -318,7 +316,6 @@ class PreemptionCallback(transformers.TrainerCallback):  # type: ignore[misc]
 
 
 def _ends_epoch(state: Any) -> bool:
-    """Whether the step was the last of an epoch."""
     return float(state.epoch).is_integer()
 
 

@@ -77,7 +77,6 @@ class Contents:
 
     @property
     def identities(self) -> frozenset[str]:
-        """Of all entries."""
         return frozenset(entry.marker.identity for entry in self.entries)
 
     def line(self, identity: str | None) -> Iterator[Entry]:
@@ -171,7 +170,6 @@ class Line:
         return 1 + max((entry.marker.turn for entry in self._require_alone().entries), default=0)
 
     def after(self, marker: Marker) -> Line:
-        """The line with one more checkpoint."""
         return replace(self, newest=marker.identity, known=self.known | {marker.identity})
 
     def prune(self, keep: int) -> Line:
@@ -379,7 +377,6 @@ class JobLock:
         return not os.path.samestat(there, os.fstat(self._descriptor))
 
     def release(self) -> None:
-        """Let others have the folder."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)

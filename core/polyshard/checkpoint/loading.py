@@ -155,7 +155,11 @@ def _load_dcp(
         directory = path_of(directory, "directory")
         joint = None if optimizer is None else Joint(optimizer)
         called.update(optimizer=str(joint and joint.described), keys=keys)
-        groups = [] if joint is None else _names(sharded, joint)
+        held = {} if joint is None else holdings(sharded, joint.groups)
+        groups = [
+            [name for parameter in group["params"] for name in held[parameter].names]
+            for group in (() if joint is None else joint.groups)
+        ]
         source = ForeignSource(directory, read_metadata(directory), keys or DcpKeys(), groups)
         identity = hashlib.sha256((directory / _METADATA).read_bytes()).hexdigest()
     require_same(collectives, directory, identity, _REMEDY)
@@ -180,11 +184,6 @@ def read_metadata(directory: Path) -> Metadata:
             "did not end. Name the directory that was checkpoint_id of the save."
         )
     return FileSystemReader(directory).read_metadata()
-
-
-def _names(sharded: ShardedModel, joint: Joint) -> list[list[str]]:
-    held = holdings(sharded, joint.groups)
-    return [[name for parameter in group["params"] for name in held[parameter].names] for group in joint.groups]
 
 
 @contextmanager

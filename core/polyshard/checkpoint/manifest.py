@@ -7,9 +7,8 @@ import hashlib
 import os
 import re
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,6 @@ _MOST = 64 << 20
 
 
 def file_of(rank: int) -> str:
-    """The name of the file that ``rank`` writes."""
     return f"rank-{rank:05d}.bin"
 
 
@@ -70,8 +68,6 @@ class StoredChunk:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A whole tensor, in chunks."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: tuple[StoredChunk, ...]
@@ -316,7 +312,6 @@ def tensor_as_json(dtype: str, shape: Iterable[int], chunks: Iterable[Json]) -> 
 
 
 def chunk_as_json(offsets: Iterable[int], sizes: Iterable[int], file: str, at: int, nbytes: int) -> Json:
-    """A chunk in the manifest."""
     return [list(offsets), list(sizes), file, at, nbytes]
 
 
@@ -377,7 +372,14 @@ class Marker:
             if number == FORMAT:
                 if raw != _render({name: each for name, each in content.items() if name != _DIGEST}):
                     raise MalformedError("its own sha256 differs")
-                return cls(**{name: check(content[name]) for name, check in _FIELDS.items()})
+                checked_fields: dict[str, Any] = {
+                    **{name: a_count(content[name], name) for name in ("step", "world_size", "turn")},
+                    **{name: a_text(content[name], name) for name in ("identity", "manifest")},
+                    **{name: _a_bool(content[name], name) for name in ("complete", "finite")},
+                    "parent": None if content["parent"] is None else a_text(content["parent"], "parent"),
+                    "files": _sizes(content["files"]),
+                }
+                return cls(**checked_fields)
         raise StateError(
             f"{directory} has format {number}, but this polyshard reads format {FORMAT}. Load it with the version that "
             "wrote it."
@@ -398,7 +400,7 @@ def _render(content: Mapping[str, Any]) -> bytes:
     return render({**content, _DIGEST: hashlib.sha256(render(content)).hexdigest()})
 
 
-def _a_bool(name: str, value: Any) -> bool:
+def _a_bool(value: Any, name: str) -> bool:
     if not isinstance(value, bool):
         raise MalformedError(f"{name} is neither true nor false")
     return value
@@ -410,17 +412,3 @@ def _sizes(value: Any) -> dict[str, int]:
         if name in ("", ".", "..") or "/" in name or "\0" in name:
             raise MalformedError(f"it names a file {name!r}, which is none of the directory")
     return sizes
-
-
-_FIELDS: dict[str, Callable[[Any], Any]] = {
-    "step": lambda value: a_count(value, "step"),
-    "world_size": lambda value: a_count(value, "world_size"),
-    "complete": partial(_a_bool, "complete"),
-    "finite": partial(_a_bool, "finite"),
-    "identity": lambda value: a_text(value, "identity"),
-    "parent": lambda value: None if value is None else a_text(value, "parent"),
-    "turn": lambda value: a_count(value, "turn"),
-    "files": _sizes,
-    "manifest": lambda value: a_text(value, "manifest"),
-    "format": lambda value: a_count(value, "format"),
-}

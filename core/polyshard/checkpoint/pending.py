@@ -249,7 +249,6 @@ class PendingSave:
         self._heard = False
 
     def start(self) -> None:
-        """Begin. Called once."""
         self._thread.start()
 
     def own_failure(self) -> BaseException | None:

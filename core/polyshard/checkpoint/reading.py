@@ -61,7 +61,6 @@ class _Wanted:
         self.memory = view_of(flat_bytes(self.staged))
 
     def end(self) -> None:
-        """Fill the target."""
         if self.staged is not None:
             strides = self.strides
             held = (
@@ -231,7 +230,6 @@ class StoredSource(Source):
     """
 
     def __init__(self, manifest: Manifest) -> None:
-        """``manifest``: of the directory."""
         self._manifest = manifest
         self.complete = manifest.complete
         self._paths: dict[str, _Path] = {}

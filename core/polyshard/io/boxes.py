@@ -20,7 +20,6 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.sizes)
 
     def overlap(self, other: Box) -> Box | None:
@@ -44,7 +43,6 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """All of a tensor of ``shape``."""
         return cls((0,) * len(shape), tuple(shape))
 
 

@@ -58,7 +58,6 @@ class HostCopy:
             torch.cuda.current_stream(device).synchronize()
 
     def pieces(self) -> Iterator[memoryview]:
-        """All bytes, in order."""
         for segment in self._segments:
             yield view_of(segment)
 

@@ -107,7 +107,6 @@ class Muon(WholeTensorOptimizer):
     def transform(
         self, group: Mapping[str, Any], wholes: torch.Tensor, states: Sequence[dict[str, Any]]
     ) -> torch.Tensor:
-        """Their orthogonal factors."""
         return newton_schulz(wholes, group["ns_steps"], group["ns_coefficients"], group["eps"])
 
     def update(

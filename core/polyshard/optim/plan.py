@@ -60,11 +60,9 @@ class Whole:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole."""
         return math.prod(self.shape)
 
     def size(self, shard: int) -> int:
-        """Elements of one piece."""
         start, stop = self.pieces[shard]
         return stop - start
 
@@ -113,8 +111,6 @@ def plan_for(
 
 
 class _Key(NamedTuple):
-    """The same for tensors that are exchanged together."""
-
     model: ShardedModel | None
     """None for tensors that are not sharded."""
     peers: Peers
@@ -202,7 +198,6 @@ class Peers:
 
     @property
     def shards(self) -> int:
-        """Number of pieces."""
         return 1 if self.shard is None else self.shard.world_size
 
     @property
@@ -217,7 +212,6 @@ class Peers:
 
     @property
     def index(self) -> int:
-        """This rank's piece."""
         return 0 if self.shard is None else self.shard.rank
 
 
@@ -279,7 +273,6 @@ class Round:
 
     @property
     def sends(self) -> Sequence[SentPiece]:
-        """The pieces that this rank sends."""
         return self.held[self._peers.replica]
 
     def outgoing(self) -> torch.Tensor:

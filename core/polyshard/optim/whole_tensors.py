@@ -97,7 +97,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
                     self.state.pop(whole.parameter, None)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As for every optimizer of torch."""
         super().add_param_group(param_group)
         self._plans = None
 
@@ -243,6 +242,5 @@ class _Passage:
         self._arrive = self._plan.exchanges.issue(lambda: round_.bring_back(self._outgoing, self._incoming, everyone))
 
     def update(self) -> None:
-        """Update this rank's pieces."""
         self._arrive()
         self._optimizer._update_pieces(self._plan, self._round.results(self._everyone))

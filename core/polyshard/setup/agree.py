@@ -200,7 +200,6 @@ class StoreAgreement:
             self._await_readers(verdict)
 
     def without_store(self) -> RankMismatchError:
-        """What to raise where the store is gone."""
         return RankMismatchError(
             f"The store of the ranks ended while rank {self._rank} waited for others to shard their model (it came as "
             f"number {self._arrived} of {len(self._ranks)}): the process that hosts it is gone, rank 0's unless the "

@@ -86,7 +86,6 @@ class Joint:
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """The class of ``optimizer`` by name."""
     return {"module": type(optimizer).__module__, "class": type(optimizer).__qualname__}
 
 

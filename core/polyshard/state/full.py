@@ -152,7 +152,6 @@ def _view(flat: torch.Tensor, parameter: ShardedParameter) -> torch.Tensor:
 
 
 def _on_host(value: Any) -> Any:
-    """A copy, of tensors in host memory."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     return copy.deepcopy(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -439,7 +439,11 @@ def _require_same_kind(
             f"{mine['module']}.{mine['class']} (rank {rank}). Load it with the optimizer that saved it, or without one."
         )
     for index, (group, settings) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        different = list(_differences(settings, group))
+        different = [
+            f"'{name}' was {settings[name]!r} and is {group[name]!r}"
+            for name in sorted((settings.keys() & group.keys()) - _NOT_COMPARED)
+            if _choice(name, settings[name]) != _choice(name, group[name])
+        ]
         if saved != mine:
             # Of a class of the same name, or where the source names none, the settings' names are the best witness.
             different += [
@@ -456,12 +460,6 @@ def _require_same_kind(
                 f"{'; '.join(different)}. Make the optimizer, here {mine['class']}, as it was when it was saved, or "
                 "load without it."
             )
-
-
-def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[str]:
-    for name in sorted((saved.keys() & current.keys()) - _NOT_COMPARED):
-        if _choice(name, saved[name]) != _choice(name, current[name]):
-            yield f"'{name}' was {saved[name]!r} and is {current[name]!r}"
 
 
 def _choice(name: str, value: Any) -> object:

@@ -41,7 +41,6 @@ class CheckpointTensor(torch.Tensor):
     def __new__(
         cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, chunks: Iterable[Chunk]
     ) -> CheckpointTensor:
-        """A stand-in for a tensor of ``shape``."""
         with torch.inference_mode(False), torch.no_grad():
             stand_in = torch.empty((), dtype=dtype, device=device).expand(tuple(shape)).as_subclass(cls)
         stand_in.chunks = tuple(chunks)
@@ -70,7 +69,6 @@ class CheckpointTensor(torch.Tensor):
         return CheckpointTensor, (tuple(self.shape), self.dtype, self.device, self.chunks)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Shape, dtype and chunks."""
         boxes = ", ".join(f"{list(chunk.box.offsets)}+{list(chunk.box.sizes)}" for chunk in self.chunks)
         return f"CheckpointTensor(shape={tuple(self.shape)}, dtype={self.dtype}, chunks=[{boxes}])"
 
@@ -193,7 +191,6 @@ class Holding:
 
     @property
     def described(self) -> str:
-        """For errors."""
         return f"'{self.names[0]}'" if self.unit is None else f"the flat parameter of unit '{self.unit}'"
 
     @property

@@ -116,8 +116,6 @@ def listed(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _ValueSpec:
-    """One value without its elements."""
-
     path: _Path
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None

@@ -129,7 +129,6 @@ _ALWAYS = 1 + _HEADER.index("frozen")
 
 
 def _cells(unit: ExplainedUnit) -> tuple[str, ...]:
-    """All that is shown of a unit but its name."""
     numbers = (len(unit.parameters), unit.elements, unit.padding, unit.shard_elements)
     dtypes = (unit.master, unit.compute, unit.wire, unit.reduce, unit.grad)
     return (

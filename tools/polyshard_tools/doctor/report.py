@@ -47,7 +47,6 @@ class Section:
 
     @property
     def level(self) -> Level:
-        """The worst of its findings."""
         return worst(self.findings)
 
 
@@ -62,18 +61,14 @@ _WIDTH = 26
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All sections."""
-
     sections: tuple[Section, ...]
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Those of all sections, in order."""
         return tuple(finding for section in self.sections for finding in section.findings)
 
     @property
     def level(self) -> Level:
-        """The worst of all."""
         return worst(self.findings)
 
     def as_json(self) -> dict[str, Any]:

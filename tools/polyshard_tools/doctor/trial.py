@@ -82,7 +82,6 @@ class Trial:
 
     @property
     def title(self) -> str:
-        """For people: backend and ranks."""
         return f"{self.world_size} ranks over {self.backend}"
 
 
@@ -230,7 +229,6 @@ _LOOK_AT: Mapping[str, str] = {
 
 
 def trial_section(outcomes: Sequence[Outcome]) -> Section:
-    """The findings of ``outcomes``."""
     facts = tuple((each.trial.title, f"{each.state.value} after {each.seconds:.1f} s") for each in outcomes)
     return Section("self-test", facts, tuple(_finding(each) for each in outcomes))
 
@@ -252,7 +250,6 @@ def _finding(outcome: Outcome) -> Finding:
 
 
 def run(settings: RankSettings) -> None:
-    """Take part in the trial."""
     # A rank that hangs is asked where, before it is ended.
     faulthandler.register(_STACK_SIGNAL, all_threads=False)
     _note(settings, stage="joining")

@@ -117,6 +117,7 @@ def explain(
     # Nothing is initialised: with an initializer, modules are taken that cannot initialise themselves.
     request = Request(model, placed, lambda module: None, ignored_modules, ignored_parameters, composes=False)
     planned = planned_modules(request, plugins, strategy, shards)
+    by_policy = Source(Origin.CODE, "the policy")
     units: list[ExplainedUnit] = []
     for each in planned:
         own = each.plugins.overrides.get("layout")
@@ -133,7 +134,11 @@ def explain(
         plugins=(
             *(_plugin(each, setting, partial(config.source_of, setting)) for setting, each in made.items()),
             *listeners,
-            *(plugin for each in planned for plugin in _overriding(each)),
+            *(
+                _plugin(constructed, f"{each.name or '(root)'}: {setting}", lambda option: by_policy)
+                for each in planned
+                for setting, constructed in each.plugins.overrides.items()
+            ),
         ),
         units=tuple(units),
     )
@@ -165,15 +170,6 @@ def _settings(config: ShardConfig, device: torch.device | str | None) -> tuple[V
             value = Value("device", torch.device(device), Source(Origin.CODE, "argument device"))
         values.append(value)
     return tuple(values)
-
-
-def _overriding(each: PlannedModule) -> list[ExplainedPlugin]:
-    label = each.name or "(root)"
-    source = Source(Origin.CODE, "the policy")
-    return [
-        _plugin(constructed, f"{label}: {setting}", lambda option: source)
-        for setting, constructed in each.plugins.overrides.items()
-    ]
 
 
 #: Returns where an option of a plugin was set.

@@ -132,12 +132,10 @@ class Explanation:
 
     @property
     def elements(self) -> int:
-        """Elements of all parameters."""
         return sum(unit.elements for unit in self.units)
 
     @property
     def padding(self) -> int:
-        """Elements of all buffers that belong to no parameter."""
         return sum(unit.padding for unit in self.units)
 
     def as_json(self) -> dict[str, Any]:

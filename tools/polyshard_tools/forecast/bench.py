@@ -112,8 +112,6 @@ def _of_part(collectives: Collectives, size: int, sizes: Sequence[int], rounds: 
 
 
 class _Timed:
-    """One operation, with buffers of its own."""
-
     def __init__(self, collectives: Collectives, operation: Operation, shard: int) -> None:
         self._collectives = collectives
         self._operation = operation

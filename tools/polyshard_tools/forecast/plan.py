@@ -75,7 +75,6 @@ class Plan:
 
     @property
     def peak_nbytes(self) -> int:
-        """All kinds together."""
         return sum(self.peak.values())
 
     @property

@@ -71,8 +71,6 @@ class Part(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One launch on a device."""
-
     stream: Stream
     part: Part
     name: str
@@ -140,7 +138,6 @@ class StepRecorder:
         self._events = 0
 
     def begin(self, part: Part) -> None:
-        """``part`` begins."""
         self.part = part
         self.issued.append(Begin(part))
 
@@ -154,7 +151,6 @@ class StepRecorder:
             self.stream = before
 
     def kernel(self, name: str, bound: Bound, flops: int, nbytes: int, itemsize: int) -> None:
-        """A launch on the current stream."""
         self.issued.append(Kernel(self.stream, self.part, name, bound, flops, nbytes, itemsize))
 
     def transfer(self, operation: Operation, nbytes: int, span: Span, members: int) -> None:
@@ -168,7 +164,6 @@ class StepRecorder:
         return self._events
 
     def wait(self, stream: Stream, event: int) -> None:
-        """Let ``stream`` wait for ``event``."""
         self.issued.append(Wait(stream, event))
 
     def clear(self) -> None:
@@ -203,16 +198,12 @@ class Kind(enum.Enum):
 
 @dataclass(slots=True)
 class _Holding:
-    """Memory from one moment to another."""
-
     kind: Kind
     nbytes: int
 
 
 @dataclass(slots=True)
 class _Held:
-    """A storage that is alive."""
-
     storage: weakref.ref[torch.UntypedStorage]
     nbytes: int
     holding: int
@@ -229,7 +220,6 @@ class Moment:
 
     @property
     def total(self) -> int:
-        """All kinds together."""
         return sum(self.nbytes.values())
 
 

@@ -337,8 +337,6 @@ _KERNEL_INTERFERENCE = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Something that runs."""
-
     stream: Stream
     begin_s: float
     end_s: float
@@ -426,7 +424,6 @@ class _Clock:
             self._begins.append((each.part, self._now[Stream.COMPUTE]))
 
     def result(self) -> StepTime:
-        """The times so far."""
         end = max(self._now.values())
         ends = [begin for _, begin in self._begins[1:]] + [end]
         parts: dict[Part, float] = {}

@@ -79,9 +79,9 @@ class TracedModel:
         self.notes: list[str] = []
         collectives = RecordedCollectives(self.recorder, Span(world_size))
         with warnings.catch_warnings():
-            # That of a single rank, which is as planned.
+            # That of a single rank, which is as planned. On the meta device there is nothing to initialise.
             warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
-            self.model = shard(model, self._on_meta(config, collectives), initializer=_leave)
+            self.model = shard(model, self._on_meta(config, collectives), initializer=lambda module: None)
         self.sharded: ShardedModel = outermost_model(self.model, "plan")
         self.sharded.record_streams(self.recorder)
         self._optimizer = optimizer
@@ -129,14 +129,19 @@ class TracedModel:
             with no_sync(self.model):
                 self._microbatch(batch)
         self._microbatch(batch)
-        self._name_buffers()
+        # Their kind does not follow from stream and part.
+        gradients = [each.grad for each in self.model.parameters() if each.grad is not None]
+        self._ledger.name(gradients, Kind.GRADIENTS)
+        for unit in self.sharded.units:
+            if unit.gather_buffer is not None:
+                self._ledger.name([unit.gather_buffer], Kind.GATHERED)
+                self._ledger.name(unit.reduction_buffers, Kind.REDUCTION)
         self.recorder.begin(Part.OPTIMIZER)
         self._optimizer.step(self._parameters, self.recorder, self._ledger)
         for parameter in self._parameters:
             parameter.grad = None
 
     def _microbatch(self, batch: Batch) -> None:
-        """One forward and its backward."""
         recorder, ledger = self.recorder, self._ledger
         recorder.begin(Part.FORWARD)
         loss = self._forward(batch)
@@ -164,15 +169,6 @@ class TracedModel:
                 "it takes."
             ) from error
         return _loss_of(output, type(self.model).__name__)
-
-    def _name_buffers(self) -> None:
-        """Name the storages whose kind does not follow from stream and part."""
-        gradients = [each.grad for each in self.model.parameters() if each.grad is not None]
-        self._ledger.name(gradients, Kind.GRADIENTS)
-        for unit in self.sharded.units:
-            if unit.gather_buffer is not None:
-                self._ledger.name([unit.gather_buffer], Kind.GATHERED)
-                self._ledger.name(unit.reduction_buffers, Kind.REDUCTION)
 
     def _on_meta(self, config: ShardConfig, collectives: RecordedCollectives) -> ShardConfig:
         offload = PluginSpec.parse(config.offload).name if isinstance(config.offload, str | Mapping) else "?"
@@ -212,10 +208,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         note_operation(self._recorder, func, args, kwargs, out)
         self._ledger.see([out] if isinstance(out, torch.Tensor) else _tensors(out))
         return out
-
-
-def _leave(module: nn.Module) -> None:
-    """Initialise nothing: on the meta device there are no values."""
 
 
 def _tensors(nested: Any) -> Sequence[torch.Tensor]:

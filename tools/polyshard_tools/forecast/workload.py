@@ -66,7 +66,6 @@ class ShapedBatches:
         return self.shapes[0].sizes[0]
 
     def __call__(self, samples: int) -> Batch:
-        """The batch of ``samples``."""
         tensors = [
             (shape.name, torch.empty((samples, *shape.sizes[1:]), dtype=shape.dtype, device="meta"))
             for shape in self.shapes

@@ -23,8 +23,6 @@ _GROUPS = frozenset(group.value for group in Group)
 
 @dataclass(frozen=True)
 class Pyproject:
-    """A package's ``pyproject.toml``."""
-
     path: Path
     text: str
     document: Mapping[str, Any]
@@ -44,7 +42,6 @@ class Pyproject:
 
     @property
     def distribution(self) -> str:
-        """The package's name."""
         name: str = self._project["name"]
         return name
 
