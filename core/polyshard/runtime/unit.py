@@ -321,7 +321,7 @@ class Unit:
     def keep_memory(self) -> None:
         """Keep alive what a communication that did not end may still read and write."""
         if self.prepared and self.buffer.attached:
-            self.buffer.keep()
+            self.buffer.pin()
         self.gradients.input.keep_memory()
 
     def discard_gradients(self) -> None:
