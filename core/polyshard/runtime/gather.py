@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, groupby
 from operator import attrgetter
 from typing import Any
@@ -104,7 +105,8 @@ def _start_one(record: GatherRecord) -> Work:
 
 def _start_many(group: Collectives, records: Sequence[GatherRecord]) -> Work:
     for record in records:
-        _tell_start(record)
+        for observer in record.observers:
+            observer.unshard(record.spec)
     plain = [record for record in records if record.wire is None]
     here = [record for record in plain if record.offload is None]
     if here:
