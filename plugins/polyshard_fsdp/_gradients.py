@@ -14,7 +14,6 @@ from polyshard.planning.layout import FlatLayout
 from polyshard.runtime.gather import FlatBuffer, view_of
 from polyshard.runtime.gradients import Gradients, Reducible
 from polyshard.runtime.parameters import MasterViews
-from polyshard.runtime.reduce import CommHook as HookedReduction
 from polyshard.runtime.reduce import Copies, Reducer, ReductionInput
 from polyshard.runtime.streams import CommStreams
 from torch import nn
@@ -90,7 +89,7 @@ class FlatGradients(Gradients):
     input: FlatInput
 
     def __init__(self, unit: FlatParameterUnit) -> None:
-        super().__init__(unit, unit.layout, unit.dtypes, unit.originals.recipients, unit.keeper)
+        super().__init__(unit, unit.layout, unit.dtypes, unit.originals.gradient_targets, unit.keeper)
         self.input = FlatInput(unit.layout, unit.dtypes, unit.spec.device)
         self._unit = unit
         self._training_dtypes = unit.dtypes
@@ -163,9 +162,9 @@ class FlatGradients(Gradients):
         if all(gradient is None for gradient in gradients):
             return None
         shard = torch.zeros(self._layout.shard_numel, dtype=self._dtypes.grad, device=self._unit.master.device)
-        for recipient, gradient in zip(self._recipients, gradients, strict=True):
+        for target, gradient in zip(self._targets, gradients, strict=True):
             if gradient is not None:
-                view_of(shard, recipient.shape, recipient.stride, recipient.offset).copy_(gradient)
+                view_of(shard, target.shape, target.stride, target.offset).copy_(gradient)
         return shard
 
     def drop_unreduced_if_cleared(self) -> None:
@@ -216,7 +215,7 @@ class FlatGradients(Gradients):
             self._reduced_before = self._whole = None
 
     @property
-    def comm_hook(self) -> HookedReduction | None:
+    def reduction(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         registered = self._unit.comm_hook
         return None if registered is None else partial(self._reduce_by, registered)
 

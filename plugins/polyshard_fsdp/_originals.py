@@ -12,7 +12,7 @@ from polyshard.errors import ConfigError
 from polyshard.planning.layout import FlatLayout
 from polyshard.planning.plan import ManagedParameter
 from polyshard.runtime.bindings import Bindings, ShardedParameter, Shown, Swap
-from polyshard.runtime.parameters import MasterViews, Recipient
+from polyshard.runtime.parameters import GradientTarget, MasterViews
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -32,8 +32,8 @@ class FlatOriginal(MasterViews):
         self.expose()
 
     @property
-    def recipients(self) -> list[Recipient]:
-        return [Recipient(self._flat_param, 0, tuple(self._master.shape), (1,))]
+    def gradient_targets(self) -> list[GradientTarget]:
+        return [GradientTarget(self._flat_param, 0, tuple(self._master.shape), (1,))]
 
     @property
     def trained(self) -> list[bool]:

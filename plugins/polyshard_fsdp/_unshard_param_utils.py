@@ -131,7 +131,7 @@ class _Summoned:
                 view.copy_(current)
         own = dict(zip(unit.originals.tensors, shelved, strict=True))
         mine = own_part(unit, whole)
-        for each in unit.originals.recipients:
+        for each in unit.originals.gradient_targets:
             gradient = own[each.parameter]
             if gradient is not None:
                 gradient.copy_(view_of(mine, each.shape, each.stride, each.offset))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from ..runtime.reduce import Way
+from ..runtime.reduce import ReduceMode
 from ..runtime.root import Root
 from ..runtime.streams import REDUCTIONS_ALIVE
 
@@ -101,23 +101,23 @@ def _reduced_nbytes(root: Root) -> int:
     """Of the two largest inputs, whether they are one unit's, one module state's or a bucket's."""
     reducer = root.reducer
     inputs: list[int] = []
-    nbytes = dict.fromkeys(Way, 0)
+    nbytes = dict.fromkeys(ReduceMode, 0)
     for module_state in root.module_states:
         reduced = [unit.gradients for unit in module_state.units if unit.trainable and not unit.resident]
         for _, same in groupby(reduced, lambda each: (each.unit.grid.shard, each.input.dtype, each.input.result_dtype)):
             together = list(same)
             sizes = [each.input.nbytes for each in together]
             total, grid = sum(sizes), together[0].unit.grid
-            way = reducer.way_together(sizes, grid)
-            if way is Way.ALONE:
+            mode = reducer.mode_of_module(sizes, grid)
+            if mode is ReduceMode.ALONE:
                 inputs += sizes
-            elif way is Way.GROUPED and total > reducer.room[way]:
+            elif mode is ReduceMode.GROUPED and total > reducer.limits[mode]:
                 inputs.append(total)
             else:
-                nbytes[way] += total
-    for way in (Way.GROUPED, Way.MERGED):
-        total, room = nbytes[way], reducer.room[way]
+                nbytes[mode] += total
+    for mode in (ReduceMode.GROUPED, ReduceMode.MERGED):
+        total, room = nbytes[mode], reducer.limits[mode]
         inputs += [min(total, room), min(max(0, total - room), room)]
     # Both go back to the pool of the stream that reduces before the next bucket's come from there.
-    copied = 2 * min(nbytes[Way.MERGED], reducer.room[Way.MERGED])
+    copied = 2 * min(nbytes[ReduceMode.MERGED], reducer.limits[ReduceMode.MERGED])
     return sum(sorted(inputs, reverse=True)[:REDUCTIONS_ALIVE]) + copied

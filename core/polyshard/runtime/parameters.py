@@ -23,7 +23,7 @@ _dtype_of = attrgetter("dtype")
 
 
 @dataclass(frozen=True, slots=True)
-class Recipient:
+class GradientTarget:
     """A parameter that receives a part of the reduced gradient."""
 
     parameter: nn.Parameter
@@ -48,7 +48,7 @@ class MasterViews(ABC):
 
     @property
     @abstractmethod
-    def recipients(self) -> list[Recipient]:
+    def gradient_targets(self) -> list[GradientTarget]:
         """Which of them receive which part of this rank's gradient, in order of offset."""
 
     @property
@@ -105,15 +105,15 @@ class Originals(MasterViews):
         self.expose()
 
     @property
-    def recipients(self) -> list[Recipient]:
+    def gradient_targets(self) -> list[GradientTarget]:
         """Which originals receive which part of this rank's gradient."""
         found = []
         for index, piece in self._pieces.items():
             slot = self._layout.slots[index]
             if self._whole:
-                found.append(Recipient(self.tensors[index], slot.offset, slot.shape, slot.stride, index))
+                found.append(GradientTarget(self.tensors[index], slot.offset, slot.shape, slot.stride, index))
             else:
-                found.append(Recipient(self.tensors[index], piece.shard_offset, *slot.shown(piece.numel), index))
+                found.append(GradientTarget(self.tensors[index], piece.shard_offset, *slot.shown(piece.numel), index))
         return found
 
     @property
@@ -291,9 +291,9 @@ class FlatMaster:
         return f"unit '{self._unit.name}' on rank {self._rank}"
 
     @property
-    def recipient(self) -> Recipient:
+    def gradient_target(self) -> GradientTarget:
         """It receives the whole of this rank's gradient."""
-        return Recipient(self.parameter, 0, (self._master.numel(),), (1,))
+        return GradientTarget(self.parameter, 0, (self._master.numel(),), (1,))
 
     def follow_requires_grad(self) -> None:
         """Train it where the originals are trained.

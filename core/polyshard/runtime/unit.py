@@ -176,7 +176,7 @@ class Unit:
         return Bindings(self.parameters, self.leaves, guarded=not self.permanent, lends=lends)
 
     def _make_gradients(self) -> Gradients:
-        return Gradients(self, self.layout, self.dtypes, self.originals.recipients, self.keeper)
+        return Gradients(self, self.layout, self.dtypes, self.originals.gradient_targets, self.keeper)
 
     @property
     def name(self) -> str:
@@ -212,7 +212,7 @@ class Unit:
         if self.flat is None:
             self.flat = FlatMaster(self.originals, self.master, self, self.grid.world.rank)
             self._take_gradient_dtype([self.flat.parameter])
-            self.gradients.deliver_to([self.flat.recipient])
+            self.gradients.set_targets([self.flat.gradient_target])
         return [self.flat.parameter]
 
     @property
@@ -455,7 +455,7 @@ class Unit:
         self.ahead = False
         if self.permanent:
             self.places.clear()
-        self.gradients.let_go()
+        self.gradients.drop_unreduced()
 
     def releases(self, turns: bool) -> bool:
         """Whether the unit is released after a forward; ``turns``: its backward is expected to follow at once."""
