@@ -172,8 +172,8 @@ class Unit:
         )
 
     def _make_bindings(self) -> Bindings:
-        lends = None if self.lender is None else [partial(self._lend, index) for index in range(len(self.leaves))]
-        return Bindings(self.parameters, self.leaves, guarded=not self.permanent, lends=lends)
+        gathers = None if self.lender is None else [partial(self._lend, index) for index in range(len(self.leaves))]
+        return Bindings(self.parameters, self.leaves, guarded=not self.permanent, gathers=gathers)
 
     def _make_gradients(self) -> Gradients:
         return Gradients(self, self.layout, self.dtypes, self.originals.gradient_targets, self.keeper)
@@ -210,7 +210,7 @@ class Unit:
         if self.resident:
             return list(self.originals.tensors)
         if self.flat is None:
-            self.flat = FlatMaster(self.originals, self.master, self, self.grid.world.rank)
+            self.flat = FlatMaster(self.originals, self.master, lambda: self.name, self.grid.world.rank)
             self._take_gradient_dtype([self.flat.parameter])
             self.gradients.set_targets([self.flat.gradient_target])
         return [self.flat.parameter]
