@@ -171,7 +171,7 @@ def tell_failures(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        recorder.tell(error)
+        recorder.post_error(error)
         raise
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import BackgroundSaveError, RankMismatchError
-from ..runtime.peers import words
+from ..runtime.peers import error_text
 from ..runtime.root import Root
 from ..runtime.step import Phase
 from ..state.agreement import Answers
@@ -109,7 +109,7 @@ class History:
         ):
             failure = ask()
             number = _FAILED * (failure is not None) + _TOLD * pending.told
-            answers = Answers(owner.collectives, number, "" if failure is None else words(failure))
+            answers = Answers(owner.collectives, number, "" if failure is None else error_text(failure))
             failed = [rank for rank, each in enumerate(answers.numbers) if each & _FAILED]
             if failed:
                 text = f"{words_for}:\n{answers.told(failed)}"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CollectiveTimeoutError, PolyshardError, RankMismatchError, StateError
-from ..runtime.peers import words
+from ..runtime.peers import error_text
 from ..state.agreement import named
 from . import disk
 from .documents import a_count, a_list, a_text, an_object, checked, parse, render
@@ -327,7 +327,7 @@ class PendingSave:
             self._failure = error
         except BaseException as error:
             # No Exception to Python, torch's CheckpointException among them: it would pass by the caller's handlers.
-            self._failure = PolyshardError(f"Writing {self.directory} failed (rank {self._rank}): {words(error)}")
+            self._failure = PolyshardError(f"Writing {self.directory} failed (rank {self._rank}): {error_text(error)}")
             self._failure.__cause__ = error
         # Copies of the state are not kept until somebody asks.
         self._work = _nothing
@@ -340,7 +340,9 @@ class PendingSave:
 
     def _told_of_failure(self) -> str:
         assert self._failure is not None
-        return f"The save of {self.directory} in the background failed on rank {self._rank}: {words(self._failure)}"
+        return (
+            f"The save of {self.directory} in the background failed on rank {self._rank}: {error_text(self._failure)}"
+        )
 
     def _tell_at_exit(self) -> None:
         """The program ends, and has not asked: what is logged may go nowhere."""

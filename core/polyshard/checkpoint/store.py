@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ..runtime.peers import words
+from ..runtime.peers import error_text
 from ..runtime.root import Root
 from ..state.agreement import require_seen, tell_listeners, together
 from ..state.contents import frozen_names, model_state, names_of, optimizer_state
@@ -294,10 +294,10 @@ def _in_background(
                     raise over from error
                 # Where even that cannot be written, the first rank sees that nothing comes any more.
                 with suppress(OSError):
-                    notes.leave(None, words(error))
+                    notes.leave(None, error_text(error))
             elif notes.ranks > 1 and not commit.attempt.committed:
                 commit.attempt.leave_to_others()
-                notes.give_up(words(error))
+                notes.give_up(error_text(error))
             raise
     if commit is None:
         notes.await_end(target, identity)

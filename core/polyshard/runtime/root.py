@@ -109,8 +109,8 @@ class Root(Step):
         if self.phase is not Phase.IDLE:
             self.abandon()
             self.refuse_ended("A forward")
-        if self.recorder.peers is not None and self.recorder.peers.spoke:
-            self.recorder.peers.go_on()
+        if self.recorder.peers is not None and self.recorder.peers.posted:
+            self.recorder.peers.withdraw()
         if self.audit is not None and self.audit.done:
             self.end_audit()
         self.take_up_changes()
@@ -164,9 +164,9 @@ class Root(Step):
             for unit in self.units:
                 unit.take_up_changes()
             if looks is not None:
-                looks.refuse_newcomers(trains=torch.is_grad_enabled() if trains is None else trains, anew=all_modules)
+                looks.refuse_new(trains=torch.is_grad_enabled() if trains is None else trains, anew=all_modules)
         except PolyshardError as error:
-            self.recorder.tell(error)
+            self.recorder.post_error(error)
             raise
 
     def refuse_moved(self) -> None:
@@ -179,7 +179,7 @@ class Root(Step):
             try:
                 self.registrations.refuse_moved()
             except PolyshardError as error:
-                self.recorder.tell(error)
+                self.recorder.post_error(error)
                 raise
 
     def begin_gathers(self) -> None:
@@ -463,7 +463,7 @@ class Root(Step):
         alone = self._thread == threading.get_ident() and not _torch_private.in_backward()
         if alone or not self._goes_on():
             self._told = True
-            self.recorder.tell(error)
+            self.recorder.post_error(error)
 
     def leave_failed_backward(self) -> None:
         """Abandon a backward that raised, behind which nothing of ours ran; one that runs goes on."""

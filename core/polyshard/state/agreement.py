@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ..errors import CheckpointDamagedError, CollectiveError, PolyshardError, RankMismatchError
 from ..interfaces import Collectives
-from ..runtime.peers import words
+from ..runtime.peers import error_text
 from .exchange import broadcast, numbers_of_all, speaks
 
 #: How many ranks a message lists.
@@ -113,7 +113,7 @@ def together(collectives: Collectives, what: str, called: Mapping[str, object] |
         answers = Answers(collectives, _DONE, json.dumps(arguments) if arguments else "")
     else:
         kind = _DAMAGED if isinstance(failure, CheckpointDamagedError) else _FAILED
-        answers = Answers(collectives, kind, words(failure))
+        answers = Answers(collectives, kind, error_text(failure))
     failed = [rank for rank, number in enumerate(answers.numbers) if number != _DONE]
     if failed:
         told = answers.told(failed)
