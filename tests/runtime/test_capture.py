@@ -16,7 +16,7 @@ import torch
 from parity import Net, draw, on_ranks, seeded, train_reference
 from polyshard import CapturedStep, CaptureMode
 from polyshard.errors import CaptureError
-from polyshard.runtime.graph import Recorder, Recording
+from polyshard.runtime.graph import Capturer, Recording
 from polyshard.runtime.root import Root
 from polyshard_backends.threaded import ThreadedWorld
 from rerun import Rerun, Rerunning, alone, captured, momentum, on_thread, reference, stepping, whole
@@ -36,7 +36,7 @@ class Failing(Rerun):
 class FailingOnRankOne(CapturedStep[Any, Any]):
     """Records, but for rank 1."""
 
-    def _make_recorder(self, root: Root) -> Recorder:
+    def _make_capturer(self, root: Root) -> Capturer:
         return Failing() if root.rank == 1 else Rerun()
 
 

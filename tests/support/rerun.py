@@ -13,7 +13,7 @@ from parity import Block, Net, Training, draw, seeded, train_reference, units_of
 from polyshard import CapturedStep, CaptureMode
 from polyshard.interfaces import CollectivesCapabilities, PluginContext
 from polyshard.nested import iter_tensors
-from polyshard.runtime.graph import Recorder, Recording
+from polyshard.runtime.graph import Capturer, Recording
 from polyshard.runtime.root import Root
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
@@ -47,7 +47,7 @@ class _Rerun(Recording[T]):
         pass
 
 
-class Rerun(Recorder):
+class Rerun(Capturer):
     """Replays by running the step again."""
 
     def obstacle(self) -> str | None:
@@ -63,7 +63,7 @@ class Rerun(Recorder):
 class Rerunning(CapturedStep[Any, Any]):
     """With ``Rerun`` in the place of the CUDA graph."""
 
-    def _make_recorder(self, root: Root) -> Recorder:
+    def _make_capturer(self, root: Root) -> Capturer:
         return Rerun()
 
 

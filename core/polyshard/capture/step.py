@@ -14,15 +14,15 @@ from ..api import outermost_root
 from ..errors import CaptureError, ConfigError, ConfigTypeError, PolyshardError, StateError
 from ..nested import map_tensors
 from ..runtime.graph import (
+    Capturer,
     EngineWatch,
     Obstacle,
-    Recorder,
     Recording,
+    capturer_for,
     engine_obstacle,
-    recorder_for,
-    recover,
-    release,
-    settle,
+    prepare_engine,
+    release_buffers,
+    reset_engine,
     step_obstacle,
 )
 from ..runtime.root import Root
@@ -148,12 +148,12 @@ class CapturedStep(Generic[P, T]):
         self._fallback = _fallback(fallback)
         self._check_arguments()
         self._device = self._root.collectives.device
-        self._recorder = self._make_recorder(self._root)
+        self._capturer = self._make_capturer(self._root)
         self._graph: _Graph[T] | None = None
         self._warm = 0
         self._mode = CaptureMode.WARMING_UP
         self._reason: str | None = None
-        obstacle = self._recorder.obstacle() or engine_obstacle(self._root)
+        obstacle = self._capturer.obstacle() or engine_obstacle(self._root)
         if obstacle is not None:
             self._give_up(obstacle)
 
@@ -179,7 +179,7 @@ class CapturedStep(Generic[P, T]):
             return self._run(*to_device(args, kwargs, self._device))
         if self._graph is None and (self._warm < self._warmup or self._root.budget_pending):
             moved = to_device(args, kwargs, self._device)
-            outputs = self._recorder.warm_up(lambda: self._run(*moved))
+            outputs = self._capturer.warm_up(lambda: self._run(*moved))
             self._warm += 1
             return outputs
         graph = self._replayable(args, kwargs)
@@ -190,7 +190,7 @@ class CapturedStep(Generic[P, T]):
         if graph.engine.released:
             self._root.streams.drain()
         else:
-            release(self._root)
+            release_buffers(self._root)
         outputs = graph.recording.replay()
         # The next gather may be that of a backward, which no forward orders after this.
         self._root.streams.begin_forward()
@@ -208,12 +208,12 @@ class CapturedStep(Generic[P, T]):
         self._warm = 0
         self._mode = CaptureMode.WARMING_UP
         self._reason = None
-        obstacle = self._recorder.obstacle() or engine_obstacle(self._root)
+        obstacle = self._capturer.obstacle() or engine_obstacle(self._root)
         if obstacle is not None:
             self._give_up(obstacle)
 
-    def _make_recorder(self, root: Root) -> Recorder:
-        return recorder_for(root)
+    def _make_capturer(self, root: Root) -> Capturer:
+        return capturer_for(root)
 
     def _check_arguments(self) -> None:
         rank = self._root.rank
@@ -268,14 +268,14 @@ class CapturedStep(Generic[P, T]):
         if obstacle is not None:
             self._give_up(obstacle)
             return None
-        settle(self._root)
+        prepare_engine(self._root)
         gradients = [(parameter, parameter.grad) for parameter in self._receivers()]
         optimizers = tuple(OptimizerWatch(each) for each in self._optimizers)
         graph: _Graph[T] | None = None
         cause: Exception | None = None
         try:
             inputs = StaticInputs(args, kwargs, self._device)
-            recording = self._recorder.record(lambda: self._recorded(inputs))
+            recording = self._capturer.record(lambda: self._recorded(inputs))
             graph = _Graph(recording, inputs, EngineWatch(self._root), optimizers)
             obstacle = _left_behind(gradients, optimizers)
         except Exception as error:
@@ -309,13 +309,13 @@ class CapturedStep(Generic[P, T]):
 
     def _recorded(self, inputs: StaticInputs) -> T:
         outputs = self._run(inputs.args, inputs.kwargs)
-        release(self._root)
+        release_buffers(self._root)
         return outputs
 
     def _undo(
         self, gradients: list[tuple[torch.Tensor, torch.Tensor | None]], optimizers: tuple[OptimizerWatch, ...]
     ) -> None:
-        recover(self._root)
+        reset_engine(self._root)
         for optimizer in optimizers:
             optimizer.restore()
         for parameter, gradient in gradients:

@@ -1,4 +1,17 @@
-"""What a recorded step takes for granted about parameters and buffers: which they are, where, and what is trained."""
+"""Recording of a training step in a CUDA graph, and checks that the engine is still as the graph recorded it.
+
+[Note: memory of a recorded step]
+While a step is recorded, its allocations come from a pool that the graph owns: activations, gradients, and gather
+buffers, which get their memory in the step and lose it in the step. Nothing but the graph allocates from the pool, so
+that a replay may write to it, whatever tensors Python holds by then. Memory from outside must stay where it is:
+masters, the optimizer's state, the static inputs. Buffers that still have memory before the recording are therefore
+released first.
+
+A backend may instead give gather buffers and the inputs of reductions memory that eager steps have freed: registered
+memory, or memory that other processes map, is not the graph's. So buffers are released before each replay too, and a
+replay, issued where the step was called, is ordered behind the streams of eager gathers and reductions, and these
+behind it.
+"""
 
 from __future__ import annotations
 
@@ -22,116 +35,21 @@ from .root import Root
 from .streams import streams_for
 from .unit import Unit
 
-_address_of = torch.Tensor.data_ptr
-_is_trained = attrgetter("requires_grad")
-
-
-class _Site(NamedTuple):
-    name: str
-    holder: dict[str, Any]
-    key: str
-    value: torch.Tensor | nn.Module | None
-
-
-class HeldTensors:
-    """Notices a tensor or a module that was replaced or added, and a tensor that was moved, frozen or unfrozen.
-
-    Asked before each replay about every one. What modules hold is compared as dicts, where identity decides at 10 ns an
-    entry; addresses and ``requires_grad`` take 85 ns a parameter together: 0.1 ms a replay for a thousand parameters.
-    """
-
-    def __init__(self, module: nn.Module, others: Iterable[tuple[str, Sequence[torch.Tensor]]]) -> None:
-        """``others``: named tensors beside those that ``module`` and the modules inside it hold."""
-        self._sites = [
-            _Site(f"{prefix}.{key}" if prefix else key, holder, key, value)
-            for prefix, inner in module.named_modules()
-            for holder in (inner._parameters, inner._buffers, inner._modules)
-            for key, value in dict.items(holder)
-        ]
-        tensors = [(site, site.value) for site in self._sites if isinstance(site.value, torch.Tensor)]
-        self._holders: list[dict[str, Any]] = list({id(site.holder): site.holder for site in self._sites}.values())
-        self._held = list(map(dict.copy, self._holders))
-        # Tensors of one element compare as equal where their values are.
-        single = [(site, tensor) for site, tensor in tensors if tensor.numel() <= 1]
-        self._single_holders = [site.holder for site, _ in single]
-        self._single_keys = [site.key for site, _ in single]
-        self._single = [tensor for _, tensor in single]
-        named = {tensor: site.name for site, tensor in tensors}
-        for name, several in others:
-            for tensor in several:
-                named.setdefault(tensor, f"flat parameter of {name}")
-        self._addressed = [tensor for tensor in named if _has_address(tensor)]
-        self._addresses = list(map(_address_of, self._addressed))
-        self._parameters = [tensor for tensor in named if isinstance(tensor, nn.Parameter)]
-        self._trained = list(map(_is_trained, self._parameters))
-        self._named = named
-
-    def changed(self) -> str | None:
-        """What no longer is as it was, as the begin of a sentence; None where all is."""
-        if (
-            self._is_replaced()
-            or list(map(_is_trained, self._parameters)) != self._trained
-            or list(map(_address_of, self._addressed)) != self._addresses
-        ):
-            return self._describe()
-        return None
-
-    def _is_replaced(self) -> bool:
-        return differ(self._holders, self._held) or not all(
-            map(is_, map(dict.get, self._single_holders, self._single_keys), self._single)
-        )
-
-    def _describe(self) -> str:
-        for name, holder, key, value in self._sites:
-            if dict.get(holder, key) is not value:
-                return f"'{name}' was replaced"
-        for tensor, address in zip(self._addressed, self._addresses, strict=True):
-            if tensor.data_ptr() != address:
-                return f"'{self._named[tensor]}' was given other data"
-        for tensor, trained in zip(self._parameters, self._trained, strict=True):
-            if tensor.requires_grad is not trained:
-                return f"'{self._named[tensor]}' was {'frozen' if trained else 'unfrozen'}"
-        return "A parameter, a buffer or a module was added to the model"
-
-
-def _has_address(tensor: torch.Tensor) -> bool:
-    # What is ignored may be of any kind.
-    return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
-
-
-def differ(these: list[Any], those: list[Any]) -> bool:
-    """Whether two lists of lists or dicts hold other tensors, compared at C speed: what is identical is equal."""
-    try:
-        return these != those
-    except RuntimeError:
-        # Two tensors were compared, so they are not the same.
-        return True
-
-
-# Records a training step in a CUDA graph, and knows when the engine no longer is as the graph took it to be.
-#
-# [Note: memory of a recorded step]
-# While a step is recorded, what it allocates comes from a pool that the graph owns: activations, gradients, and gather
-# buffers, which get their memory in the step and lose it in the step. Nothing but the graph allocates from the pool, so
-# that a replay may write to it, whatever stands in Python by then. What the graph takes from outside must stay where it
-# is: masters, the optimizer's state, the static inputs. Buffers that still have memory before the recording are therefore
-# released first.
-#
-# A backend may instead give gather buffers and the inputs of reductions memory that eager steps have left free: what is
-# registered, or mapped by other processes, is not the graph's. So buffers are released before each replay too, and a
-# replay, issued where the step was called, is ordered behind the streams of eager gathers and reductions as theirs are
-# behind it.
-
-
 T = TypeVar("T")
 
+_address_of = torch.Tensor.data_ptr
+
+_is_trained = attrgetter("requires_grad")
+
 _state_of = attrgetter("state")
+
 _master_of = attrgetter("master")
+
 _waits = attrgetter("gradients.unreduced")
 
 
 class Recording(ABC, Generic[T]):
-    """A step that was recorded."""
+    """A recorded step."""
 
     @abstractmethod
     def replay(self) -> T:
@@ -139,14 +57,14 @@ class Recording(ABC, Generic[T]):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of its memory, once it no longer runs."""
+        """Free its memory, once it no longer runs."""
 
 
-class Recorder(ABC):
+class Capturer(ABC):
     """Runs steps so that they can be recorded, and records one."""
 
     def obstacle(self) -> str | None:
-        """Why nothing can be recorded on this device; None where it can."""
+        """The reason why this device cannot record; None where it can."""
         return None
 
     def warm_up(self, step: Callable[[], T]) -> T:
@@ -159,33 +77,24 @@ class Recorder(ABC):
 
         Raises:
             CaptureError: it returned a tensor that is not on the device.
-            Exception: what ``step`` raised. Nothing of the recording is left.
+            Exception: from ``step``. Nothing of the recording is left.
         """
 
 
-class NoRecorder(Recorder):
-    """For devices that cannot record."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def obstacle(self) -> str | None:
-        return (
-            f"The model computes on {self._device.type}, and only CUDA devices record graphs. Move it to a CUDA device."
-        )
-
-    def record(self, step: Callable[[], T]) -> Recording[T]:
-        raise CaptureError(str(self.obstacle()))
+def capturer_for(root: Root) -> Capturer:
+    """The capturer for the device of the model."""
+    device = root.collectives.device
+    return CudaCapturer(device, _groups(root)) if device.type == "cuda" else NoCapturer(device)
 
 
-class GraphRecorder(Recorder):
+class CudaCapturer(Capturer):
     """Records CUDA graphs."""
 
     def __init__(self, device: torch.device, groups: Iterable[Collectives]) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._groups = tuple(groups)
-        # Two: what the warm-up leaves on its stream (a library's workspace) must not become part of the graph, and the
-        # caller's may be the default stream, which records nothing.
+        # Two: memory that the warm-up leaves on its stream (a library's workspace) must not become part of the graph,
+        # and the caller's may be the default stream, which records nothing.
         self._warm_up_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         # PyTorch's allocators may hold on to the graph of a capture that failed.
@@ -227,7 +136,7 @@ class GraphRecorder(Recorder):
         index = self._device.index
         generator = torch.cuda.default_generators[index]
         before = generator.clone_state()
-        # A pool of a known name: that of a graph that failed cannot be asked for.
+        # A pool of a known name: a graph that failed does not tell its pool.
         pool = torch.cuda.graph_pool_handle()
         try:
             yield pool
@@ -240,7 +149,7 @@ class GraphRecorder(Recorder):
                 graph.reset()
             else:
                 _torch_private.abandon_capture_pool(index, pool)
-                # The one that took part still believes in the capture, and would refuse to draw outside of it.
+                # The generator of the capture still takes part in it, and would refuse to draw outside of it.
                 generator.graphsafe_set_state(before)
                 self._failed.append(graph)
             raise
@@ -261,24 +170,23 @@ class _GraphRecording(Recording[T]):
         self.graph.reset()
 
 
-def recorder_for(root: Root) -> Recorder:
-    """What suits the device of the model."""
-    device = root.collectives.device
-    return GraphRecorder(device, _groups(root)) if device.type == "cuda" else NoRecorder(device)
+class NoCapturer(Capturer):
+    """For devices that cannot record."""
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
-def _groups(root: Root) -> Iterable[Collectives]:
-    """All that exchange the model's tensors, each once."""
-    groups = {id(root.collectives): root.collectives}
-    for unit in root.units:
-        for group in (unit.grid.shard, unit.grid.replicate):
-            if group is not None:
-                groups[id(group)] = group
-    return groups.values()
+    def obstacle(self) -> str | None:
+        return (
+            f"The model computes on {self._device.type}, and only CUDA devices record graphs. Move it to a CUDA device."
+        )
+
+    def record(self, step: Callable[[], T]) -> Recording[T]:
+        raise CaptureError(str(self.obstacle()))
 
 
 def engine_obstacle(root: Root) -> str | None:
-    """Why no step of this model can be recorded, or None. Follows from its configuration, alike on all ranks."""
+    """The reason why no step of this model can be recorded, or None: from its configuration, alike on all ranks."""
     for group in _groups(root):
         if not group.capabilities.capturable:
             return f"{type(group).__name__} cannot be recorded in a graph. Choose collectives that can, such as 'nccl'."
@@ -298,8 +206,18 @@ def engine_obstacle(root: Root) -> str | None:
     return None
 
 
+def _groups(root: Root) -> Iterable[Collectives]:
+    """All groups that exchange the model's tensors, each once."""
+    groups = {id(root.collectives): root.collectives}
+    for unit in root.units:
+        for group in (unit.grid.shard, unit.grid.replicate):
+            if group is not None:
+                groups[id(group)] = group
+    return groups.values()
+
+
 def step_obstacle(root: Root) -> str | None:
-    """Why the next step cannot be recorded or replayed, as the engine stands, or None."""
+    """The reason why the next step cannot be recorded or replayed in the engine's present state, or None."""
     if not root.synchronises:
         return (
             "It was called under no_sync(). Enter no_sync() inside train_step, around the backwards that do not reduce."
@@ -311,32 +229,32 @@ def step_obstacle(root: Root) -> str | None:
     return None
 
 
-def settle(root: Root) -> None:
-    """Make the engine ready for a recording: whatever a forward would do once, before its first operation, is done.
+def prepare_engine(root: Root) -> None:
+    """Prepare the engine for a recording: do the work that a forward does once, before its first operation.
 
     Raises:
         ParameterChangedError: a parameter was removed, or replaced by one of another shape, dtype or device.
     """
     root.take_up_changes()
-    release(root)
+    release_buffers(root)
 
 
-def release(root: Root) -> None:
-    """Let no gather buffer have memory, and order the current stream after everything that was issued."""
+def release_buffers(root: Root) -> None:
+    """Release all gather buffers, and order the current stream after everything that was issued."""
     for unit in root.units:
         unit.reshard()
     root.streams.drain()
 
 
-def recover(root: Root) -> None:
-    """Back to the state between steps after a recording that failed."""
+def reset_engine(root: Root) -> None:
+    """Restore the state between steps after a recording that failed."""
     # The old streams' events belong to a recording that is gone: waiting for one would fail.
     root.use_streams(streams_for(root.collectives))
     root.abandon()
 
 
 class Obstacle(NamedTuple):
-    """Why a recorded step cannot be replayed now."""
+    """The reason why a recorded step cannot be replayed now."""
 
     reason: str
     lasting: bool
@@ -346,7 +264,7 @@ class Obstacle(NamedTuple):
 class EngineWatch:
     """The engine as it was when a step was recorded, its buffers released.
 
-    Whether it still is takes lists that are made and compared at C speed: a launch-bound step waits for the answer.
+    Changes are found by lists that are made and compared at C speed: a launch-bound step waits for the answer.
     """
 
     def __init__(self, root: Root) -> None:
@@ -364,7 +282,7 @@ class EngineWatch:
         return list(map(_state_of, self._units)) == self._states
 
     def obstacle(self) -> Obstacle | None:
-        """What keeps the recording from being replayed, or None."""
+        """The obstacle to a replay, or None."""
         reason = step_obstacle(self._root)
         if reason is not None:
             return Obstacle(reason, False)
@@ -383,3 +301,81 @@ class EngineWatch:
 
 def _addresses(units: list[Unit]) -> list[int]:
     return list(map(torch.Tensor.data_ptr, map(_master_of, units)))
+
+
+class HeldTensors:
+    """Notices a tensor or a module that was replaced or added, and a tensor that was moved, frozen or unfrozen.
+
+    Each replay checks every one. Modules' contents are compared as dicts, where identity decides at 10 ns an entry;
+    addresses and ``requires_grad`` take 85 ns a parameter together: 0.1 ms a replay for a thousand parameters.
+    """
+
+    def __init__(self, module: nn.Module, others: Iterable[tuple[str, Sequence[torch.Tensor]]]) -> None:
+        """``others``: named tensors beside those that ``module`` and the modules inside it hold."""
+        self._sites = [
+            _Site(f"{prefix}.{key}" if prefix else key, holder, key, value)
+            for prefix, inner in module.named_modules()
+            for holder in (inner._parameters, inner._buffers, inner._modules)
+            for key, value in dict.items(holder)
+        ]
+        tensors = [(site, site.value) for site in self._sites if isinstance(site.value, torch.Tensor)]
+        self._holders: list[dict[str, Any]] = list({id(site.holder): site.holder for site in self._sites}.values())
+        self._held = list(map(dict.copy, self._holders))
+        # Tensors of one element compare as equal where their values are.
+        single = [(site, tensor) for site, tensor in tensors if tensor.numel() <= 1]
+        self._single_holders = [site.holder for site, _ in single]
+        self._single_keys = [site.key for site, _ in single]
+        self._single = [tensor for _, tensor in single]
+        named = {tensor: site.name for site, tensor in tensors}
+        for name, several in others:
+            for tensor in several:
+                named.setdefault(tensor, f"flat parameter of {name}")
+        self._addressed = [tensor for tensor in named if _has_address(tensor)]
+        self._addresses = list(map(_address_of, self._addressed))
+        self._parameters = [tensor for tensor in named if isinstance(tensor, nn.Parameter)]
+        self._trained = list(map(_is_trained, self._parameters))
+        self._named = named
+
+    def changed(self) -> str | None:
+        """The first change, as the begin of a sentence; None for no change."""
+        if (
+            differ(self._holders, self._held)
+            or not all(map(is_, map(dict.get, self._single_holders, self._single_keys), self._single))
+            or list(map(_is_trained, self._parameters)) != self._trained
+            or list(map(_address_of, self._addressed)) != self._addresses
+        ):
+            return self._change_text()
+        return None
+
+    def _change_text(self) -> str:
+        for name, holder, key, value in self._sites:
+            if dict.get(holder, key) is not value:
+                return f"'{name}' was replaced"
+        for tensor, address in zip(self._addressed, self._addresses, strict=True):
+            if tensor.data_ptr() != address:
+                return f"'{self._named[tensor]}' was given other data"
+        for tensor, trained in zip(self._parameters, self._trained, strict=True):
+            if tensor.requires_grad is not trained:
+                return f"'{self._named[tensor]}' was {'frozen' if trained else 'unfrozen'}"
+        return "A parameter, a buffer or a module was added to the model"
+
+
+class _Site(NamedTuple):
+    name: str
+    holder: dict[str, Any]
+    key: str
+    value: torch.Tensor | nn.Module | None
+
+
+def _has_address(tensor: torch.Tensor) -> bool:
+    # Ignored parameters may be of any kind.
+    return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
+
+
+def differ(these: list[Any], those: list[Any]) -> bool:
+    """Whether two lists of lists or dicts hold other tensors, compared at C speed: identical tensors are equal."""
+    try:
+        return these != those
+    except RuntimeError:
+        # Two tensors were compared, so they are not the same.
+        return True

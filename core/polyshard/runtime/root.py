@@ -392,7 +392,7 @@ class Root(Step):
         for offload in self._parking:
             offload.sync_for_step()
         if used_parameters is not None:
-            used_parameters.settle()
+            used_parameters.drop_unused()
             self.unfilled = used_parameters.unfilled
         for unit in self.units:
             if unit.reduced:
